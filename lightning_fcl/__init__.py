@@ -1,0 +1,35 @@
+"""Federated continual learning for PyTorch Lightning."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lightning_fcl.strategy import FederatedStrategy
+    from lightning_fcl.stream import FederatedStream
+    from lightning_fcl.tasks.classification import Classifier, HARClassifier
+
+_HOMES = {
+    "FederatedStrategy": "lightning_fcl.strategy",
+    "FederatedStream": "lightning_fcl.stream",
+    "Classifier": "lightning_fcl.tasks.classification",
+    "HARClassifier": "lightning_fcl.tasks.classification",
+}
+
+__all__ = ["Classifier", "FederatedStrategy", "FederatedStream", "HARClassifier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+# Importing the package registers the strategy "federated". Only the command waits with it: `--help` must not load torch.
+if Path(sys.argv[0] if sys.argv else "").stem != "lightning-fcl":
+    import_module("lightning_fcl.strategy")

@@ -1,0 +1,22 @@
+"""Callbacks: the methods, and what watches a federation."""
+
+from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
+from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
+from lightning_fcl.callbacks.fedprox import FedProx
+from lightning_fcl.callbacks.method import Method, Step
+from lightning_fcl.callbacks.pretrain import Pretrain
+from lightning_fcl.callbacks.progress import FederatedProgressBar
+from lightning_fcl.callbacks.replay import Replay
+
+__all__ = [
+    "ContinualMetrics",
+    "FLwF",
+    "FLwF2T",
+    "FedProx",
+    "FederatedProgressBar",
+    "LwF",
+    "Method",
+    "Pretrain",
+    "Replay",
+    "Step",
+]

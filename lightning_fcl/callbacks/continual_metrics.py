@@ -1,0 +1,144 @@
+"""What every model of a federation has learnt and forgotten, round by round."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.clients import Turn
+from lightning_fcl.stream import FederatedStream
+
+
+class GroupAccuracy(Metric):
+    """Number of correct predictions in each group of samples (a class, a domain).
+
+    Args:
+        groups: Number of groups.
+
+    Example:
+        >>> metric = GroupAccuracy(groups=2)
+        >>> metric.update(torch.tensor([1, 0, 2]), torch.tensor([1, 0, 0]), group=torch.tensor([0, 1, 1]))
+        >>> metric.compute()
+        tensor([1, 1])
+    """
+
+    full_state_update = False
+    correct: Tensor
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.add_state("correct", default=torch.zeros(groups, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, prediction: Tensor, target: Tensor, group: Tensor) -> None:
+        """Count a batch: three tensors of shape (batch,)."""
+        self.correct += torch.bincount(group[prediction == target], minlength=len(self.correct))
+
+    def compute(self) -> Tensor:
+        """Correct predictions, shape (groups,)."""
+        return self.correct
+
+
+class ContinualMetrics(Callback):
+    """After each client and each round: tests the model at hand on the stream's common test set.
+
+    The client's model is tested after its local training and before aggregation, the server's after aggregation. The
+    counts make up ``record``, from which `lightning_fcl.metrics.summarize` computes every metric; the server's accuracy
+    is logged as ``server/accuracy``.
+
+    Args:
+        clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
+
+    Example:
+        >>> ContinualMetrics(clients=["client1"]).clients
+        ['client1']
+    """
+
+    def __init__(self, clients: Literal["all", "none"] | list[str] = "all") -> None:
+        if isinstance(clients, str) and clients not in ("all", "none"):
+            raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
+        self.clients = clients
+        self.record: dict[str, Any] = {}
+        self._current: dict[str, list[int]] = {}
+        self._test: tuple[Any, Tensor, Tensor] | None = None
+        self._started = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the record, unless a checkpoint has brought one."""
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(stream, FederatedStream):
+            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
+        plan = stream.plan
+        x, y = stream.take(plan.test)[:2]
+        groups = torch.from_numpy(plan.groups[plan.test])
+        self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))
+        number = int(plan.groups.max()) + 1
+        names = list(stream.classes) if number == stream.num_classes else [str(g) for g in range(number)]
+        tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
+        longest = max(len(parts) for parts in tasks.values())
+        tasks["server"] = [
+            sorted({group for parts in plan.tasks.values() if e < len(parts) for group in parts[e]})
+            for e in range(longest)
+        ]
+        if not self.record:
+            self.record = {
+                "groups": names,
+                "totals": torch.bincount(groups, minlength=number).tolist(),
+                "tasks": tasks,
+                "rounds": [],
+            }
+        self._started = time.monotonic()
+
+    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
+        """Test a client's model."""
+        if self.clients == "all" or turn.client in self.clients:
+            self._current[turn.client] = self._count(pl_module)
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Test the server's model and close the round's entry."""
+        plan = trainer.datamodule.plan  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        correct = {**self._current, "server": self._count(pl_module)}
+        self._current = {}
+        experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
+        now = time.monotonic()
+        self.record["rounds"].append(
+            {
+                "round": trainer.current_epoch,
+                "experience": {**experiences, "server": max(experiences.values())},
+                "correct": correct,
+                "upload_bytes": dict(strategy.round_log.upload_bytes),
+                "download_bytes": dict(strategy.round_log.download_bytes),
+                "dropped": dict(strategy.round_log.dropped),
+                "skipped": list(strategy.round_log.skipped),
+                "seconds": now - self._started,
+            }
+        )
+        self._started = now
+        total = sum(self.record["totals"])
+        values = {f"{name}/accuracy": sum(counts) / total for name, counts in correct.items()}
+        pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+
+    @torch.no_grad()
+    def _count(self, module: L.LightningModule) -> list[int]:
+        assert self._test is not None
+        metric = GroupAccuracy(len(self.record["groups"])).to(module.device)
+        with evaluating(module):
+            for x, y, group in zip(*(part.split(512) for part in self._test), strict=True):
+                metric.update(module(x).argmax(dim=-1), y, group)
+        counts: list[int] = metric.compute().tolist()
+        return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far."""
+        return {"record": self.record}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue an earlier record."""
+        self.record = state_dict["record"]

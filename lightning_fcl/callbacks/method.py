@@ -1,0 +1,286 @@
+"""What every federated or continual method is: a callback made of pure functions on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fcl.aggregation import State
+from lightning_fcl.clients import Memory, Turn
+
+
+@dataclass
+class Step:
+    """One optimisation step of one client, as a method sees it.
+
+    Args:
+        params: The student's trainable parameters by name, part of the graph.
+        server: The state that the client received at the start of the round.
+        x: The batch's inputs, shape (batch, ...).
+        output: The student's output on ``x``, shape (batch, classes).
+        predict: ``predict(state, x)`` is the output of the same module with another state, in evaluation mode and
+            without gradient: a teacher.
+        weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
+    """
+
+    params: Mapping[str, Tensor]
+    server: Mapping[str, Tensor]
+    x: Any
+    output: Tensor
+    predict: Callable[[Mapping[str, Tensor], Any], Tensor]
+    weight: Tensor | None = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
+        return values.mean() if self.weight is None else (values * self.weight).sum()
+
+
+class Method(Callback):
+    """A federated or continual learning method: what it adds to the loss, mixes into the data and remembers.
+
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, all free of side effects. The
+    same functions run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
+    federation, and vectorised over a cohort of clients.
+
+    Args:
+        clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
+            the round is not balanced over all classes (the ``/FT`` rows of Usmanova et al. 2021: the others fine-tune).
+
+    Raises:
+        ValueError: If ``clients`` is none of these.
+    """
+
+    def __init__(self, clients: Literal["all", "unbalanced"] | Sequence[str] = "all") -> None:
+        if isinstance(clients, str) and clients not in ("all", "unbalanced"):
+            raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{clients}`.')
+        self.clients = clients
+        self.memory: Memory = {}
+        self.server: State = {}
+        self.active = True
+        self.federated = False
+        self._fits = 0
+        self._labels: list[Tensor] = []
+        self._hook: RemovableHandle | None = None
+        self._call: tuple[Any, Tensor] | None = None
+
+    # The method: pure functions, to be overridden.
+
+    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
+        """The client's memory at the start of a round, after the download of ``server``."""
+        return memory
+
+    def task_weight(self) -> float:
+        """Factor of the task loss."""
+        return 1.0
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """What is added to the weighted task loss, a scalar."""
+        return 0.0
+
+    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
+        """Remembered samples ``(x, y)`` to train on together with the round's data."""
+        return None
+
+    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """The client's memory after its local training, which left the model in state ``own``."""
+        return memory
+
+    def applies_to(self, turn: Turn) -> bool:
+        """Whether the client uses the method in this round."""
+        if self.clients == "unbalanced":
+            return not turn.balanced
+        return self.clients == "all" or turn.client in self.clients
+
+    @property
+    def shapes_loss(self) -> bool:
+        """Whether the method changes the loss at all."""
+        return type(self).penalty is not Method.penalty or self.task_weight() != 1
+
+    # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check, before fitting, that the methods of this Trainer go together and its precision allows them."""
+        if stage != "fit":
+            return
+        from lightning_fcl.strategy import FederatedStrategy
+
+        self.federated = isinstance(trainer.strategy, FederatedStrategy)
+        if str(trainer.precision).startswith("16") and trainer.scaler is not None:
+            raise ValueError(
+                f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
+                f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
+            )
+        check_compatible(methods_of(trainer))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin a round in a plain Trainer."""
+        if not self.federated:
+            self._labels = []
+            server = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+            self.start(self.begin(self.memory, server, self._turn(trainer)), server)
+
+    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+        """Make ``memory`` and ``server`` those of the client that trains now."""
+        self.memory, self.server, self.active = memory, server, active
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
+        if not self.federated:
+            self._labels += [batch[1].detach().cpu()] if _is_labelled(batch) else []
+            self._mix(batch, batch_idx)
+        if self._hook is None and methods_of(trainer)[0] is self:
+            self._hook = pl_module.register_forward_hook(self._watch)
+        self._call = None
+
+    def _mix(self, batch: Any, batch_idx: int) -> None:
+        remembered = self.rehearse(self.memory)
+        if remembered is None:
+            return
+        if not (isinstance(batch, list) and _is_labelled(batch)):
+            raise TypeError(
+                f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
+                f"got {type(batch).__name__}. Return a pair from your dataset."
+            )
+        picked = self.pick(len(remembered[1]), len(batch[1]), batch_idx)
+        for position, value in enumerate(remembered):
+            batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
+
+    def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
+        """Which of the remembered samples join a batch."""
+        return torch.arange(remembered)
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and args:
+            self._call = (args[0], output)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Turn the task loss into the methods' loss, in place."""
+        methods = methods_of(trainer)
+        if methods[0] is not self or getattr(trainer.strategy, "cohort", None) is not None:
+            return
+        active = [method for method in methods if method.active]
+        if not any(method.shapes_loss for method in active):
+            return
+        if self._call is None:
+            raise RuntimeError(
+                f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output "
+                f"`{type(active[0]).__name__}` needs, but it did not."
+            )
+        x, output = self._call
+        self._call = None
+        trainable = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        step = Step(trainable, self.server, x, output, teacher_of(pl_module))
+        weight, extra = 1.0, torch.zeros((), device=loss.device)
+        for method in active:
+            weight *= method.task_weight()
+            extra = extra + method.penalty(method.memory, step)
+        loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End a round in a plain Trainer."""
+        if not self.federated:
+            turn = self._turn(trainer)
+            generator = torch.Generator().manual_seed(trainer.current_epoch)
+            self.memory = self.finish(self.memory, pl_module.state_dict(), None, turn, generator)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the experiences of a plain Trainer (one `fit` each) and stop watching the model."""
+        self._fits += 1
+        self._unhook()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop watching the model."""
+        self._unhook()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _turn(self, trainer: L.Trainer) -> Turn:
+        """The only client of a plain Trainer."""
+        labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.long)
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        return Turn("local", trainer.current_epoch, self._fits, labels, last_round=last, samples=len(labels))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a plain Trainer's checkpoint keeps; a federation keeps the memories of all clients itself."""
+        return {} if self.federated else {"memory": self.memory, "fits": self._fits}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint's memory."""
+        self.memory = state_dict.get("memory", {})
+        self._fits = state_dict.get("fits", 0)
+
+
+def methods_of(trainer: L.Trainer) -> list[Method]:
+    """The methods among a Trainer's callbacks, in order."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, Method)]
+
+
+def check_compatible(methods: Sequence[Method]) -> None:
+    """Refuse methods that cannot work together.
+
+    Raises:
+        ValueError: If two methods weigh the task loss, or one method is there twice for the same clients.
+    """
+    weighing = [type(method).__name__ for method in methods if type(method).task_weight is not Method.task_weight]
+    if len(weighing) > 1:
+        raise ValueError(
+            f"Expected at most one method that weighs the task loss but got {' and '.join(weighing)}. Remove one of them."
+        )
+    names = [type(method).__name__ for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others.")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every submodule gets its own mode back."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule, mode in modes:
+            submodule.training = mode
+
+
+def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
+    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
+
+    def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
+        with torch.no_grad(), evaluating(module):
+            output: Tensor = functional_call(module, dict(state), (x,))
+        return output
+
+    return predict
+
+
+def section(memory: Mapping[str, Tensor], prefix: str) -> State:
+    """The entries of a memory below ``prefix``, without it.
+
+    Example:
+        >>> section({"own.w": torch.zeros(1), "count": torch.ones(1)}, "own")
+        {'w': tensor([0.])}
+    """
+    return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
+
+
+def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
+    """A copy of a state as entries of a memory below ``prefix``."""
+    return {f"{prefix}.{name}": value.detach().clone() for name, value in state.items()}
+
+
+def _is_labelled(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)

@@ -1,0 +1,52 @@
+"""Pre-training: the server's model before the first round."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.clients import seed_of
+from lightning_fcl.stream import FederatedStream
+
+
+class Pretrain(Callback):
+    """Before the first round: trains the model on the stream's pre-training samples, in a plain Trainer of its own.
+
+    Nothing happens when a fit is continued from a checkpoint.
+
+    Args:
+        epochs: Passes over the samples, at least 1.
+
+    Raises:
+        ValueError: If ``epochs`` is below 1, or the stream has no samples for pre-training.
+
+    Example:
+        >>> Pretrain(epochs=50).epochs
+        50
+    """
+
+    def __init__(self, epochs: int = 50) -> None:
+        if epochs < 1:
+            raise ValueError(f"Expected `epochs` to be at least 1 but got {epochs}. Leave the callback out instead.")
+        self.epochs = epochs
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Train a copy of the model, and take over its state."""
+        if trainer.ckpt_path is not None:
+            return
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(stream, FederatedStream):
+            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
+        torch.manual_seed(seed_of(stream.seed, "pretrain"))
+        pupil = copy.deepcopy(pl_module)
+        own = L.Trainer(
+            max_epochs=self.epochs,
+            accelerator=pl_module.device.type,
+            devices=1,
+            barebones=True,
+        )
+        own.fit(pupil, stream.pretrain_dataloader())
+        pl_module.load_state_dict(pupil.state_dict())

@@ -1,0 +1,84 @@
+"""Progress of a federation: experience, round, client, and the time that is left."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+from lightning_fcl.clients import Turn
+from lightning_fcl.stream import FederatedStream
+
+
+class FederatedProgressBar(ProgressBar):
+    """Shows the experience, the round, the client and the server's accuracy, with the time that is left.
+
+    One unit of the bar is one client's part in a round.
+
+    Example:
+        >>> FederatedProgressBar().is_enabled
+        True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar: Any = None
+        self._enabled = True
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether anything is shown."""
+        return self._enabled
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show again."""
+        self._enabled = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the bar."""
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(stream, FederatedStream):
+            counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
+            done = sum(counts[: trainer.current_epoch])
+            self._bar = tqdm(
+                total=sum(counts), initial=done, disable=not self._enabled, file=sys.stderr, dynamic_ncols=True
+            )
+            self._describe(trainer, "")
+
+    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
+        """One client is done."""
+        if self._bar is not None:
+            self._describe(trainer, f", client {turn.client}")
+            self._bar.update()
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The clients that did not take part count as done."""
+        if self._bar is not None:
+            counts = [len(current) for current in trainer.datamodule.plan.train]  # type: ignore[attr-defined]
+            self._bar.update(sum(counts[: trainer.current_epoch + 1]) - self._bar.n)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the server's accuracy."""
+        accuracy = trainer.callback_metrics.get("server/accuracy")
+        if self._bar is not None and accuracy is not None:
+            self._bar.set_postfix_str(f"server accuracy {float(accuracy):.3f}")
+
+    def _describe(self, trainer: L.Trainer, client: str) -> None:
+        plan = trainer.datamodule.plan  # type: ignore[attr-defined]
+        now = max(numbers[trainer.current_epoch] for numbers in plan.experiences.values())
+        of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
+        self._bar.set_description_str(
+            f"experience {now + 1}/{of}, round {trainer.current_epoch + 1}/{trainer.max_epochs}{client}"
+        )
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,125 @@
+"""Replay: training on remembered samples, in Avalanche's buffers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.aggregation import State
+from lightning_fcl.callbacks.method import Method
+from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.scenarios import Indices
+
+Policy = Literal["reservoir", "class-balanced", "refresh"]
+
+
+class Replay(Method):
+    """Every batch: joins remembered samples, so that each is seen once per local epoch.
+
+    After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; a client's share of
+    the memory is its own and never travels.
+
+    Args:
+        max_size: Number of samples kept; for ``"refresh"``, of each task (experience).
+        policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
+            class seen), or ``"refresh"`` (a random choice of the current task's data replaces the task's earlier one, as
+            in Usmanova et al. 2021, section 5.3).
+        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
+            samples from coming in repeatedly where the rounds of an experience share their data.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> Replay(max_size=10, policy="refresh", update="round").max_size
+        10
+    """
+
+    def __init__(
+        self,
+        max_size: int = 200,
+        policy: Policy = "class-balanced",
+        update: Literal["round", "experience"] = "experience",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        if max_size < 1:
+            raise ValueError(f"Expected `max_size` to be at least 1 but got {max_size}.")
+        if policy not in ("reservoir", "class-balanced", "refresh"):
+            raise ValueError(
+                f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".'
+            )
+        if update not in ("round", "experience"):
+            raise ValueError(f'Expected `update` to be "round" or "experience" but got "{update}".')
+        self.max_size = max_size
+        self.policy = policy
+        self.update = update
+
+    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
+        """All remembered samples."""
+        return (memory["x"], memory["y"]) if memory else None
+
+    def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
+        """In a plain Trainer, whose epochs are not planned: as many as the batch has samples, one window after the next."""
+        size = min(remembered, batch_size)
+        return (torch.arange(size) + batch_idx * size) % remembered
+
+    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """Take in the round's data, if it is time."""
+        if self.update == "experience" and not turn.last_round:
+            return memory
+        x, y = data
+        tasks = torch.full_like(y, turn.experience)
+        if self.policy == "refresh":
+            chosen = torch.randperm(len(y), generator=generator)[: self.max_size]
+            kept = memory["task"] != turn.experience if memory else None
+            new = {"x": x[chosen], "y": y[chosen], "task": tasks[chosen]}
+            return {n: torch.cat([memory[n][kept], v]) for n, v in new.items()} if kept is not None else new
+        if memory:
+            x, y, tasks = (torch.cat([memory[n], v]) for n, v in (("x", x), ("y", y), ("task", tasks)))
+        old = memory.get("priority", torch.empty(0))
+        chosen, priority = _select(y.cpu(), old.cpu(), self.policy, self.max_size, generator)
+        return {"x": x[chosen], "y": y[chosen], "task": tasks[chosen], "priority": priority}
+
+
+def _select(
+    y: Tensor, priority: Tensor, policy: Policy, max_size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Which of the remembered (first) and new samples Avalanche's buffer keeps, and their reservoir priorities.
+
+    Avalanche moves indices only: what is a sample stays with the caller.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from avalanche.benchmarks.utils import as_classification_dataset
+        from avalanche.training import ClassBalancedBuffer, ReservoirSamplingBuffer
+
+    def dataset(indices: Tensor) -> Any:
+        return as_classification_dataset(Indices(indices.numpy(), y.numpy()))
+
+    def reservoir(indices: Tensor, size: int) -> Any:
+        buffer = ReservoirSamplingBuffer(size)
+        order = priority[indices].argsort(descending=True)
+        buffer.buffer = dataset(indices[order])
+        buffer._buffer_weights = priority[indices[order]]  # Avalanche has no way to restore a buffer
+        return buffer
+
+    old, new = torch.arange(len(priority)), torch.arange(len(priority), len(y))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        if policy == "reservoir":
+            groups = [reservoir(old, max_size)]
+            groups[0].update_from_dataset(dataset(new))
+        else:
+            buffer = ClassBalancedBuffer(max_size)
+            buffer.seen_classes = set(y[old].tolist())
+            buffer.buffer_groups = {c: reservoir(old[y[old] == c], max_size) for c in buffer.seen_classes}
+            buffer.update_from_dataset(dataset(new))
+            groups = list(buffer.buffer_groups.values())
+    kept = [int(index) for group in groups for index, *_ in group.buffer]
+    return torch.tensor(kept, dtype=torch.long), torch.cat([group._buffer_weights for group in groups])

@@ -1,0 +1,260 @@
+"""Public data sets as plain arrays: one module a data set, each reading the layouts that people have on disk.
+
+A module of this package offers ``DESCRIPTION``, ``load(root, **options)``, ``locate(root)`` and ``fetch(root)``, and
+has one line in the table below. The modules are imported when they are asked for, so that importing this package
+costs no more than NumPy.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "load"]
+
+_MODULES = {
+    "digits": "lightning_fcl.datasets.digits",
+    "ucihar": "lightning_fcl.datasets.ucihar",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A whole data set in memory, with the owner of each sample where the data have one.
+
+    Args:
+        x: Samples, shape ``(n, ...)``, float32, finite.
+        y: Labels, shape ``(n,)``, int64, from 0 to C - 1.
+        client: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
+        classes: The C names of the classes, in the order of the labels.
+        official_test: True where the publishers put the sample in their test set, shape ``(n,)``, or None.
+        group: Natural domain of each sample (a device, a place), shape ``(n,)``, or None.
+
+    Raises:
+        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite; the
+            message says how many values of which sample.
+
+    Example:
+        >>> x = np.zeros((4, 2), dtype=np.float32)
+        >>> data = Arrays(x=x, y=np.array([0, 1, 1, 0]), client=None, classes=("rest", "walk"))
+        >>> data.x.shape, len(data.classes)
+        ((4, 2), 2)
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    client: NDArray[Any] | None
+    classes: tuple[str, ...]
+    official_test: NDArray[np.bool_] | None = None
+    group: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        _require_dtype("x", self.x, np.float32)
+        _require_dtype("y", self.y, np.int64)
+        if self.x.ndim < 1 or len(self.x) == 0:
+            raise ValueError(
+                f"Expected `x` to hold at least one sample but got shape {self.x.shape}. Check that the files are not "
+                "empty."
+            )
+        columns = {"y": self.y, "client": self.client, "official_test": self.official_test, "group": self.group}
+        for name, column in columns.items():
+            if column is not None and column.shape != (len(self.x),):
+                raise ValueError(
+                    f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
+                    f"{column.shape}. Read both from the same files."
+                )
+        if self.official_test is not None:
+            _require_dtype("official_test", self.official_test, np.bool_)
+        for name in ("client", "group"):
+            owner = columns[name]
+            if owner is not None and owner.dtype.kind not in "iuU":
+                raise ValueError(
+                    f"Expected `{name}` to hold integers or strings but got dtype {owner.dtype}. "
+                    f"Convert it, for example with `{name}.astype(str)`."
+                )
+        _require_labels(self.y, self.classes)
+        _require_finite(self.x)
+
+
+def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> None:
+    if values.dtype != dtype:
+        wanted = np.dtype(dtype).name
+        raise ValueError(
+            f"Expected `{name}` to have dtype {wanted} but got {values.dtype}. Convert it with "
+            f"`{name}.astype(np.{wanted})`."
+        )
+
+
+def _require_labels(y: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+    wrong = np.flatnonzero((y < 0) | (y >= len(classes)))
+    if wrong.size:
+        first = wrong[0]
+        raise ValueError(
+            f"Expected `y` to be between 0 and {len(classes) - 1}, a label for each of the {len(classes)} `classes`, "
+            f"but got {y[first]} in sample {first} (and {wrong.size} such labels in all). "
+            "Number the labels from 0, or name every class."
+        )
+
+
+def _require_finite(x: NDArray[np.float32]) -> None:
+    finite = np.isfinite(x)
+    if finite.all():
+        return
+    per_sample = (~finite).reshape(len(x), -1).sum(axis=1)
+    bad = np.flatnonzero(per_sample)
+    raise ValueError(
+        f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {x[0].size} in sample "
+        f"{bad[0]} ({bad.size} of {len(x)} samples have such values). Mend or drop these samples first."
+    )
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a person wants to know of a data set before getting it.
+
+    Args:
+        name: The name that `load` takes.
+        content: What the samples are, in one line.
+        licence: Terms of use.
+        citation: The paper to cite.
+        url: Where it comes from; empty if it is bundled with a dependency.
+        size: Size of the download, for people.
+
+    Example:
+        >>> describe()[0].name
+        'digits'
+    """
+
+    name: str
+    content: str
+    licence: str
+    citation: str
+    url: str
+    size: str
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache.
+
+    Args:
+        root: A folder; ``~`` is expanded. It need not exist.
+
+    Returns:
+        The folder.
+
+    Example:
+        >>> data_root("some/folder").as_posix()
+        'some/folder'
+    """
+    chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
+    return Path(chosen).expanduser()
+
+
+def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
+    """Load a data set by name.
+
+    Args:
+        name: One of the names that `describe` lists.
+        root: Folder of the data sets, see `data_root`.
+        **options: What the data set's own ``load`` takes besides `root`.
+
+    Returns:
+        All its samples.
+
+    Raises:
+        ValueError: If no data set has this name, if it has no such option, or if the files are damaged.
+        FileNotFoundError: If the files are not there.
+
+    Example:
+        >>> data = load("digits")
+        >>> data.x.shape, data.classes[:3]
+        ((1797, 1, 8, 8), ('0', '1', '2'))
+    """
+    loader = _module(name).load
+    allowed = [option for option in inspect.signature(loader).parameters if option != "root"]
+    for option in options:
+        if option not in allowed:
+            known = ", ".join(f"`{entry}`" for entry in allowed) or "none"
+            raise ValueError(
+                f"Expected an option of the data set {name!r} ({known}) but got `{option}`. Remove it or mend its "
+                "spelling."
+            )
+    return cast(Arrays, loader(data_root(root), **options))
+
+
+def describe() -> list[Description]:
+    """Describe every known data set, in alphabetical order.
+
+    Returns:
+        One `Description` per data set.
+
+    Example:
+        >>> [entry.name for entry in describe()]
+        ['digits', 'ucihar']
+    """
+    return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
+
+
+def check(name: str, root: str | Path | None = None) -> str:
+    """Read a data set in full and say in one line what was found.
+
+    Args:
+        name: One of the names that `describe` lists.
+        root: Folder of the data sets, see `data_root`.
+
+    Returns:
+        Layout, samples, classes and clients.
+
+    Raises:
+        ValueError: If the name is unknown or the files are damaged.
+        FileNotFoundError: If the files are not there.
+
+    Example:
+        >>> check("digits")
+        'digits: bundled with scikit-learn; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
+    """
+    module = _module(name)
+    layout = module.locate(data_root(root))
+    data = load(name, root)
+    shape = " x ".join(str(size) for size in data.x.shape[1:])
+    clients = "no natural clients" if data.client is None else f"{len(np.unique(data.client))} clients"
+    return f"{name}: {layout}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
+
+
+def fetch(name: str, root: str | Path | None = None) -> Path:
+    """Download a data set, verify it, and keep it below the folder of the data sets.
+
+    A file that is already there and verifies is not downloaded again.
+
+    Args:
+        name: One of the names that `describe` lists.
+        root: Folder of the data sets, see `data_root`.
+
+    Returns:
+        The file that `load` will read.
+
+    Raises:
+        ValueError: If the name is unknown, or if the download is not the published file.
+        ConnectionError: If the download fails.
+
+    Example:
+        >>> fetch("digits").name
+        'digits.csv.gz'
+    """
+    return cast(Path, _module(name).fetch(data_root(root)))
+
+
+def _module(name: str) -> ModuleType:
+    if name not in _MODULES:
+        known = ", ".join(f"`{entry}`" for entry in sorted(_MODULES))
+        near = difflib.get_close_matches(name.lower(), _MODULES, n=1, cutoff=0.5)
+        hint = f"Did you mean `{near[0]}`?" if near else "Choose one of these."
+        raise ValueError(f"Expected `name` to be one of {known} but got {name!r}. {hint}")
+    return importlib.import_module(_MODULES[name])

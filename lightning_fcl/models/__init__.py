@@ -1,0 +1,1 @@
+"""Plain ``nn.Module`` networks of the papers, one file each."""

@@ -1,0 +1,171 @@
+"""One-dimensional convolutional networks for activity recognition, written in the notation of Usmanova et al. 2021."""
+
+import re
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+__all__ = ["HARCNN"]
+
+_TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
+
+
+class _Layer(NamedTuple):
+    kind: Literal["C", "M", "D"]
+    size: int
+    width: int
+    where: str
+
+
+class HARCNN(nn.Module):
+    """A network of convolutions, pooling and dense layers with a linear classifier.
+
+    Usmanova et al. 2021, "A distillation-based approach integrating continual learning and federated learning for
+    pervasive services", section 3.5 and Table 1. The notation lists the layers, joined by ``_``: ``196-16C`` is a
+    convolution with 196 filters of width 16 without padding, then ReLU; ``4M`` is max pooling over 4 steps; ``1024D``
+    is a dense layer with 1024 units, then ReLU, then dropout. The classifier is not written. The paper gives a
+    dropout rate but not its place: here it follows every dense layer but the classifier, and nothing else.
+
+    Sizes in Table 1 against 12 bytes a parameter, the ratio that its 67.8 MB give, for windows of 6 x 128:
+
+    ==============================  ==========  ==========  ==========================================================
+    notation                        parameters  at 12 B     Table 1
+    ==============================  ==========  ==========  ==========================================================
+    32-10C_256D_128D                 1,010,726  12.1 MB     3.3 MB: differs, also at 4 bytes (4.0 MB); it would match
+                                                            32-10C_4M_256D_128D, which has 273,446 parameters
+    64-9C_4M_32-9C_2M_16-9C_128D        33,654  404 KB      45 KB: differs, also at 4 bytes (135 KB)
+    196-16C_4M_1024D                 5,645,898  67.8 MB     67.8 MB: matches
+    196-16C_4M_1024D_512D            6,167,626  74.0 MB     74.1 MB: matches to 0.2 %
+    ==============================  ==========  ==========  ==========================================================
+
+    The hidden layers are `body`, the classifier is `head`.
+
+    Args:
+        notation: The layers, convolutions and pooling first.
+        in_channels: Channels of the signal.
+        length: Time steps of the signal.
+        num_classes: Outputs of the classifier.
+        dropout: Probability of dropping a unit after a dense layer, from 0 to below 1.
+        init: ``"torch"`` keeps PyTorch's defaults; ``"keras"`` sets Glorot uniform weights and zero biases, the
+            defaults of the library that the paper used.
+
+    Raises:
+        ValueError: If the notation is wrong (the message names the token and its position), if the signal is too
+            short for the layers, or if another argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> model = HARCNN()
+        >>> sum(p.numel() for p in model.parameters())
+        5645898
+        >>> model(torch.zeros(2, 6, 128)).shape
+        torch.Size([2, 6])
+    """
+
+    def __init__(
+        self,
+        notation: str = "196-16C_4M_1024D",
+        in_channels: int = 6,
+        length: int = 128,
+        num_classes: int = 6,
+        dropout: float = 0.5,
+        init: Literal["torch", "keras"] = "torch",
+    ) -> None:
+        super().__init__()
+        for name, size in {"in_channels": in_channels, "length": length, "num_classes": num_classes}.items():
+            if size < 1:
+                raise ValueError(f"Expected `{name}` to be at least 1 but got {size}. Read it from the data.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Expected `dropout` to be from 0 to below 1 but got {dropout}. 0 switches it off.")
+        if init not in ("torch", "keras"):
+            raise ValueError(f"Expected `init` to be 'torch' or 'keras' but got {init!r}. Choose one of these.")
+        self.notation = notation
+        self.in_channels = in_channels
+        self.length = length
+        self.body, features = _build(_parse(notation), notation, in_channels, length, dropout)
+        self.head = nn.Linear(features, num_classes)
+        if init == "keras":
+            self.apply(_keras_init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the classes' logits.
+
+        Args:
+            x: Windows, shape ``(batch, in_channels, length)``, or one window without the batch.
+
+        Returns:
+            Logits, shape ``(batch, num_classes)``, without softmax.
+
+        Raises:
+            ValueError: If the windows have another shape.
+
+        Example:
+            >>> import torch
+            >>> HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=2)(torch.zeros(5, 3, 10)).shape
+            torch.Size([5, 2])
+        """
+        if x.ndim not in (2, 3) or tuple(x.shape[-2:]) != (self.in_channels, self.length):
+            raise ValueError(
+                f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}. "
+                "Transpose the windows, or build the model with their `in_channels` and `length`."
+            )
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+def _parse(notation: str) -> list[_Layer]:
+    layers: list[_Layer] = []
+    for position, token in enumerate(notation.split("_"), start=1):
+        where = f"{token!r} at position {position}"
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise ValueError(
+                f"Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got {where} of {notation!r}. "
+                "Join the tokens with one `_` each, and use capitals and sizes of at least 1."
+            )
+        if match["units"]:
+            layers.append(_Layer("D", int(match["units"]), 1, where))
+            continue
+        if layers and layers[-1].kind == "D":
+            raise ValueError(
+                f"Expected `notation` to have no convolution or pooling after a dense layer but got {where} of "
+                f"{notation!r}. Move the dense layers to the end."
+            )
+        if match["pool"]:
+            layers.append(_Layer("M", 1, int(match["pool"]), where))
+        else:
+            layers.append(_Layer("C", int(match["filters"]), int(match["width"]), where))
+    return layers
+
+
+def _build(
+    layers: list[_Layer], notation: str, in_channels: int, length: int, dropout: float
+) -> tuple[nn.Sequential, int]:
+    signal: list[nn.Module] = []
+    dense: list[nn.Module] = []
+    channels, steps = in_channels, length
+    for layer in layers:
+        if layer.kind != "D" and layer.width > steps:
+            raise ValueError(
+                f"Expected `length` to leave at least {layer.width} steps for {layer.where} of {notation!r} but got "
+                f"{steps} there, from `length`={length}. Use longer windows, or narrower filters and pools."
+            )
+        if layer.kind == "C":
+            signal += [nn.Conv1d(channels, layer.size, layer.width), nn.ReLU()]
+            channels, steps = layer.size, steps - layer.width + 1
+        elif layer.kind == "M":
+            signal.append(nn.MaxPool1d(layer.width))
+            steps //= layer.width
+    features = channels * steps
+    for layer in layers:
+        if layer.kind == "D":
+            dense += [nn.Linear(features, layer.size), nn.ReLU(), nn.Dropout(dropout)]
+            features = layer.size
+    return nn.Sequential(*signal, nn.Flatten(start_dim=-2), *dense), features
+
+
+def _keras_init(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv1d | nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

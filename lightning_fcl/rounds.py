@@ -1,0 +1,214 @@
+"""The rounds of a federation: who takes part, and which batches they train on, in order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_fcl.clients import Turn, seed_of
+from lightning_fcl.scenarios import Plan
+from lightning_fcl.stream import FederatedStream
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One batch's place in a round.
+
+    Args:
+        turns: The clients that train on it, side by side.
+        data: The data of each of these clients in this round, without rehearsed samples.
+        first: Whether it is the first batch of these clients' local training.
+        last: Whether it is the last one.
+        last_of_round: Whether the round ends with it.
+        active: Number of clients, from the front, that still train in this step.
+        weight: Share of each sample in its client's mean, shape (clients, batch); None for a client on its own.
+    """
+
+    turns: tuple[Turn, ...]
+    data: tuple[Any, ...]
+    first: bool
+    last: bool
+    last_of_round: bool
+    active: int = 1
+    weight: Tensor | None = None
+
+
+def participants(plan: Plan, round: int, participation: float | int, seed: int) -> tuple[list[str], list[str]]:
+    """The clients of a round, in the plan's order: those that train, and those that were chosen but have no data.
+
+    Args:
+        plan: Who has data in which round.
+        round: Round, from 0.
+        participation: Share (a float) or number (an int) of all clients; at least one client always trains.
+        seed: Seed of the choice.
+
+    Raises:
+        ValueError: If no client has data in the round.
+    """
+    clients, present = plan.clients, plan.train[round]
+    if not present:
+        raise ValueError(f"Expected at least one client with data in round {round} but none has any.")
+    number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
+    rng = np.random.default_rng(seed_of(seed, "participation", round))
+    chosen = set(rng.permutation(len(clients))[: max(1, number)].tolist())
+    training = [client for i, client in enumerate(clients) if i in chosen and client in present]
+    skipped = [client for i, client in enumerate(clients) if i in chosen and client not in present]
+    if not training:
+        training = [sorted(present)[int(rng.integers(len(present)))]]
+    return training, skipped
+
+
+def round_half_up(value: float) -> int:
+    """The nearest whole number, halves up: 0.5 clients are one client.
+
+    Example:
+        >>> [round_half_up(v) for v in (0.4, 0.5, 2.5)]
+        [0, 1, 3]
+    """
+    return int(value + 0.5)
+
+
+def plan_batches(
+    samples: int, batch_size: int, epochs: int, shuffle: bool, generator: torch.Generator, remembered: int = 0
+) -> list[Tensor]:
+    """Which samples make up each batch of a client's local training.
+
+    Args:
+        samples: Number of the client's samples.
+        batch_size: Samples per batch; the last batch of an epoch may be smaller.
+        epochs: Local epochs.
+        shuffle: Whether every epoch has an order of its own.
+        generator: Draws the orders.
+        remembered: Number of rehearsed samples, numbered from ``samples`` on; each joins one batch of every epoch.
+
+    Returns:
+        One index tensor per step.
+
+    Example:
+        >>> plan_batches(5, 2, 1, False, torch.Generator(), remembered=1)
+        [tensor([0, 1, 5]), tensor([2, 3]), tensor([4])]
+    """
+    plan: list[Tensor] = []
+    for _ in range(epochs):
+        order = torch.randperm(samples, generator=generator) if shuffle else torch.arange(samples)
+        parts = order.split(batch_size)
+        if remembered:
+            extra = samples + (torch.randperm(remembered, generator=generator) if shuffle else torch.arange(remembered))
+            parts = tuple(torch.cat(pair) for pair in zip(parts, extra.tensor_split(len(parts)), strict=True))
+        plan.extend(parts)
+    return plan
+
+
+def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
+    """The batches of a plan, from samples stacked in any nest of lists and dicts of tensors."""
+    for indices in plan:
+        yield apply_to_collection(data, Tensor, lambda value, indices=indices: value[indices])
+
+
+def cohort_batches(data: Sequence[Any], plans: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[Tensor], int, Tensor]]:
+    """Batches of several clients side by side, padded where they are unequal.
+
+    Args:
+        data: ``[x, y]`` of each client.
+        plans: The batches of each client, the longest plan first.
+
+    Yields:
+        ``[x, y]`` of shapes (clients, batch, ...) and (clients, batch); the number of clients whose plan is not over;
+        the share of every sample in its client's mean, shape (clients, batch), 0 for padding.
+    """
+    x, y = (torch.cat([client[position] for client in data]) for position in (0, 1))
+    offsets = torch.tensor([0, *[len(client[1]) for client in data[:-1]]]).cumsum(0)
+    nothing = torch.empty(0, dtype=torch.long)
+    for step in range(len(plans[0])):
+        rows = [plan[step] if step < len(plan) else nothing for plan in plans]
+        sizes = torch.tensor([len(row) for row in rows])
+        index = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) + offsets[:, None]
+        real = torch.arange(index.shape[1]) < sizes[:, None]
+        yield [x[index], y[index]], int((sizes > 0).sum()), real / sizes.clamp(min=1)[:, None]
+
+
+class RoundBatches:
+    """The batches of the current round, client after client or cohort after cohort.
+
+    Iterating yields plain batches, as a LightningModule's `training_step` expects them; the `Slot` of each waits in
+    ``slots``. The number of batches is not known beforehand: it changes from round to round.
+
+    Args:
+        stream: Where the data is.
+        current_round: Tells the round.
+        participation: Share or number of clients per round.
+        local_epochs: Passes over a client's data per round.
+        seed: Seed of participation and orders.
+        cohort_size: Number of clients side by side.
+        rehearsed: Tells a client's remembered samples ``[x, y]``, or nothing.
+    """
+
+    def __init__(
+        self,
+        stream: FederatedStream,
+        current_round: Callable[[], int],
+        participation: float | int,
+        local_epochs: int,
+        seed: int,
+        cohort_size: int,
+        rehearsed: Callable[[Turn], list[Tensor]],
+    ) -> None:
+        self.stream = stream
+        self.current_round = current_round
+        self.participation = participation
+        self.local_epochs = local_epochs
+        self.seed = seed
+        self.cohort_size = cohort_size
+        self.rehearsed = rehearsed
+        self.slots: deque[Slot] = deque()
+        self.skipped: list[str] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.slots.clear()
+        round, size = self.current_round(), self.cohort_size
+        names, self.skipped = participants(self.stream.plan, round, self.participation, self.seed)
+        turns = [self.stream.turn(client, round) for client in names]
+        if size > 1:  # like lengths together, so that little is padded and few wait for others
+            turns.sort(key=lambda turn: -turn.samples)
+        for start in range(0, len(turns), size):
+            yield from self._together(turns[start : start + size], size > 1, start + size >= len(turns))
+
+    def _together(self, turns: list[Turn], cohort: bool, last_group: bool) -> Iterator[Any]:
+        parts = sorted((self._part(turn) for turn in turns), key=lambda part: -len(part[3]))
+        turns, data, pools, plans = (list(column) for column in zip(*parts, strict=True))
+        steps = len(plans[0])
+        sequence: Iterator[tuple[Any, int, Tensor | None]]
+        if cohort:
+            sequence = iter(cohort_batches(pools, plans))
+        else:
+            sequence = ((batch, 1, None) for batch in batches(pools[0], plans[0]))
+        for step, (batch, active, weight) in enumerate(sequence):
+            last = step == steps - 1
+            self.slots.append(Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight))
+            yield batch
+
+    def _part(self, turn: Turn) -> tuple[Turn, Any, Any, list[Tensor]]:
+        data = self.stream.take(self.stream.plan.train[turn.round][turn.client])
+        extra = self.rehearsed(turn)
+        pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
+        generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, "batches"))
+        options = (turn.samples, self.stream.batch_size, self.local_epochs, self.stream.shuffle)
+        return turn, data, pool, plan_batches(*options, generator, remembered=len(extra[1]) if extra else 0)
+
+
+def fingerprint(plan: Plan) -> str:
+    """A short name of a plan: the same plan has the same one, on every machine."""
+    digest = hashlib.sha256()
+    for current in plan.train:
+        for client, indices in current.items():
+            digest.update(client.encode())
+            digest.update(indices.astype("<i8").tobytes())
+    return digest.hexdigest()[:16]

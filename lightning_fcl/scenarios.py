@@ -1,0 +1,302 @@
+"""Scenarios: which client sees which samples in which round. Pure functions from labels and owners to a `Plan`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+History = Literal["round", "seen", "all"]
+
+EMPTY: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sees which samples when, as indices into the data set.
+
+    Args:
+        train: For every round, the samples of every client that has any.
+        experiences: For every client, its experience in every round.
+        tasks: For every client, the test groups (classes, or domains) of each of its experiences.
+        groups: The test group of every sample of the data set, shape (n,).
+        test: The test samples.
+        validation: The validation samples.
+        pretrain: Samples for the server before the first round.
+    """
+
+    train: tuple[dict[str, IntArray], ...]
+    experiences: dict[str, tuple[int, ...]]
+    tasks: dict[str, tuple[tuple[int, ...], ...]]
+    groups: IntArray
+    test: IntArray
+    validation: IntArray = field(default_factory=lambda: EMPTY)
+    pretrain: IntArray = field(default_factory=lambda: EMPTY)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The clients' ids, in order."""
+        return tuple(self.experiences)
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return len(self.train)
+
+
+def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """Split samples into the rest and a stratified random ``fraction`` of each class.
+
+    Example:
+        >>> rest, part = split(np.array([0, 0, 0, 0, 1, 1, 1, 1]), 0.25, np.random.default_rng(0))
+        >>> len(rest), len(part)
+        (6, 2)
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
+    part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
+    chosen = np.sort(np.concatenate(part)) if part else EMPTY
+    return np.setdiff1d(np.arange(len(y)), chosen), chosen
+
+
+class Indices:
+    """A data set for Avalanche: labels, and samples that are nothing but their own indices."""
+
+    def __init__(self, indices: IntArray, y: IntArray) -> None:
+        self.indices = indices
+        self.targets = [int(label) for label in y[indices]]
+
+    def __getitem__(self, item: int) -> tuple[int, int]:
+        return int(self.indices[item]), self.targets[item]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def class_experiences(
+    indices: IntArray, y: IntArray, experiences: int, order: Sequence[int] | None, seed: int
+) -> tuple[list[IntArray], list[tuple[int, ...]]]:
+    """Class-incremental experiences of some samples, built by Avalanche.
+
+    Args:
+        indices: The samples, as indices into ``y``.
+        y: Labels of the whole data set.
+        experiences: Number of experiences; it must divide the number of classes among the samples.
+        order: Order of the classes; None draws one from ``seed``.
+        seed: Seed of the class order.
+
+    Returns:
+        The samples and the classes of each experience.
+
+    Raises:
+        ValueError: If the classes cannot be divided evenly or ``order`` is not an order of the classes.
+    """
+    from avalanche.benchmarks import nc_benchmark
+
+    classes = np.unique(y[indices])
+    if experiences < 1 or len(classes) % experiences:
+        raise ValueError(
+            f"Expected `experiences` to divide the number of classes, {len(classes)}, but got {experiences}."
+        )
+    if order is not None and not set(classes.tolist()) <= set(order):
+        raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
+    rank = {int(c): i for i, c in enumerate(classes)}  # Avalanche wants classes 0..C-1
+    compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
+    data = Indices(np.arange(len(indices)), compact)
+    fixed = [rank[c] for c in order if c in rank] if order is not None else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        benchmark = nc_benchmark(
+            data, data, n_experiences=experiences, task_labels=False, seed=seed, fixed_class_order=fixed
+        )
+    samples, groups = [], []
+    for experience in benchmark.train_stream:
+        members = np.isin(compact, experience.classes_in_this_experience)
+        samples.append(indices[members])
+        groups.append(tuple(sorted(int(classes[c]) for c in experience.classes_in_this_experience)))
+    return samples, groups
+
+
+def domain_experiences(
+    indices: IntArray, group: IntArray, order: Sequence[int] | None
+) -> tuple[list[IntArray], list[tuple[int, ...]]]:
+    """Domain-incremental experiences: one per value of ``group``, in ``order`` (default: ascending)."""
+    domains = np.unique(group[indices]).tolist() if order is None else list(order)
+    return [indices[group[indices] == d] for d in domains], [(int(d),) for d in domains]
+
+
+def rounds_of(
+    experiences: Mapping[str, Sequence[IntArray]],
+    rounds_per_experience: int,
+    samples_per_round: int | None,
+    history: History,
+    rng: np.random.Generator,
+) -> tuple[dict[str, IntArray], ...]:
+    """Spread each client's experiences over rounds.
+
+    Args:
+        experiences: For every client, the samples of each of its experiences.
+        rounds_per_experience: Rounds that each experience lasts.
+        samples_per_round: New samples of a round, never used again; None: all of the experience's samples, every round.
+        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
+            (offline learning, an upper bound).
+        rng: Draws the samples of each round.
+
+    Raises:
+        ValueError: If an experience has too few samples for its rounds.
+    """
+    rounds: list[dict[str, IntArray]] = []
+    shuffled = {client: [rng.permutation(samples) for samples in parts] for client, parts in experiences.items()}
+    for r in range(rounds_per_experience * max(len(parts) for parts in experiences.values())):
+        e, within = divmod(r, rounds_per_experience)
+        current: dict[str, IntArray] = {}
+        for client, parts in shuffled.items():
+            if e >= len(parts):
+                continue
+            samples = parts[e]
+            if samples_per_round is not None:
+                samples = samples[within * samples_per_round : (within + 1) * samples_per_round]
+                if len(samples) < samples_per_round and len(parts[e]):
+                    raise ValueError(
+                        f"Expected `samples_per_round` to leave enough samples for {rounds_per_experience} rounds of "
+                        f"experience {e} of client {client}, which has {len(parts[e])}, but got {samples_per_round}."
+                    )
+            if len(samples):
+                current[client] = np.sort(samples)
+        rounds.append(current)
+    return with_history(rounds, history)
+
+
+def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
+    """Add to each round what its clients have seen before (``"seen"``) or will ever see (``"all"``).
+
+    Example:
+        >>> with_history([{"a": np.array([1])}, {"a": np.array([0])}], "seen")[1]
+        {'a': array([0, 1])}
+    """
+    if history == "round":
+        return tuple(rounds)
+    if history not in ("seen", "all"):
+        raise ValueError(f'Expected `history` to be "round", "seen" or "all" but got `{history}`.')
+    result = []
+    for r, current in enumerate(rounds):
+        window = rounds[: r + 1] if history == "seen" else rounds
+        result.append({c: np.unique(np.concatenate([past[c] for past in window if c in past])) for c in current})
+    return tuple(result)
+
+
+def incremental(
+    kind: Literal["class-incremental", "domain-incremental"],
+    y: IntArray,
+    owners: Mapping[str, IntArray],
+    group: IntArray | None,
+    *,
+    experiences: int,
+    rounds_per_experience: int,
+    samples_per_round: int | None,
+    order: Sequence[int] | None,
+    order_per_client: bool,
+    history: History,
+    seed: int,
+) -> dict[str, Any]:
+    """The `Plan` entries of a class- or domain-incremental stream over the samples that ``owners`` hold."""
+    rng = np.random.default_rng([seed, 1])
+    everything = np.sort(np.concatenate(list(owners.values())))
+    if kind == "domain-incremental" and group is None:
+        raise ValueError("Expected `group`, the domain of every sample, for a domain-incremental stream but got None.")
+    parts: dict[str, list[IntArray]] = {}
+    tasks: dict[str, tuple[tuple[int, ...], ...]] = {}
+    shared = None
+    for position, (client, indices) in enumerate(owners.items()):
+        if kind == "domain-incremental":
+            assert group is not None
+            mine = np.unique(group[indices]).tolist()
+            chosen = rng.permutation(mine).tolist() if order_per_client else order or np.unique(group).tolist()
+            samples, groups = domain_experiences(indices, group, chosen)
+        elif order_per_client:
+            samples, groups = class_experiences(indices, y, experiences, None, seed + 1 + position)
+        else:
+            shared = shared or class_experiences(everything, y, experiences, order, seed)
+            groups = shared[1]
+            samples = [np.intersect1d(indices, whole, assume_unique=True) for whole in shared[0]]
+        parts[client], tasks[client] = samples, tuple(groups)
+    train = rounds_of(parts, rounds_per_experience, samples_per_round, history, rng)
+    current = tuple(r // rounds_per_experience for r in range(len(train)))
+    groups_of = np.asarray(group if kind == "domain-incremental" else y)
+    return {"train": train, "experiences": dict.fromkeys(owners, current), "tasks": tasks, "groups": groups_of}
+
+
+def flwf(
+    y: IntArray,
+    *,
+    rounds: int = 8,
+    samples_per_round: int = 120,
+    test_per_class: int = 100,
+    pretrain_per_class: int = 10,
+    tasks: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    history: History = "round",
+    seed: int = 0,
+) -> Plan:
+    """The scenario of Usmanova et al. 2021, section 3.4: one client whose task changes, one that stands for the others.
+
+    Args:
+        y: Labels.
+        rounds: Communication rounds, shared out evenly among a client's tasks.
+        samples_per_round: Samples per client and round, the same number of each class of its task, never reused.
+        test_per_class: Samples of each class in the common test set.
+        pretrain_per_class: Samples of each class for the initial model.
+        tasks: For every client, the classes of each of its tasks. Default: client1 has class 1, then class 2;
+            generalized has all classes.
+        history: See `rounds_of`.
+        seed: Seed of all draws.
+
+    Raises:
+        ValueError: If a class has too few samples, or a number does not divide as it must.
+
+    Example:
+        >>> plan = flwf(np.repeat(np.arange(6), 1500))
+        >>> plan.rounds, plan.clients, {client: len(rows) for client, rows in plan.train[0].items()}
+        (8, ('client1', 'generalized'), {'client1': 120, 'generalized': 120})
+    """
+    classes = np.unique(y)
+    tasks = tasks or {"client1": [[1], [2]], "generalized": [classes.tolist()]}
+    rng = np.random.default_rng([seed, 2])
+    pools = {int(c): list(rng.permutation(np.flatnonzero(y == c))) for c in classes}
+
+    def draw(label: int, number: int) -> list[int]:
+        if len(pools[label]) < number:
+            raise ValueError(
+                f"Expected at least {number - len(pools[label])} more samples of class {label}. Lower `rounds`, "
+                f"`samples_per_round` ({samples_per_round}), `test_per_class` or `pretrain_per_class`."
+            )
+        taken, pools[label] = pools[label][:number], pools[label][number:]
+        return taken
+
+    test = np.sort([i for c in classes for i in draw(int(c), test_per_class)])
+    pretrain = np.sort([i for c in classes for i in draw(int(c), pretrain_per_class)]).astype(np.int64)
+    train: list[dict[str, IntArray]] = []
+    experiences: dict[str, list[int]] = {client: [] for client in tasks}
+    for r in range(rounds):
+        current = {}
+        for client, sequence in tasks.items():
+            if rounds % len(sequence):
+                raise ValueError(f"Expected `rounds` to be a multiple of client {client}'s {len(sequence)} tasks.")
+            experiences[client].append(r * len(sequence) // rounds)
+            labels = sequence[experiences[client][-1]]
+            if samples_per_round % len(labels):
+                raise ValueError(f"Expected `samples_per_round` to be a multiple of {len(labels)} classes.")
+            current[client] = np.sort([i for c in labels for i in draw(int(c), samples_per_round // len(labels))])
+        train.append(current)
+    return Plan(
+        train=with_history(train, history),
+        experiences={client: tuple(numbers) for client, numbers in experiences.items()},
+        tasks={client: tuple(tuple(labels) for labels in sequence) for client, sequence in tasks.items()},
+        groups=np.asarray(y),
+        test=test.astype(np.int64),
+        pretrain=pretrain,
+    )

@@ -1,0 +1,554 @@
+"""FederatedStrategy: a Lightning Trainer whose epochs are rounds of many clients."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fcl.aggregation import Aggregator, Reduction, ServerOptimizer, State, declare, neutral, travels_down
+from lightning_fcl.callbacks.method import Method, methods_of
+from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn, seed_of
+from lightning_fcl.cohort import Cohort, automatic_size, is_random, why_not_vectorized
+from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
+from lightning_fcl.stream import ClientLoader, FederatedStream
+
+log = logging.getLogger(__name__)
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass
+class RoundLog:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were chosen but had no data.
+    """
+
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+class FederatedStrategy(SingleDeviceStrategy):
+    """Trains a federation: one epoch is one round, one `trainer.fit` the whole stream.
+
+    In a round the participating clients download the server state, train on their own data for some local epochs, and
+    upload; the uploads are brought together as each entry's reduction says. The server state stands in the
+    LightningModule after the last client, before validation and every epoch-end hook.
+
+    Args:
+        participation: Share (0 to 1] or number of clients per round, drawn anew each round; never none.
+        local_epochs: Passes over a client's data per round.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
+        reductions: Pattern of state entries -> reduction (see `lightning_fcl.aggregation`), as in ``{"head.*": "none"}``.
+            It goes over the module's own ``reductions`` attribute, if it has one.
+        server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
+        trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
+        byzantine: Number of lying clients that the ``krum`` reduction allows for.
+        cohort_size: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
+        client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
+        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
+        accelerator: As in Lightning's strategies.
+        checkpoint_io: As in Lightning's strategies.
+        precision_plugin: As in Lightning's strategies.
+
+    Raises:
+        ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(strategy=FederatedStrategy(participation=0.5), logger=False, barebones=True)
+        >>> trainer.strategy.participation
+        0.5
+    """
+
+    strategy_name = "federated"
+
+    def __init__(
+        self,
+        participation: float | int = 1.0,
+        local_epochs: int = 1,
+        client_weights: Literal["samples", "uniform"] | dict[str, float] = "samples",
+        reductions: dict[str, str] | None = None,
+        server_optimizer: OptimizerFactory | None = None,
+        trim: float = 0.1,
+        byzantine: int = 0,
+        cohort_size: int | Literal["auto"] = "auto",
+        client_store: Literal["memory", "disk"] = "memory",
+        keep_optimizer: bool = False,
+        seed: int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        if participation <= 0 or (isinstance(participation, float) and participation > 1):
+            raise ValueError(
+                f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                f"{participation}."
+            )
+        if local_epochs < 1:
+            raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
+        if cohort_size != "auto" and cohort_size < 1:
+            raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
+        if isinstance(client_weights, str) and client_weights not in ("samples", "uniform"):
+            raise ValueError(
+                f'Expected `client_weights` to be "samples", "uniform" or a weight per client but got "{client_weights}".'
+            )
+        self.participation = participation
+        self.local_epochs = local_epochs
+        self.client_weights = client_weights
+        self.reduction_rules = reductions or {}
+        self.trim = trim
+        self.byzantine = byzantine
+        self.cohort_size = cohort_size
+        self.keep_optimizer = keep_optimizer
+        self._seed = seed
+        self._server_optimizer_factory = server_optimizer
+        self._parallel_devices: list[torch.device] = []
+        self.store = ClientStore(client_store)
+        self.stream: FederatedStream | None = None
+        self.cohort: Cohort | None = None
+        self.server_state: State = {}
+        self.server_optimizer: ServerOptimizer | None = None
+        self.reductions: dict[str, Reduction] = {}
+        self.round_log = RoundLog()
+        self.turn: Turn | None = None
+        self.cohort_clients = 1
+        self.between_rounds = True
+        self._batches: RoundBatches | None = None
+        self._slot: Slot | None = None
+        self._memories: list[list[Memory]] = []
+        self._rounds = _Rounds(self)
+        self._restored: dict[str, Any] = {}
+
+    @property
+    def seed(self) -> int:
+        """The seed of participation and of every client's randomness."""
+        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices that the Trainer chose; a federation uses one."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._parallel_devices = devices
+        if devices:
+            self._root_device = devices[0]
+
+    # Lightning's side.
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Add the callback that begins and ends clients and rounds, before any state is restored."""
+        super().connect(model)
+        callbacks = model.trainer.callbacks
+        if self._rounds not in callbacks:
+            callbacks.insert(0, self._rounds)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Refuse what a federation cannot honour, then set up as any strategy."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._refuse(trainer)
+
+    def _refuse(self, trainer: L.Trainer) -> None:
+        if len(self.parallel_devices) > 1 or trainer.num_nodes > 1:
+            raise ValueError(
+                f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
+                f"devices={len(self.parallel_devices)}, num_nodes={trainer.num_nodes}."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Expected `accumulate_grad_batches=1` but got {trainer.accumulate_grad_batches}: gradients would be "
+                "accumulated across clients. Raise the stream's `batch_size` instead."
+            )
+        if len(self.optimizers) != 1:
+            raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(self.optimizers)}.")
+        if any(config.interval == "step" for config in self.lr_scheduler_configs):
+            raise ValueError(
+                'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all clients '
+                "would count together."
+            )
+        if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+            raise ValueError(
+                f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {trainer.limit_train_batches} and "
+                f"{trainer.overfit_batches}: a round would end before its last client. Use `participation`."
+            )
+        if trainer.max_steps != -1 or trainer.val_check_interval not in (1.0, None):
+            raise ValueError(
+                "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates between rounds. "
+                "Use `max_epochs` and `check_val_every_n_epoch`."
+            )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Turn the clients' training data into the batches of each round."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if isinstance(dataloader, ClientLoader):
+            self.stream = dataloader.stream
+            self._check_stream()
+            self.cohort_clients = self._clients_per_step(self.lightning_module)
+            self._batches = RoundBatches(
+                self.stream,
+                lambda: trainer.fit_loop.epoch_progress.current.processed,
+                self.participation,
+                self.local_epochs,
+                self.seed,
+                self.cohort_clients,
+                self._rehearsed,
+            )
+            return self._batches
+        if trainer.training and self.stream is None:
+            raise ValueError(
+                f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
+                "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data."
+            )
+        return dataloader
+
+    def _check_stream(self) -> None:
+        assert self.stream is not None and self.lightning_module is not None
+        trainer, plan = self.lightning_module.trainer, self.stream.plan
+        if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= plan.rounds:
+            raise ValueError(
+                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}. "
+                f"Set `max_epochs={plan.rounds}`."
+            )
+        named = dict(self.client_weights) if isinstance(self.client_weights, dict) else {}
+        named |= {c: 1.0 for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients}
+        unknown = sorted(set(named) - set(plan.clients))
+        if unknown:
+            raise ValueError(f"Expected clients of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}.")
+        if isinstance(self.client_weights, dict):
+            missing = sorted(set(plan.clients) - set(self.client_weights))
+            if missing or min(self.client_weights.values()) <= 0:
+                raise ValueError(
+                    f"Expected `client_weights` to give each client a positive weight but it misses {missing} or has "
+                    f"{self.client_weights}."
+                )
+
+    def _clients_per_step(self, module: L.LightningModule) -> int:
+        """Clients that train in one vectorised step, as far as the module and the Trainer allow it."""
+        reason = why_not_vectorized(module, self.optimizers[0], module.trainer)
+        if self.keep_optimizer:
+            reason = "each client keeps its optimizer"
+        if self.cohort_size == "auto":
+            return 1 if reason or is_random(module) else automatic_size(module)
+        if self.cohort_size > 1 and reason:
+            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {self.cohort_size}: {reason}.')
+        if self.cohort_size > 1 and is_random(module):
+            log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
+        return self.cohort_size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of a client, as the module has it; or one of a whole cohort."""
+        if self.cohort is None:
+            return super().training_step(*args, **kwargs)
+        (x, y), slot = args[0], self._slot
+        assert slot is not None and slot.weight is not None and self.lightning_module is not None
+        losses = self.cohort.loss(x, y, slot.weight.to(x.device))
+        mean = losses.detach()[: slot.active].mean()
+        self.lightning_module.log("train/loss", mean, batch_size=slot.active, on_step=False, on_epoch=True)
+        return losses.sum()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step; clients of a cohort that have no batches left stay as they are."""
+        assert self._slot is not None
+        cohort, active = self.cohort, self._slot.active
+        frozen = cohort.freeze(active) if cohort is not None and active < len(self._slot.turns) else None
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if cohort is not None and frozen is not None:
+            cohort.thaw(frozen, active)
+        return result
+
+    # Checkpoints.
+
+    def federation_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the federation: every client's state, and what it belongs to."""
+        optimizer = self.server_optimizer.state_dict() if self.server_optimizer is not None else {}
+        return {
+            "belongs_to": self._belongs_to(),
+            "between_rounds": self.between_rounds,
+            "clients": {client: self.store[client] for client in self.store},
+            "server_optimizer": optimizer,
+        }
+
+    def _belongs_to(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        return {
+            "model": type(self.lightning_module).__name__,
+            "methods": [section_of(method) for method in methods_of(trainer)],
+            "data": fingerprint(stream.plan),
+            "local_epochs": self.local_epochs,
+            "participation": self.participation,
+            "seed": self.seed,
+        }
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; to continue a fit, refuse one that this federation cannot continue."""
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            raise ValueError(
+                f"Expected a whole checkpoint of tensors and plain values at {checkpoint_path} but could not read it "
+                f"({str(error).splitlines()[0]}). Continue from an earlier one."
+            ) from error
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != "fit":
+            return checkpoint
+        kept = checkpoint.get("callbacks", {}).get(self._rounds.state_key)
+        if kept is None:
+            raise ValueError(f"Expected a federation's checkpoint but {checkpoint_path} was written by another strategy.")
+        if not kept["between_rounds"]:
+            raise ValueError(
+                f"Expected a checkpoint taken between rounds but {checkpoint_path} was taken in the middle of one. "
+                "Save with `every_n_epochs`, not `every_n_train_steps`."
+            )
+        here = self._belongs_to()
+        other = {name: (value, here[name]) for name, value in kept["belongs_to"].items() if value != here.get(name)}
+        if other:
+            what = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
+            raise ValueError(
+                f"Expected a checkpoint of this recipe but {checkpoint_path} is of another: {what}. Continue with the "
+                "recipe that wrote it, or start without `ckpt_path`."
+            )
+        return checkpoint
+
+    def restore_federation(self, state: dict[str, Any]) -> None:
+        """Take over the clients' states of a checkpoint."""
+        self.store.clear()
+        for client, kept in state["clients"].items():
+            self.store[client] = kept
+        self._restored = state["server_optimizer"]
+
+    # The round, step by step.
+
+    def next_slot(self) -> None:
+        """Before a batch: whose it is."""
+        assert self._batches is not None
+        self._slot = self._batches.slots.popleft()
+        if self._slot.first:
+            self.begin_clients(self._slot)
+
+    def end_slot(self) -> None:
+        """After a batch: perhaps its clients are done, perhaps the round."""
+        assert self._slot is not None
+        if self._slot.last:
+            self.end_clients(self._slot)
+        if self._slot.last_of_round:
+            self.end_round()
+
+    def begin_fit(self) -> None:
+        """Take the module's state as the server's, and decide how clients train."""
+        module = self.lightning_module
+        assert module is not None
+        state = module.state_dict()
+        self.reductions = declare(state, getattr(module, "reductions", {}), self.reduction_rules)
+        self.server_state = {name: value.detach().clone() for name, value in state.items()}
+        self._base_optimizers = self.optimizers
+        self.aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
+        averaged = [n for n, p in module.named_parameters() if travels_down(self.reductions[n]) and p.is_floating_point()]
+        factory = self._server_optimizer_factory
+        self.server_optimizer = ServerOptimizer(factory, averaged) if factory is not None else None
+        if self.server_optimizer is not None:
+            self.server_optimizer.load_state_dict(self._restored)
+
+    def _rehearsed(self, turn: Turn) -> list[Tensor]:
+        assert self.lightning_module is not None
+        kept = self.store[turn.client]
+        methods = [method for method in methods_of(self.lightning_module.trainer) if method.applies_to(turn)]
+        pairs = [pair for m in methods if (pair := m.rehearse(kept.get(section_of(m), {}))) is not None]
+        return [torch.cat(values) for values in zip(*pairs, strict=True)]
+
+    def received(self, client: str) -> State:
+        """The state that a client starts a round from: the server's, and what it has kept of its own."""
+        own = self.store[client].get("model", {})
+        return {n: own.get(n, neutral(v, self.reductions[n])) for n, v in self.server_state.items()}
+
+    def begin_clients(self, slot: Slot) -> None:
+        """Download: one client's state goes into the module, several into a new cohort."""
+        module = self.lightning_module
+        assert module is not None
+        self.between_rounds = False
+        self.start_seed(*(turn.client for turn in slot.turns), slot.turns[0].round)
+        methods = methods_of(module.trainer)
+        received = [self.received(turn.client) for turn in slot.turns]
+        memories = [
+            [m.begin(self.store[turn.client].get(section_of(m), {}), state, turn) for m in methods]
+            for turn, state in zip(slot.turns, received, strict=True)
+        ]
+        active = [[method.applies_to(turn) for method in methods] for turn in slot.turns]
+        down = sum(v.nbytes for n, v in self.server_state.items() if travels_down(self.reductions[n]))
+        self.round_log.download_bytes |= {turn.client: down for turn in slot.turns}
+        if self.cohort_clients > 1:
+            self.cohort = Cohort(module, received, self._base_optimizers[0], methods, memories, active)
+            self.optimizers = [self.cohort.optimizer]
+            self._memories = memories
+            return
+        self.turn = slot.turns[0]
+        load_state(module, received[0])
+        optimizer = self.optimizers[0]
+        optimizer.state.clear()
+        kept = self.store[self.turn.client].get("optimizer")
+        if kept:
+            restore_optimizer(optimizer, kept)
+        for method, memory, applies in zip(methods, memories[0], active[0], strict=True):
+            method.start(memory, received[0], applies)
+
+    def end_clients(self, slot: Slot) -> None:
+        """Upload: check each client's state, add it to the aggregate, and keep what stays with the client."""
+        module = self.lightning_module
+        assert module is not None
+        methods = methods_of(module.trainer)
+        cohort, self.cohort = self.cohort, None
+        self.optimizers = self._base_optimizers
+        for row, turn in enumerate(slot.turns):
+            state = dict(module.state_dict()) if cohort is None else cohort.state(row)
+            memories = [method.memory for method in methods] if cohort is None else self._memories[row]
+            if not self._upload(turn, state):
+                continue
+            kept: ClientState = {"model": {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}}
+            for method, memory in zip(methods, memories, strict=True):
+                name = section_of(method)
+                generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, name))
+                kept[name] = method.finish(memory, state, slot.data[row], turn, generator)
+            if self.keep_optimizer:
+                kept["optimizer"] = optimizer_memory(self.optimizers[0])
+            self.store[turn.client] = {name: memory for name, memory in kept.items() if memory}
+            self._tell("on_client_end", turn, state if cohort is not None else None)
+
+    def _upload(self, turn: Turn, state: State) -> bool:
+        bad = [n for n, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
+        if bad:
+            reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
+            self.round_log.dropped[turn.client] = reason
+            log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
+            return False
+        weights = self.client_weights
+        weight = {"samples": float(turn.samples), "uniform": 1.0}[weights] if isinstance(weights, str) else weights[turn.client]
+        self.aggregator.add(state, weight)
+        up = sum(v.nbytes for n, v in state.items() if self.reductions[n] != "none")
+        self.round_log.upload_bytes[turn.client] = up
+        return True
+
+    def end_round(self) -> None:
+        """Aggregate, and put the server state into the module."""
+        module = self.lightning_module
+        assert module is not None
+        aggregate = self.aggregator.result(self.server_state)
+        if not self.aggregator.uploads:
+            log.warning("No upload of this round was usable: the server state stays as it was.")
+        elif self.server_optimizer is not None:
+            aggregate = self.server_optimizer.step(self.server_state, aggregate)
+        self.server_state = aggregate
+        self.aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
+        self.turn = None
+        load_state(module, self.server_state)
+        self.between_rounds = True
+        assert self._batches is not None
+        self.round_log.skipped = self._batches.skipped
+        self._tell("on_round_end")
+        self.round_log = RoundLog()
+
+    def _tell(self, event: str, turn: Turn | None = None, state: State | None = None) -> None:
+        """Call a federation's own event on the callbacks that have it, the client's state in the module."""
+        module = self.lightning_module
+        assert module is not None
+        listeners = [callback for callback in module.trainer.callbacks if hasattr(callback, event)]
+        if listeners and state is not None:
+            load_state(module, state)
+        for callback in listeners:
+            getattr(callback, event)(module.trainer, module, *([turn] if turn is not None else []))
+
+    def start_seed(self, *parts: str | int) -> None:
+        seed = seed_of(self.seed, *parts)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+
+class _Rounds(Callback):
+    """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints."""
+
+    def __init__(self, strategy: FederatedStrategy) -> None:
+        self.strategy = strategy
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.strategy.begin_fit()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.strategy.federation_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.strategy.restore_federation(state_dict)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.strategy.start_seed("server", trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self.strategy.next_slot()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.strategy.end_slot()
+
+
+def section_of(method: Method) -> str:
+    """The name of a method's section in a client's state."""
+    return type(method).__name__
+
+
+def load_state(module: nn.Module, state: State) -> None:
+    """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.shape == state[name].shape:
+            tensor.data.copy_(state[name])
+        else:
+            tensor.data = state[name].clone()
+
+
+def optimizer_memory(optimizer: Optimizer) -> Memory:
+    """An optimizer's state as a flat dict of tensors: ``"<parameter number>.<name>"``."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{i}.{name}": torch.as_tensor(value).detach().clone()
+        for i, p in enumerate(parameters)
+        for name, value in optimizer.state.get(p, {}).items()
+    }
+
+
+def restore_optimizer(optimizer: Optimizer, memory: Memory) -> None:
+    """Give an optimizer the state that `optimizer_memory` took."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, value in memory.items():
+        number, name = key.split(".", 1)
+        optimizer.state[parameters[int(number)]][name] = value.clone()
+
+
+if "federated" not in StrategyRegistry:
+    StrategyRegistry.register("federated", FederatedStrategy, description="Rounds of many clients in one Trainer")

@@ -1,0 +1,292 @@
+"""FederatedStream: a data set as a stream of experiences, split over clients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from lightning_fcl import partition as partitioners
+from lightning_fcl import scenarios
+from lightning_fcl.clients import Turn, seed_of
+from lightning_fcl.datasets import Arrays, load
+from lightning_fcl.scenarios import History, IntArray, Plan
+
+Partition = Literal["iid", "natural", "dirichlet", "shards", "class-subsets"]
+
+
+class FederatedStream(L.LightningDataModule):
+    """A data set as a federated continual stream: rounds, experiences and clients.
+
+    Args:
+        data: Name of a data set of `lightning_fcl.datasets`, or its arrays. See also `from_arrays`.
+        scenario: ``"class-incremental"``, ``"domain-incremental"``, or the name of a paper's: ``"flwf"``.
+        clients: Number of clients; ignored by ``partition="natural"`` and by papers' scenarios.
+        partition: How samples go to clients; ``"natural"`` gives each owner (subject, user) in the data its own.
+        experiences: Number of experiences of a class-incremental stream.
+        rounds_per_experience: Rounds that each experience lasts.
+        samples_per_round: New samples per client and round, never used again; None: all of the experience's, each round.
+        class_order: Order of classes (or domains); None draws classes from the seed.
+        order_per_client: Whether each client has an order of its own.
+        history: ``"round"``, or ``"seen"`` / ``"all"`` for offline learning on what a client has seen / will see.
+        batch_size: Samples per batch.
+        shuffle: Whether each client's samples are shuffled every local epoch.
+        test: Fraction of samples of each class in the test set, or ``"official"`` for the data set's own.
+        validation: Fraction of the training samples of each class in the validation set.
+        partition_args: Further arguments of the partitioner, as in ``{"alpha": 0.5}``.
+        scenario_args: Further arguments of a paper's scenario.
+        data_args: Further arguments of the data set's loader.
+        root: Folder of the data sets; default: the environment variable LIGHTNING_FCL_DATA.
+        seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
+
+    Raises:
+        ValueError: If the data cannot be split as asked.
+
+    Example:
+        >>> stream = FederatedStream("digits", clients=3, experiences=5, seed=0)
+        >>> stream.setup("fit")
+        >>> stream.plan.rounds, stream.plan.clients
+        (5, ('0', '1', '2'))
+    """
+
+    def __init__(
+        self,
+        data: str | Arrays = "digits",
+        scenario: Literal["class-incremental", "domain-incremental", "flwf"] = "class-incremental",
+        clients: int = 10,
+        partition: Partition = "iid",
+        experiences: int = 5,
+        rounds_per_experience: int = 1,
+        samples_per_round: int | None = None,
+        class_order: list[int] | None = None,
+        order_per_client: bool = False,
+        history: History = "round",
+        batch_size: int = 32,
+        shuffle: bool = True,
+        test: float | Literal["official"] = 0.2,
+        validation: float = 0.0,
+        partition_args: dict[str, Any] | None = None,
+        scenario_args: dict[str, Any] | None = None,
+        data_args: dict[str, Any] | None = None,
+        root: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"Expected `batch_size` to be at least 1 but got {batch_size}.")
+        if clients < 1:
+            raise ValueError(f"Expected `clients` to be at least 1 but got {clients}.")
+        if rounds_per_experience < 1:
+            raise ValueError(f"Expected `rounds_per_experience` to be at least 1 but got {rounds_per_experience}.")
+        self.data = data
+        self.scenario = scenario
+        self.n_clients = clients
+        self.partition = partition
+        self.experiences = experiences
+        self.rounds_per_experience = rounds_per_experience
+        self.samples_per_round = samples_per_round
+        self.class_order = class_order
+        self.order_per_client = order_per_client
+        self.history: History = history
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.test = test
+        self.validation = validation
+        self.partition_args = partition_args or {}
+        self.scenario_args = scenario_args or {}
+        self.data_args = data_args or {}
+        self.root = root
+        self._seed = seed
+        self._samples: Tensor | Dataset[Any] | None = None
+        self.y: IntArray = scenarios.EMPTY
+        self.classes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: Any,
+        y: Any = None,
+        client: Any = None,
+        group: Any = None,
+        classes: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> FederatedStream:
+        """A stream of your own arrays or map-style `torch.utils.data.Dataset`.
+
+        Args:
+            x: Samples, shape (n, ...), or a data set whose items start with a sample and its label.
+            y: Labels 0..C-1, shape (n,); default: the data set's ``targets``.
+            client: Owner of each sample, shape (n,); it makes ``partition="natural"`` the default.
+            group: Domain of each sample, shape (n,), for domain-incremental streams.
+            classes: Names of the classes.
+            kwargs: Arguments of `FederatedStream`.
+
+        Example:
+            >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
+            >>> stream = FederatedStream.from_arrays(x, y, client=torch.arange(60) % 3, experiences=2)
+            >>> stream.setup("fit"); stream.plan.clients
+            ('0', '1', '2')
+        """
+        dataset = x if isinstance(x, Dataset) else None
+        y = y if y is not None else getattr(x, "targets", None)
+        if y is None:
+            raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
+        labels = np.asarray(y).astype(np.int64)
+        names = tuple(classes) if classes is not None else tuple(map(str, range(int(labels.max()) + 1)))
+        values = np.zeros((len(labels), 0), dtype=np.float32) if dataset is not None else np.asarray(x)
+        if client is not None:
+            client = np.asarray(client)
+            kwargs.setdefault("partition", "natural")
+        arrays = Arrays(values, labels, client, names, None, None if group is None else np.asarray(group))
+        stream = cls(data=arrays, **kwargs)
+        stream._samples = dataset
+        return stream
+
+    @property
+    def seed(self) -> int:
+        """The seed of every draw."""
+        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    def setup(self, stage: str) -> None:
+        """Load the data and draw the plan, once."""
+        if len(self.y):
+            return
+        arrays = load(self.data, self.root, **self.data_args) if isinstance(self.data, str) else self.data
+        self.plan = self._draw(arrays)
+        if self._samples is None:
+            self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
+        self.y, self.classes = arrays.y, arrays.classes
+
+    def _draw(self, arrays: Arrays) -> Plan:
+        if self.scenario == "flwf":
+            return scenarios.flwf(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
+        rng = np.random.default_rng([self.seed, 0])
+        if self.test == "official":
+            if arrays.official_test is None:
+                raise ValueError(f'Expected `test` to be a fraction but got "official", which {self.data} has not.')
+            rest, test = np.flatnonzero(~arrays.official_test), np.flatnonzero(arrays.official_test)
+        else:
+            rest, test = scenarios.split(arrays.y, self.test, rng)
+        kept, validation = scenarios.split(arrays.y[rest], self.validation, rng)
+        train = rest[kept]
+        group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
+        entries = scenarios.incremental(
+            self.scenario,
+            arrays.y,
+            self._owners(arrays, train, rng),
+            group,
+            experiences=self.experiences,
+            rounds_per_experience=self.rounds_per_experience,
+            samples_per_round=self.samples_per_round,
+            order=self.class_order,
+            order_per_client=self.order_per_client,
+            history=self.history,
+            seed=self.seed,
+        )
+        return Plan(**entries, test=test, validation=rest[validation])
+
+    def _owners(self, arrays: Arrays, train: IntArray, rng: np.random.Generator) -> dict[str, IntArray]:
+        y = arrays.y[train]
+        match self.partition:
+            case "natural":
+                if arrays.client is None:
+                    raise ValueError(f'Expected `partition` other than "natural": {self.data} names no clients.')
+                parts = partitioners.by_client(arrays.client[train])
+            case "iid":
+                parts = partitioners.iid(len(train), self.n_clients, rng)
+            case "dirichlet":
+                parts = partitioners.dirichlet(y, self.n_clients, rng=rng, **{"alpha": 0.5, **self.partition_args})
+            case "shards":
+                parts = partitioners.shards(y, self.n_clients, rng=rng, **{"shards_per_client": 2, **self.partition_args})
+            case "class-subsets":
+                parts = partitioners.class_subsets(
+                    y, self.n_clients, rng=rng, **{"classes_per_client": 2, **self.partition_args}
+                )
+            case _:
+                raise ValueError(f"Expected `partition` to be a known partition but got `{self.partition}`.")
+        return {client: train[indices] for client, indices in parts.items()}
+
+    # What the strategy asks for.
+
+    def take(self, indices: IntArray) -> Any:
+        """The samples at ``indices`` and their labels, stacked: ``[x, y]`` (or what a data set's items hold)."""
+        if isinstance(self._samples, Dataset):
+            items = [self._samples[int(i)] for i in indices]
+            batch = default_collate(items)
+            return list(batch) if isinstance(batch, tuple) else batch
+        assert self._samples is not None
+        chosen = torch.from_numpy(indices)
+        return [self._samples[chosen], torch.from_numpy(self.y[indices])]
+
+    def turn(self, client: str, round: int) -> Turn:
+        """What is known of a client's part in a round."""
+        indices = self.plan.train[round].get(client, scenarios.EMPTY)
+        numbers = self.plan.experiences[client]
+        last = round + 1 == self.plan.rounds or numbers[round + 1] != numbers[round]
+        labels = torch.from_numpy(self.y[indices])
+        return Turn(client, round, numbers[round], labels, self.num_classes, last, len(indices))
+
+    # Loaders, as any LightningDataModule has them.
+
+    def train_dataloader(self) -> ClientLoader:
+        """The clients' training data; a `FederatedStrategy` turns it into the batches of each round."""
+        return ClientLoader(self)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """The validation samples, if any."""
+        return self._eval_loader(self.plan.validation) if len(self.plan.validation) else []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """The common test set."""
+        return self._eval_loader(self.plan.test)
+
+    def pretrain_dataloader(self) -> DataLoader[Any]:
+        """Samples for the server's model before the first round."""
+        if not len(self.plan.pretrain):
+            raise ValueError(f'Expected a scenario with samples for pre-training but "{self.scenario}" has none.')
+        return DataLoader(TensorDataset(*self.take(self.plan.pretrain)), batch_size=self.batch_size, shuffle=True)
+
+    def _eval_loader(self, indices: IntArray) -> DataLoader[Any]:
+        if isinstance(self._samples, Dataset):
+            subset: Dataset[Any] = torch.utils.data.Subset(self._samples, indices.tolist())
+        else:
+            subset = TensorDataset(*self.take(indices))
+        return DataLoader(subset, batch_size=max(self.batch_size, 256))
+
+
+class ClientLoader:
+    """The training data of all clients, as `FederatedStream.train_dataloader` hands it to the Trainer.
+
+    A `FederatedStrategy` replaces it by the batches of each round. In a plain Trainer a stream of one client can be
+    iterated as it is: an epoch is a round.
+    """
+
+    def __init__(self, stream: FederatedStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        from lightning_fcl.rounds import batches, plan_batches
+
+        clients = self.stream.plan.clients
+        trainer = self.stream.trainer
+        if len(clients) != 1 or trainer is None:
+            raise ValueError(
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a plain '
+                "one, which trains a single client."
+            )
+        round = trainer.fit_loop.epoch_progress.current.processed
+        data = self.stream.take(self.stream.plan.train[round][clients[0]])
+        generator = torch.Generator().manual_seed(seed_of(self.stream.seed, clients[0], round, "batches"))
+        size = len(self.stream.plan.train[round][clients[0]])
+        yield from batches(data, plan_batches(size, self.stream.batch_size, 1, self.stream.shuffle, generator))

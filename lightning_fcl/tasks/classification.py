@@ -1,0 +1,99 @@
+"""Classification: any network that maps a batch to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fcl.models.har_cnn import HARCNN
+
+OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Classifier(L.LightningModule):
+    """A network trained by cross-entropy; it states its loss apart, so that cohorts can train it.
+
+    Args:
+        model: Maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
+        num_classes: Number of classes.
+        optimizer: Makes the clients' optimizer from the parameters.
+
+    Example:
+        >>> task = Classifier(nn.Linear(4, 3), num_classes=3)
+        >>> task(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, model: nn.Module, num_classes: int, optimizer: OptimizerCallable | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.num_classes = num_classes
+        self.optimizer = optimizer
+        self.accuracy = nn.ModuleDict(
+            {f"{stage}_accuracy": MulticlassAccuracy(num_classes, average="micro") for stage in ("val", "test")}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits, shape (batch, num_classes)."""
+        logits: Tensor = self.model(x)
+        return logits
+
+    def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of every sample, shape (batch,)."""
+        return F.cross_entropy(output, y, reduction="none")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean cross-entropy of a batch."""
+        x, y = batch
+        loss = self.sample_loss(self(x), y).mean()
+        self.log("train/loss", loss.detach(), batch_size=len(y), on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log loss and accuracy."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log loss and accuracy."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: Any, stage: str) -> None:
+        x, y = batch
+        output = self(x)
+        metric = self.accuracy[f"{stage}_accuracy"]
+        metric(output, y)
+        self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
+        self.log(f"{stage}/accuracy", metric, batch_size=len(y))
+
+    def configure_optimizers(self) -> Optimizer:
+        """The optimizer that was given, or SGD with a learning rate of 0.01."""
+        if self.optimizer is None:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+        return self.optimizer(self.parameters())
+
+
+class HARClassifier(Classifier):
+    """The network and the optimizer of Usmanova et al. 2021, section 3.6: HAR-CNN, SGD with a learning rate of 0.01.
+
+    Args:
+        notation: Layers, as in the paper's Table 1. See `HARCNN`.
+        dropout: Dropout after the dense layers.
+        optimizer: Makes the clients' optimizer from the parameters.
+        init: ``"torch"`` or ``"keras"`` initial weights.
+    """
+
+    def __init__(
+        self,
+        notation: str = "196-16C_4M_1024D",
+        dropout: float = 0.5,
+        optimizer: OptimizerCallable | None = None,
+        init: str = "torch",
+    ) -> None:
+        super().__init__(HARCNN(notation, dropout=dropout, init=init), 6, optimizer)

@@ -1,0 +1,169 @@
+"""HARCNN builds what its notation says, and says what is wrong with a notation."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fcl.models.har_cnn import HARCNN
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# By hand: filters * channels * width + filters, units * inputs + units, and the classifier; lengths in the comments.
+TABLE_1 = {
+    # 128 -> 119
+    "32-10C_256D_128D": (32 * 6 * 10 + 32) + (256 * 32 * 119 + 256) + (128 * 256 + 128) + (6 * 128 + 6),
+    # 128 -> 120 -> 30 -> 22 -> 11 -> 3
+    "64-9C_4M_32-9C_2M_16-9C_128D": (64 * 6 * 9 + 64)
+    + (32 * 64 * 9 + 32)
+    + (16 * 32 * 9 + 16)
+    + (128 * 16 * 3 + 128)
+    + (6 * 128 + 6),
+    # 128 -> 113 -> 28
+    "196-16C_4M_1024D": 5_645_898,
+    "196-16C_4M_1024D_512D": (196 * 6 * 16 + 196) + (1024 * 196 * 28 + 1024) + (512 * 1024 + 512) + (6 * 512 + 6),
+}
+
+
+@pytest.mark.parametrize("notation", TABLE_1)
+def test_parameters_of_table_1(notation):
+    model = HARCNN(notation)
+    assert size(model) == TABLE_1[notation]
+    assert f"{size(model):,}" in HARCNN.__doc__
+    assert model(torch.randn(3, 6, 128)).shape == (3, 6)
+
+
+def test_sizes_of_table_1_that_match():
+    assert size(HARCNN()) * 12 / 1e6 == pytest.approx(67.8, abs=0.05)
+    assert size(HARCNN("196-16C_4M_1024D_512D")) * 12 / 1e6 == pytest.approx(74.1, rel=0.002)
+    assert size(HARCNN("32-10C_4M_256D_128D")) * 12 / 1e6 == pytest.approx(3.3, abs=0.05)
+
+
+def test_the_default_is_the_papers_choice():
+    torch.manual_seed(0)
+    model = HARCNN()
+    torch.manual_seed(0)
+    same = HARCNN("196-16C_4M_1024D", in_channels=6, length=128, num_classes=6, dropout=0.5, init="torch")
+    for ours, theirs in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_forward_equals_the_layers_written_out():
+    model = HARCNN("5-4C_3M_7-2C_8D_9D", in_channels=2, length=30, num_classes=4).eval()
+    c1, b1, c2, b2, d1, e1, d2, e2, h, g = (parameter.detach() for parameter in model.parameters())
+    x = torch.randn(6, 2, 30)
+    out = F.relu(F.conv1d(x, c1, b1))
+    out = out[:, :, :27].unflatten(2, (9, 3)).amax(dim=3)
+    out = F.relu(F.conv1d(out, c2, b2)).reshape(6, 7 * 8)
+    out = F.relu(out @ d1.T + e1)
+    out = F.relu(out @ d2.T + e2)
+    torch.testing.assert_close(model(x), out @ h.T + g)
+
+
+def test_one_window_without_the_batch():
+    model = HARCNN("4-3C_2M_8D").eval()
+    x = torch.randn(2, 6, 128)
+    torch.testing.assert_close(model(x[1]), model(x)[1])
+
+
+def test_a_network_without_hidden_dense_layers():
+    model = HARCNN("4-3C_2M", length=12)
+    assert size(model) == (4 * 6 * 3 + 4) + (6 * 4 * 5 + 6)
+
+
+@pytest.mark.parametrize(("notation", "wanted"), [("4-3C_2M_8D", 1), ("4-3C_8D_8D_8D", 3), ("4-3C_2M", 0)])
+def test_dropout_follows_each_dense_layer_and_nothing_else(notation, wanted):
+    layers = list(HARCNN(notation, dropout=0.3).body)
+    places = [place for place, layer in enumerate(layers) if isinstance(layer, nn.Dropout)]
+    assert len(places) == wanted
+    assert all(isinstance(layers[place - 1], nn.ReLU) and isinstance(layers[place - 2], nn.Linear) for place in places)
+    assert all(layers[place].p == 0.3 for place in places)
+
+
+def test_dropout_acts_in_training_only():
+    model = HARCNN("4-3C_64D", dropout=0.5)
+    x = torch.randn(1, 6, 128)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_keras_init_is_glorot_uniform_with_zero_biases():
+    torch.manual_seed(0)
+    model = HARCNN(init="keras")
+    conv, dense = model.body[0], model.body[4]
+    fans = {conv: (6 * 16, 196 * 16), dense: (28 * 196, 1024), model.head: (1024, 6)}
+    for layer, (fan_in, fan_out) in fans.items():
+        bound = math.sqrt(6 / (fan_in + fan_out))
+        assert layer.bias.abs().max() == 0
+        assert 0.99 * bound < layer.weight.abs().max() <= bound
+        assert layer.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+
+
+def test_torch_init_is_untouched():
+    torch.manual_seed(0)
+    model = HARCNN("4-3C_8D", length=10)
+    torch.manual_seed(0)
+    conv, dense, head = nn.Conv1d(6, 4, 3), nn.Linear(32, 8), nn.Linear(8, 6)
+    for ours, theirs in ((model.body[0], conv), (model.body[3], dense), (model.head, head)):
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(ours.bias, theirs.bias)
+
+
+TOKENS = "Expected `notation` to hold tokens such as 196-16C, 4M or 1024D but got "
+WRONG = {
+    "": f"{TOKENS}'' at position 1 of ''.",
+    "196-16C__1024D": f"{TOKENS}'' at position 2 of '196-16C__1024D'.",
+    "196-16C_4M_1024X": f"{TOKENS}'1024X' at position 3 of ",
+    "196C_4M": f"{TOKENS}'196C' at position 1 of ",
+    "196-16C_0M": f"{TOKENS}'0M' at position 2 of ",
+    "196-16c": f"{TOKENS}'196-16c' at position 1 of ",
+    "196-16C 4M": f"{TOKENS}'196-16C 4M' at position 1 of ",
+    "1024D_4M": "Expected `notation` to have no convolution or pooling after a dense layer but got '4M' at position 2",
+    "4-3C_8D_4-3C": "after a dense layer but got '4-3C' at position 3 of '4-3C_8D_4-3C'. Move the dense layers",
+    "4-129C": "Expected `length` to leave at least 129 steps for '4-129C' at position 1 of '4-129C' but got 128 there",
+    "4-121C_4M_4-3C": "at least 3 steps for '4-3C' at position 3 of '4-121C_4M_4-3C' but got 2 there, from `length`=12",
+    "4-126C_4M": "Expected `length` to leave at least 4 steps for '4M' at position 2 of '4-126C_4M' but got 3 there",
+}
+
+
+@pytest.mark.parametrize("notation", WRONG)
+def test_wrong_notation(notation):
+    with pytest.raises(ValueError, match=re.escape(WRONG[notation])):
+        HARCNN(notation)
+
+
+ARGUMENTS = {
+    "in_channels": ({"in_channels": 0}, "Expected `in_channels` to be at least 1 but got 0."),
+    "length": ({"length": -3}, "Expected `length` to be at least 1 but got -3."),
+    "num_classes": ({"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0."),
+    "dropout 1": ({"dropout": 1.0}, "Expected `dropout` to be from 0 to below 1 but got 1.0."),
+    "dropout -0.1": ({"dropout": -0.1}, "Expected `dropout` to be from 0 to below 1 but got -0.1."),
+    "init": ({"init": "jax"}, "Expected `init` to be 'torch' or 'keras' but got 'jax'."),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_wrong_arguments(case):
+    changes, message = ARGUMENTS[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HARCNN("4-3C", **changes)
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 6), (2, 6, 127), (128,), (1, 2, 6, 128)])
+def test_wrong_windows(shape):
+    message = f"Expected `x` to have shape (batch, 6, 128) but got {shape}. Transpose the windows"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HARCNN("4-3C")(torch.zeros(shape))
+
+
+def test_gradients_reach_every_parameter():
+    model = HARCNN("64-9C_4M_32-9C_2M_16-9C_128D")
+    model(torch.randn(8, 6, 128)).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
