@@ -77,7 +77,13 @@ def round_half_up(value: float) -> int:
 
 
 def plan_batches(
-    samples: int, batch_size: int, epochs: int, shuffle: bool, generator: torch.Generator, remembered: int = 0
+    samples: int,
+    batch_size: int,
+    epochs: int,
+    shuffle: bool,
+    generator: torch.Generator,
+    remembered: int = 0,
+    drop_last: bool = False,
 ) -> list[Tensor]:
     """Which samples make up each batch of a client's local training.
 
@@ -88,6 +94,7 @@ def plan_batches(
         shuffle: Whether every epoch has an order of its own.
         generator: Draws the orders.
         remembered: Number of rehearsed samples, numbered from ``samples`` on; each joins one batch of every epoch.
+        drop_last: Whether an incomplete last batch is left out, unless it is the only one.
 
     Returns:
         One index tensor per step.
@@ -100,6 +107,8 @@ def plan_batches(
     for _ in range(epochs):
         order = torch.randperm(samples, generator=generator) if shuffle else torch.arange(samples)
         parts = order.split(batch_size)
+        if drop_last and len(parts) > 1 and len(parts[-1]) < batch_size:
+            parts = parts[:-1]
         if remembered:
             extra = samples + (torch.randperm(remembered, generator=generator) if shuffle else torch.arange(remembered))
             parts = tuple(torch.cat(pair) for pair in zip(parts, extra.tensor_split(len(parts)), strict=True))
@@ -113,7 +122,9 @@ def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
         yield apply_to_collection(data, Tensor, lambda value, indices=indices: value[indices])
 
 
-def cohort_batches(data: Sequence[Any], plans: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[Tensor], int, Tensor]]:
+def cohort_batches(
+    data: Sequence[Any], plans: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[list[Tensor], int, Tensor]]:
     """Batches of several clients side by side, padded where they are unequal.
 
     Args:
@@ -201,7 +212,8 @@ class RoundBatches:
         pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
         generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, "batches"))
         options = (turn.samples, self.stream.batch_size, self.local_epochs, self.stream.shuffle)
-        return turn, data, pool, plan_batches(*options, generator, remembered=len(extra[1]) if extra else 0)
+        remembered = len(extra[1]) if extra else 0
+        return turn, data, pool, plan_batches(*options, generator, remembered, self.stream.drop_last)
 
 
 def fingerprint(plan: Plan) -> str:

@@ -240,7 +240,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         named |= {c: 1.0 for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients}
         unknown = sorted(set(named) - set(plan.clients))
         if unknown:
-            raise ValueError(f"Expected clients of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}.")
+            raise ValueError(
+                f"Expected clients of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
+            )
         if isinstance(self.client_weights, dict):
             missing = sorted(set(plan.clients) - set(self.client_weights))
             if missing or min(self.client_weights.values()) <= 0:
@@ -312,7 +314,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Read a checkpoint; to continue a fit, refuse one that this federation cannot continue."""
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        except (RuntimeError, EOFError, UnpicklingError) as error:
+        except FileNotFoundError:
+            raise
+        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
             raise ValueError(
                 f"Expected a whole checkpoint of tensors and plain values at {checkpoint_path} but could not read it "
                 f"({str(error).splitlines()[0]}). Continue from an earlier one."
@@ -322,7 +326,9 @@ class FederatedStrategy(SingleDeviceStrategy):
             return checkpoint
         kept = checkpoint.get("callbacks", {}).get(self._rounds.state_key)
         if kept is None:
-            raise ValueError(f"Expected a federation's checkpoint but {checkpoint_path} was written by another strategy.")
+            raise ValueError(
+                f"Expected a federation's checkpoint but {checkpoint_path} was written by another strategy."
+            )
         if not kept["between_rounds"]:
             raise ValueError(
                 f"Expected a checkpoint taken between rounds but {checkpoint_path} was taken in the middle of one. "
@@ -371,7 +377,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.server_state = {name: value.detach().clone() for name, value in state.items()}
         self._base_optimizers = self.optimizers
         self.aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
-        averaged = [n for n, p in module.named_parameters() if travels_down(self.reductions[n]) and p.is_floating_point()]
+        averaged = [
+            n for n, p in module.named_parameters() if travels_down(self.reductions[n]) and p.is_floating_point()
+        ]
         factory = self._server_optimizer_factory
         self.server_optimizer = ServerOptimizer(factory, averaged) if factory is not None else None
         if self.server_optimizer is not None:
@@ -431,7 +439,9 @@ class FederatedStrategy(SingleDeviceStrategy):
             memories = [method.memory for method in methods] if cohort is None else self._memories[row]
             if not self._upload(turn, state):
                 continue
-            kept: ClientState = {"model": {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}}
+            kept: ClientState = {
+                "model": {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
+            }
             for method, memory in zip(methods, memories, strict=True):
                 name = section_of(method)
                 generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, name))
@@ -449,7 +459,11 @@ class FederatedStrategy(SingleDeviceStrategy):
             log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
             return False
         weights = self.client_weights
-        weight = {"samples": float(turn.samples), "uniform": 1.0}[weights] if isinstance(weights, str) else weights[turn.client]
+        weight = (
+            {"samples": float(turn.samples), "uniform": 1.0}[weights]
+            if isinstance(weights, str)
+            else weights[turn.client]
+        )
         self.aggregator.add(state, weight)
         up = sum(v.nbytes for n, v in state.items() if self.reductions[n] != "none")
         self.round_log.upload_bytes[turn.client] = up
@@ -509,7 +523,9 @@ class _Rounds(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.strategy.start_seed("server", trainer.current_epoch)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.strategy.next_slot()
 
     def on_train_batch_end(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ class FederatedStream(L.LightningDataModule):
         history: ``"round"``, or ``"seen"`` / ``"all"`` for offline learning on what a client has seen / will see.
         batch_size: Samples per batch.
         shuffle: Whether each client's samples are shuffled every local epoch.
+        drop_last: Whether an incomplete last batch is left out (batch normalisation cannot train on one sample).
         test: Fraction of samples of each class in the test set, or ``"official"`` for the data set's own.
         validation: Fraction of the training samples of each class in the validation set.
         partition_args: Further arguments of the partitioner, as in ``{"alpha": 0.5}``.
@@ -69,6 +71,7 @@ class FederatedStream(L.LightningDataModule):
         history: History = "round",
         batch_size: int = 32,
         shuffle: bool = True,
+        drop_last: bool = False,
         test: float | Literal["official"] = 0.2,
         validation: float = 0.0,
         partition_args: dict[str, Any] | None = None,
@@ -96,6 +99,7 @@ class FederatedStream(L.LightningDataModule):
         self.history: History = history
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.drop_last = drop_last
         self.test = test
         self.validation = validation
         self.partition_args = partition_args or {}
@@ -208,7 +212,9 @@ class FederatedStream(L.LightningDataModule):
             case "dirichlet":
                 parts = partitioners.dirichlet(y, self.n_clients, rng=rng, **{"alpha": 0.5, **self.partition_args})
             case "shards":
-                parts = partitioners.shards(y, self.n_clients, rng=rng, **{"shards_per_client": 2, **self.partition_args})
+                parts = partitioners.shards(
+                    y, self.n_clients, rng=rng, **{"shards_per_client": 2, **self.partition_args}
+                )
             case "class-subsets":
                 parts = partitioners.class_subsets(
                     y, self.n_clients, rng=rng, **{"classes_per_client": 2, **self.partition_args}
@@ -245,6 +251,9 @@ class FederatedStream(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """The validation samples, if any."""
+        if not len(self.plan.validation):
+            # Lightning warns of an empty list of loaders, which is what it asks for where there is none.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
         return self._eval_loader(self.plan.validation) if len(self.plan.validation) else []
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -289,4 +298,6 @@ class ClientLoader:
         data = self.stream.take(self.stream.plan.train[round][clients[0]])
         generator = torch.Generator().manual_seed(seed_of(self.stream.seed, clients[0], round, "batches"))
         size = len(self.stream.plan.train[round][clients[0]])
-        yield from batches(data, plan_batches(size, self.stream.batch_size, 1, self.stream.shuffle, generator))
+        stream = self.stream
+        plan = plan_batches(size, stream.batch_size, 1, stream.shuffle, generator, drop_last=stream.drop_last)
+        yield from batches(data, plan)

@@ -132,7 +132,9 @@ class Method(Callback):
         """Make ``memory`` and ``server`` those of the client that trains now."""
         self.memory, self.server, self.active = memory, server, active
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self.federated:
             self._labels += [batch[1].detach().cpu()] if _is_labelled(batch) else []
@@ -241,7 +243,9 @@ def check_compatible(methods: Sequence[Method]) -> None:
     names = [type(method).__name__ for method in methods]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others.")
+            raise ValueError(
+                f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others."
+            )
 
 
 @contextmanager

@@ -47,8 +47,16 @@ class FederatedProgressBar(ProgressBar):
         if isinstance(stream, FederatedStream):
             counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
             done = sum(counts[: trainer.current_epoch])
+            pause = 0.1 if sys.stderr.isatty() else 10.0  # a log file needs fewer lines than a screen
             self._bar = tqdm(
-                total=sum(counts), initial=done, disable=not self._enabled, file=sys.stderr, dynamic_ncols=True
+                total=sum(counts),
+                initial=done,
+                disable=not self._enabled,
+                file=sys.stderr,
+                dynamic_ncols=True,
+                mininterval=pause,
+                maxinterval=pause,
+                unit="client",
             )
             self._describe(trainer, "")
 
@@ -68,14 +76,14 @@ class FederatedProgressBar(ProgressBar):
         """Show the server's accuracy."""
         accuracy = trainer.callback_metrics.get("server/accuracy")
         if self._bar is not None and accuracy is not None:
-            self._bar.set_postfix_str(f"server accuracy {float(accuracy):.3f}")
+            self._bar.set_postfix_str(f"server accuracy {float(accuracy):.3f}", refresh=False)
 
     def _describe(self, trainer: L.Trainer, client: str) -> None:
         plan = trainer.datamodule.plan  # type: ignore[attr-defined]
         now = max(numbers[trainer.current_epoch] for numbers in plan.experiences.values())
         of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
         self._bar.set_description_str(
-            f"experience {now + 1}/{of}, round {trainer.current_epoch + 1}/{trainer.max_epochs}{client}"
+            f"experience {now + 1}/{of}, round {trainer.current_epoch + 1}/{trainer.max_epochs}{client}", refresh=False
         )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -51,9 +51,7 @@ class Replay(Method):
         if max_size < 1:
             raise ValueError(f"Expected `max_size` to be at least 1 but got {max_size}.")
         if policy not in ("reservoir", "class-balanced", "refresh"):
-            raise ValueError(
-                f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".'
-            )
+            raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
         if update not in ("round", "experience"):
             raise ValueError(f'Expected `update` to be "round" or "experience" but got "{update}".')
         self.max_size = max_size
@@ -96,11 +94,14 @@ def _select(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from avalanche.benchmarks.utils import as_classification_dataset
+        from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
         from avalanche.training import ClassBalancedBuffer, ReservoirSamplingBuffer
 
     def dataset(indices: Tensor) -> Any:
-        return as_classification_dataset(Indices(indices.numpy(), y.numpy()))
+        data = Indices(indices.numpy(), y.numpy())
+        labels = DataAttribute(data.targets, "targets")
+        tasks = DataAttribute([0] * len(data), "targets_task_labels")
+        return TaskAwareSupervisedClassificationDataset([data], data_attributes=[labels, tasks])
 
     def reservoir(indices: Tensor, size: int) -> Any:
         buffer = ReservoirSamplingBuffer(size)

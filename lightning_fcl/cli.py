@@ -1,0 +1,151 @@
+"""`lightning-fcl fit` and `test`: LightningCLI on recipes, and the folder that every run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from jsonargparse import ArgumentError
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl.metrics import summarize
+from lightning_fcl.report import write_report
+from lightning_fcl.stream import FederatedStream
+
+
+@dataclass
+class Recipe:
+    """What a recipe stands for.
+
+    Args:
+        paper: Short name of the paper.
+        row: Name of the row of the paper's table.
+        expected: The paper's numbers, by metric.
+    """
+
+    paper: str = ""
+    row: str = ""
+    expected: dict[str, float] = field(default_factory=dict)
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI whose fits write their results into one folder, ``--out``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what recipes say beside model, data and trainer."""
+        parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
+        parser.add_class_arguments(Recipe, "recipe")
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return Path(self.config[self.config.subcommand]["out"])
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
+        config = self.config_init[self.config_init.subcommand]["trainer"]
+        callbacks = list(config["callbacks"] or [])
+        if self.config.subcommand == "fit":
+            if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
+                callbacks.append(ContinualMetrics())
+            if config["enable_progress_bar"] is not False:
+                callbacks.append(FederatedProgressBar())
+            if config["enable_checkpointing"] is not False:
+                folder = self.out / "checkpoints"
+                callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
+            if config["logger"] is None:
+                out = str(self.out)
+                kwargs["logger"] = [TensorBoardLogger(out, None, ""), CSVLogger(out, None, "", 1)]
+            if config["enable_model_summary"] is None:
+                kwargs["enable_model_summary"] = False
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def before_fit(self) -> None:
+        """Note when the fit began."""
+        self._began = time.monotonic()
+
+    def after_fit(self) -> None:
+        """Write ``results.json`` and the report."""
+        trainer, config = self.trainer, self.config["fit"]
+        metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))
+        recipe = config["recipe"]
+        results = {
+            "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
+            "seed": config["seed_everything"],
+            "metrics": summarize(metrics.record),
+            "record": metrics.record,
+            "expected": dict(recipe["expected"]),
+            "versions": {name: version(name) for name in ("lightning-fcl", "lightning", "torch", "avalanche-lib")},
+            "machine": machine(),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
+        }
+        write_json(self.out / "results.json", results)
+        write_report(self.out)
+
+
+def machine() -> str:
+    """The machine in a line: processor, cores and threads, or the GPU.
+
+    Example:
+        >>> "core" in machine()
+        True
+    """
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(content, indent=1))
+    os.replace(temporary, path)
+
+
+def run(arguments: Sequence[str]) -> FederatedCLI:
+    """Run ``fit`` or ``test`` with the words of a command line.
+
+    Raises:
+        ValueError: If a recipe or an argument is not understood.
+    """
+    try:
+        return FederatedCLI(
+            L.LightningModule,
+            FederatedStream,
+            subclass_mode_model=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"exit_on_error": False},
+            args=list(arguments),
+        )
+    except ArgumentError as error:
+        raise ValueError(f"the recipe or command line is not understood: {error}") from error
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The checkpoint to continue from, if a run was interrupted."""
+    found = sorted((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def start_over(out: Path) -> None:
+    """Remove what an earlier, different run has left in a folder."""
+    for name in ("checkpoints", "plots"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("results.json", "metrics.csv"):
+        (out / name).unlink(missing_ok=True)

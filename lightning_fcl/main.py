@@ -1,0 +1,109 @@
+"""The command `lightning-fcl`: fit recipes, reproduce papers, look after data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = """commands:
+  fit         train what a recipe says:    lightning-fcl fit --config recipes/quickstart.yaml
+  test        test a checkpoint:           lightning-fcl test --config RECIPE --ckpt_path CHECKPOINT
+  reproduce   run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5
+  demo        the quickstart, compared with plain fine-tuning
+  data        list, check or fetch data sets
+
+`lightning-fcl COMMAND --help` tells more. Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command but `fit` and `test`, which are Lightning's."""
+    parser = argparse.ArgumentParser(
+        "lightning-fcl",
+        description="Federated continual learning for PyTorch Lightning.",
+        epilog=COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in ("fit", "test"):
+        commands.add_parser(name, add_help=False, help=argparse.SUPPRESS)
+    reproduce = commands.add_parser("reproduce", help=argparse.SUPPRESS, description="Run a paper's recipes.")
+    reproduce.add_argument("paper", help="name of a folder of recipes, as in: flwf")
+    reproduce.add_argument("--rows", help="rows of the paper's table, separated by commas (default: all)")
+    reproduce.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+    reproduce.add_argument(
+        "--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)"
+    )
+    reproduce.add_argument("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
+    reproduce.add_argument("--workers", type=int, default=None, metavar="N", help="processes (default: one per core)")
+    demo = commands.add_parser("demo", help=argparse.SUPPRESS, description="Run and compare the quickstart.")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+    data = commands.add_parser("data", help=argparse.SUPPRESS, description="Look after data sets.")
+    data.add_argument("action", choices=("list", "check", "fetch"))
+    data.add_argument("names", nargs="*", help="data sets (default: all)")
+    data.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line.
+
+    Args:
+        arguments: The words after ``lightning-fcl``; default: those of this process.
+
+    Raises:
+        SystemExit: With code 2 and one message if the input is at fault.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    options, _ = (
+        parser.parse_known_args(words) if words[:1] in (["fit"], ["test"]) else (parser.parse_args(words), None)
+    )
+    try:
+        if options.command in ("fit", "test"):
+            from lightning_fcl.cli import run
+
+            run(words)
+        elif options.command == "reproduce":
+            from lightning_fcl.reproduce import reproduce
+
+            rows = options.rows.split(",") if options.rows else None
+            reproduce(options.paper, rows, options.seeds, options.scale, options.out, options.workers)
+        elif options.command == "demo":
+            from lightning_fcl.reproduce import demo
+
+            demo(options.out)
+        else:
+            _data(options.action, options.names, options.root)
+    except (ValueError, OSError) as error:
+        if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+            raise
+        parser.exit(2, f"lightning-fcl: error: {error}\n")
+
+
+def _data(action: str, names: list[str], root: str | None) -> None:
+    from lightning_fcl import datasets
+
+    known = datasets.describe()
+    if action == "list":
+        for description in known:
+            print(f"{description.name:12} {description.content} ({description.size}; {description.licence})")
+        return
+    failed = []
+    for name in names or [description.name for description in known]:
+        try:
+            if action == "fetch":
+                datasets.fetch(name, root)
+            print(f"{name:12} {datasets.check(name, root)}")
+        except (ValueError, OSError) as error:
+            failed.append(name)
+            print(f"{name:12} {error}", file=sys.stderr)
+    if failed:
+        raise ValueError(f"{len(failed)} of the data sets cannot be used: {', '.join(failed)}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table; and the quickstart's comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from lightning_fcl import __version__
+from lightning_fcl.report import compare_plot, table, write_table
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one recipe.
+
+    Args:
+        label: How the run is shown.
+        configs: The recipe's files, later ones over earlier ones.
+        seed: Its seed.
+        out: Its folder.
+        extra: Further words of its command line.
+    """
+
+    label: str
+    configs: tuple[Path, ...]
+    seed: int
+    out: Path
+    extra: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words of its command line."""
+        files = [word for path in self.configs for word in ("--config", str(path))]
+        return ["fit", *files, "--seed_everything", str(self.seed), "--out", str(self.out), *self.extra]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the run would be another one."""
+        parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
+        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: in the installed package, or at the top of a checkout."""
+    here = Path(__file__).parent
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+
+
+def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Path]:
+    """The recipe of every row of a paper's table, or of the ``rows`` asked for, in the paper's order."""
+    order = yaml.safe_load((folder / "rows.yaml").read_text())
+    if rows is None:
+        return {row: folder / name for row, name in order.items()}
+    for row in rows:
+        if row not in order:
+            near = get_close_matches(row, order, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
+    return {row: folder / order[row] for row in rows}
+
+
+def reproduce(
+    paper: str, rows: Sequence[str] | None, seeds: int, scale: str, out: Path | None, workers: int | None
+) -> None:
+    """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
+
+    Raises:
+        ValueError: If the paper, a row or a number is not known.
+    """
+    folder = recipes_folder() / paper
+    if not (folder / "rows.yaml").is_file():
+        papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
+        raise ValueError(f"Expected `paper` to be one of {', '.join(papers)} but got {paper}.")
+    if seeds < 1:
+        raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
+    out = out or Path("runs") / f"{paper}-{scale}"
+    scaling = [folder / f"scale-{scale}.yaml"] if scale != "paper" else []
+    jobs = [
+        Job(f"{row}, seed {seed}", (folder / "base.yaml", path, *scaling), seed, out / path.stem / f"seed-{seed}")
+        for row, path in paper_rows(folder, rows).items()
+        for seed in range(seeds)
+    ]
+    run_jobs(jobs, workers)
+    results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
+    metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
+    _, markdown = write_table(out, table(results), metrics)
+    print(markdown.read_text())
+    print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
+
+
+def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
+    """Run jobs side by side; each continues where an interruption left it."""
+    todo = [job for job in jobs if not _finished(job)]
+    if len(todo) < len(jobs):
+        print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
+    workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
+    if workers == 1:
+        for number, job in enumerate(todo, 1):
+            print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
+            run_job(job)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool, tqdm(total=len(todo), unit="run") as bar:
+        futures = {pool.submit(run_job, job): job for job in todo}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                bar.set_description_str(f"done: {futures[future].label}")
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _quiet_worker() -> None:
+    import logging
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)  # several processes with several threads each get in each other's way
+    os.environ["LIGHTNING_FCL_QUIET"] = "1"
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+def _finished(job: Job) -> bool:
+    stamp = job.out / "fingerprint"
+    return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
+
+
+def run_job(job: Job) -> None:
+    """Run one job, from its newest checkpoint if the same job was interrupted."""
+    from lightning_fcl.cli import newest_checkpoint, run, start_over
+
+    stamp = job.out / "fingerprint"
+    if not stamp.is_file() or stamp.read_text() != job.fingerprint:
+        start_over(job.out)
+        job.out.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(job.fingerprint)
+    checkpoint = newest_checkpoint(job.out)
+    more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
+    if os.environ.get("LIGHTNING_FCL_QUIET"):
+        more += ["--trainer.enable_progress_bar", "false"]
+    run([*job.arguments, *more])
+
+
+def demo(out: Path) -> None:
+    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
+    recipe = recipes_folder() / "quickstart.yaml"
+    finetuning = out / "fine-tuning.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load(recipe.read_text())
+    content["trainer"]["callbacks"] = []
+    content["recipe"]["row"] = "fine-tuning"
+    finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
+    jobs = [
+        Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
+        Job(yaml.safe_load(recipe.read_text())["recipe"]["row"], (recipe,), 0, out / "flwf-2t-replay"),
+    ]
+    run_jobs(jobs, workers=1)
+    results: dict[str, Any] = {job.label: json.loads((job.out / "results.json").read_text()) for job in jobs}
+    plot = compare_plot(out, results)
+    print(f"\n{'method':24} {'final accuracy':>15} {'average accuracy':>17} {'forgetting':>11}")
+    for label, result in results.items():
+        metrics = result["metrics"]
+        forgetting = next(
+            value for name, value in metrics.items() if name.startswith("F_") and name.endswith("/server")
+        )
+        average = next(value for name, value in metrics.items() if name.startswith("A_5") and name.endswith("/server"))
+        print(f"{label:24} {metrics['final_accuracy/server']:15.3f} {average:17.3f} {forgetting:11.3f}")
+    print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")

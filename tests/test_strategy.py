@@ -1,0 +1,415 @@
+import copy
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl import FederatedStrategy
+from lightning_fcl.callbacks import FLwF2T, FedProx, Replay
+from lightning_fcl.clients import seed_of
+from lightning_fcl.rounds import participants, plan_batches
+
+
+def close(left, right, tolerance=1e-6):
+    return all(torch.allclose(left[name].double(), right[name].double(), atol=tolerance, rtol=0) for name in left)
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def snapshot(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def local_training(task, stream, client, round, epochs, seed=0):
+    """A client's local training, written by hand."""
+    x, y = stream.take(stream.plan.train[round][client])
+    optimizer = task.configure_optimizers()
+    generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
+    task.train()
+    for indices in plan_batches(len(y), stream.batch_size, epochs, stream.shuffle, generator):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(task.model(x[indices]), y[indices]).backward()
+        optimizer.step()
+    return snapshot(task), len(y)
+
+
+def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None):
+    """FedAvg, written by hand."""
+    server = snapshot(task)
+    for round in range(rounds):
+        total, sums = 0.0, None
+        for client in choose(round) if choose else stream.plan.train[round]:
+            local = copy.deepcopy(task)
+            local.load_state_dict(server)
+            state, n = local_training(local, stream, client, round, epochs)
+            w = weight(client, n)
+            sums = {name: (sums[name] if sums else 0) + w * value.double() for name, value in state.items()}
+            total += w
+        server = {name: (sums[name] / total).to(value.dtype) for name, value in server.items()}
+    return server
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffle):
+    stream, task = make_stream(rounds_per_experience=2, shuffle=shuffle), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, local_epochs=2, cohort_size=1, seed=0)
+    assert equal(task.state_dict(), fedavg(start, stream, epochs=2, rounds=4))
+
+
+def test_any_lightning_module_trains_unchanged(fit, make_stream):
+    class Plain(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Linear(6, 4)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    stream, task = make_stream(), Plain()
+    start = copy.deepcopy(task)
+    fit(task, stream, seed=0)
+    assert equal(task.state_dict(), fedavg(start, stream, epochs=1, rounds=2))
+
+
+def test_one_client_is_the_plain_trainer(fit, make_stream, make_task):
+    federated, plain = make_task(), make_task()
+    fit(federated, make_stream(clients=1, rounds_per_experience=3), cohort_size=1, seed=0)
+    fit(plain, make_stream(clients=1, rounds_per_experience=3), strategy="auto", max_epochs=6)
+    # The plain Trainer keeps its optimizer from epoch to epoch; SGD without momentum has nothing to keep.
+    assert equal(federated.state_dict(), plain.state_dict())
+
+
+def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
+    def momentum(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    kept, plain, fresh = make_task(momentum), make_task(momentum), make_task(momentum)
+    options = {"clients": 1, "rounds_per_experience": 2}
+    fit(kept, make_stream(**options), keep_optimizer=True, seed=0)
+    fit(fresh, make_stream(**options), seed=0, cohort_size=1)
+    fit(plain, make_stream(**options), strategy="auto", max_epochs=4)
+    assert equal(kept.state_dict(), plain.state_dict())
+    assert not close(fresh.state_dict(), plain.state_dict(), 1e-3)
+
+
+@pytest.mark.parametrize(("participation", "number"), [(0.5, 5), (3, 3), (0.01, 1), (1.0, 10), (99, 10)])
+def test_participation_is_seeded_and_never_none(make_stream, participation, number):
+    stream = make_stream(clients=10)
+    stream.setup("fit")
+    chosen = [participants(stream.plan, round, participation, seed=1)[0] for round in (0, 1, 0)]
+    assert [len(names) for names in chosen] == [number] * 3
+    assert chosen[0] == chosen[2]
+    if number < 10:
+        assert {tuple(participants(stream.plan, 0, participation, seed)[0]) for seed in range(20)} != {tuple(chosen[0])}
+
+
+def test_participants_alone_are_averaged(fit, make_stream, make_task):
+    stream, task = make_stream(clients=6), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, participation=0.5, cohort_size=1, seed=7)
+    expected = fedavg_seeded(start, stream, 7)
+    assert equal(task.state_dict(), expected)
+
+
+def fedavg_seeded(task, stream, seed):
+    server = snapshot(task)
+    for round in range(stream.plan.rounds):
+        states = []
+        for client in participants(stream.plan, round, 0.5, seed)[0]:
+            local = copy.deepcopy(task)
+            local.load_state_dict(server)
+            states.append(local_training(local, stream, client, round, 1, seed))
+        total = sum(n for _, n in states)
+        server = {k: (sum(n * s[k].double() for s, n in states) / total).to(v.dtype) for k, v in server.items()}
+    return server
+
+
+@pytest.mark.parametrize(
+    ("weights", "weight"),
+    [("uniform", lambda c, n: 1), ({"0": 1, "1": 4, "2": 0.5}, lambda c, n: {"0": 1, "1": 4, "2": 0.5}[c])],
+)
+def test_client_weights(fit, make_stream, make_task, weights, weight):
+    stream, task = make_stream(partition="dirichlet"), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, client_weights=weights, cohort_size=1, seed=0)
+    assert close(task.state_dict(), fedavg(start, stream, 1, 2, weight), 1e-7)
+
+
+def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_task):
+    owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
+    stream = make_stream(client=owners, class_order=[0, 1, 2, 3])
+    seen = []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            seen.append(trainer.strategy.round_log)
+
+    fit(make_task(), stream, [Watch()])
+    assert [log.skipped for log in seen] == [["b", "c"], ["a"]]
+    assert [list(log.upload_bytes) for log in seen] == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
+    places = []
+
+    class Watch(Callback):
+        def check(self, trainer, pl_module):
+            strategy = trainer.strategy
+            places.append(equal(pl_module.state_dict(), strategy.server_state))
+
+        def on_validation_start(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.check(trainer, pl_module)
+
+        on_train_epoch_end = check
+
+    task = make_task()
+    before = snapshot(task)
+    fit(task, make_stream(validation=validation), [Watch()])
+    assert len(places) == (4 if validation else 2)
+    assert all(places)
+    assert not equal(before, task.state_dict())
+
+
+def test_an_entry_without_reduction_stays_with_its_client(fit, make_stream, make_task):
+    task, stream = make_task(), make_stream()
+    head = task.model[-1].weight.clone()
+    heads = {}
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, turn):
+            heads[turn.client] = pl_module.model[-1].weight.clone()
+
+    trainer = fit(task, stream, [Watch()], reductions={"model.3.*": "none"}, cohort_size=1)
+    assert torch.equal(task.model[-1].weight, head)
+    assert not torch.equal(heads["0"], heads["1"])
+    for client, weight in heads.items():
+        assert torch.equal(trainer.strategy.store[client]["model"]["model.3.weight"], weight)
+
+
+def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
+    logs = []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.round_log)
+
+    fit(make_task(), make_stream(), [Watch()], reductions={"model.3.*": "none"})
+    body = 4 * (6 * 5 + 5)
+    assert all(set(log.upload_bytes.values()) == set(log.download_bytes.values()) == {body} for log in logs)
+
+
+def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
+    logs = []
+
+    class Poison(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            if trainer.strategy.turn.client == "1":
+                pl_module.model[1].weight.data[0, 0] = float("nan")
+
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.round_log)
+
+    task, stream = make_task(), make_stream()
+    start = copy.deepcopy(task)
+    fit(task, stream, [Poison()], cohort_size=1, seed=0)
+    expected = fedavg(start, stream, 1, 2, choose=lambda round: [c for c in stream.plan.train[round] if c != "1"])
+    assert equal(task.state_dict(), expected)
+    assert all(set(log.dropped) == {"1"} and "1" not in log.upload_bytes for log in logs)
+    assert "not finite: model.1.weight" in logs[0].dropped["1"]
+    assert "dropped the upload of client 1" in caplog.text
+
+
+def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
+    def run(kind):
+        task = make_task()
+        trainer = fit(
+            task, make_stream(rounds_per_experience=2), [FLwF2T(0.3, 0.3), Replay(12, "class-balanced", "round")],
+            client_store=kind, reductions={"model.3.*": "none"}, cohort_size=1,
+        )  # fmt: skip
+        return task.state_dict(), {client: trainer.strategy.store[client] for client in trainer.strategy.store}
+
+    (memory, memories), (disk, disks) = run("memory"), run("disk")
+    assert equal(memory, disk)
+    assert memories.keys() == disks.keys()
+    assert all(equal(memories[c][s], disks[c][s]) for c in memories for s in memories[c])
+
+
+def test_order_of_clients_does_not_matter(fit, make_task, make_stream):
+    owners = np.array(["a", "b", "c"])[np.arange(240) % 3]
+    renamed = {"a": "c", "b": "b", "c": "a"}
+    task, mirrored = make_task(), make_task()
+    stream = make_stream(client=owners)
+    fit(task, stream, cohort_size=1, seed=0)
+    reverse = make_stream(client=owners)
+    reverse.setup("fit")
+    plan = reverse.plan
+    for current in plan.train:
+        for client in sorted(current, reverse=True):
+            current[client] = current.pop(client)
+    plan.experiences.update({client: plan.experiences.pop(client) for client in sorted(renamed, reverse=True)})
+    fit(mirrored, reverse, cohort_size=1, seed=0)
+    assert reverse.plan.clients == ("c", "b", "a")
+    assert close(task.state_dict(), mirrored.state_dict(), 1e-7)
+
+
+def test_a_client_is_the_same_whoever_else_takes_part(fit, make_stream, make_task):
+    uploads = {}
+
+    class Watch(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_client_end(self, trainer, pl_module, turn):
+            if turn.round == 0:
+                uploads.setdefault(turn.client, {})[self.name] = snapshot(pl_module)
+
+    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
+    for name, share in (("all", 1.0), ("some", 0.34)):
+        fit(make_task(model=copy.deepcopy(dropout)), make_stream(), [Watch(name)], participation=share, seed=3)
+    both = [states for states in uploads.values() if len(states) == 2]
+    assert both
+    assert all(equal(states["all"], states["some"]) for states in both)
+
+
+def test_server_optimizer_with_unit_rate_is_fedavg(fit, make_stream, make_task):
+    task, plain = make_task(), make_task()
+    fit(task, make_stream(), server_optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    fit(plain, make_stream())
+    assert close(task.state_dict(), plain.state_dict(), 1e-6)
+
+
+def test_sums_are_pooled(fit, make_stream):
+    """A module that counts labels instead of learning: the federation's counts are those of all data."""
+
+    class Counter(L.LightningModule):
+        reductions = {"counts": "sum", "seen": "cat"}
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("counts", torch.zeros(4, dtype=torch.float64))
+            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.counts += torch.bincount(batch[1], minlength=4)
+            self.seen = torch.cat([self.seen, batch[1]])
+            return self.weight.sum() * 0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task, stream = Counter(), make_stream()
+    fit(task, stream)
+    labels = torch.cat([torch.from_numpy(stream.y[rows]) for current in stream.plan.train for rows in current.values()])
+    assert torch.equal(task.counts, torch.bincount(labels, minlength=4).double())
+    assert torch.equal(task.seen.sort().values, labels.sort().values)
+
+
+def test_batch_norm_buffers_are_averaged_on_purpose(fit, make_stream, make_task):
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    task, states = make_task(model=model), []
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, turn):
+            states.append((snapshot(pl_module), turn.samples))
+
+    fit(task, make_stream(drop_last=True), [Watch()], max_epochs=1)
+    total = sum(n for _, n in states)
+    mean = sum(n * state["model.1.running_mean"].double() for state, n in states) / total
+    assert torch.allclose(task.model[1].running_mean.double(), mean, atol=1e-7)
+    batches = sum(n * int(state["model.1.num_batches_tracked"]) for state, n in states) / total
+    assert int(task.model[1].num_batches_tracked) == round(batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
+        ({"limit_train_batches": 3}, "limit_train_batches=1.0"),
+        ({"max_steps": 5}, "max_steps=-1"),
+        ({"val_check_interval": 2}, "val_check_interval=1.0"),
+    ],
+)
+def test_what_a_federation_cannot_honour_is_refused_by_name(fit, make_stream, make_task, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), trainer_args=arguments)
+
+
+def test_several_optimizers_are_refused(fit, make_stream, make_task):
+    task = make_task()
+    task.automatic_optimization = False
+    task.configure_optimizers = lambda: [torch.optim.SGD(task.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ValueError, match="Expected one optimizer but `configure_optimizers` returned 2"):
+        fit(task, make_stream())
+
+
+def test_schedulers_by_round_are_honoured_and_by_step_refused(fit, make_stream, make_task):
+    def with_scheduler(interval):
+        task = make_task()
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        task.configure_optimizers = lambda: {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval},
+        }
+        return task, optimizer
+
+    task, optimizer = with_scheduler("epoch")
+    fit(task, make_stream(rounds_per_experience=2))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+    with pytest.raises(ValueError, match='interval="epoch"'):
+        fit(with_scheduler("step")[0], make_stream())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"participation": 0}, "`participation` to be a share above 0"),
+        ({"participation": 1.5}, "`participation` to be a share above 0"),
+        ({"local_epochs": 0}, "`local_epochs` to be at least 1 but got 0"),
+        ({"cohort_size": 0}, "`cohort_size`"),
+        ({"client_weights": "size"}, "`client_weights`"),
+        ({"client_store": "cloud"}, "`client_store`"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedStrategy(**arguments)
+
+
+def test_unknown_clients_are_named(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"clients of the stream \(0, 1, 2\) but got seven"):
+        fit(make_task(), make_stream(), [FedProx(clients=["seven"])])
+    with pytest.raises(ValueError, match=r"but got x"):
+        fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1, "2": 1, "x": 1})
+    with pytest.raises(ValueError, match=r"it misses \['2'\]"):
+        fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1})
+
+
+def test_more_epochs_than_rounds_are_refused(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"at most the stream's 2 rounds but got 3. Set `max_epochs=2`"):
+        fit(make_task(), make_stream(), max_epochs=3)
+
+
+def test_a_loader_that_is_no_stream_is_refused(make_task):
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long))
+    trainer = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="Expected a `FederatedStream`"):
+        trainer.fit(make_task(), torch.utils.data.DataLoader(data))
+
+
+def test_the_strategy_is_chosen_by_name():
+    assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
