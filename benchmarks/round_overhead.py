@@ -3,8 +3,8 @@
     python benchmarks/round_overhead.py
 
 Both do the same: download, one local epoch of SGD on every client, weighted mean. The first case is 100 clients with 15
-digits each and an MLP 64-32-10, the second 20 clients with 600 windows each and the HAR-CNN (random signals of the UCI HAR
-shape: time does not depend on values). Nothing else should run on the machine.
+digits each and an MLP 64-32-10, the second 20 clients with 600 windows each and the HAR-CNN (random signals shaped
+as UCI HAR: time does not depend on values). Nothing else should run on the machine.
 """
 
 import argparse

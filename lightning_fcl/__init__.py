@@ -30,6 +30,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
-# Importing the package registers the strategy "federated". Only the command waits with it: `--help` must not load torch.
+# Importing the package registers the strategy "federated". Only the command waits: its `--help` must not load torch.
 if Path(sys.argv[0] if sys.argv else "").stem != "lightning-fcl":
     import_module("lightning_fcl.strategy")

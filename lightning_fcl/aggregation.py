@@ -86,7 +86,7 @@ def median(stack: Tensor) -> Tensor:
         >>> median(torch.tensor([[1.0], [2.0], [30.0], [4.0]]))
         tensor([3.])
     """
-    return torch.quantile(stack.double(), 0.5, dim=0).to(stack.dtype)
+    return _cast(torch.quantile(stack.double(), 0.5, dim=0), stack.dtype)
 
 
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
@@ -102,7 +102,12 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
     if not 0 <= trim < 0.5:
         raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
     k = int(trim * len(stack))
-    return stack.double().sort(dim=0).values[k : len(stack) - k].mean(dim=0).to(stack.dtype)
+    return _cast(stack.double().sort(dim=0).values[k : len(stack) - k].mean(dim=0), stack.dtype)
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Counters (`num_batches_tracked`) and other integers become the nearest integer."""
+    return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)
 
 
 def krum(uploads: Tensor, byzantine: int) -> int:
@@ -148,6 +153,7 @@ class Aggregator:
         self._weight = 0.0
         self._sums: State = {}
         self._lists: dict[str, list[Tensor]] = {}
+        self._shapes: dict[str, torch.Size] = {}
 
     def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
         """Take in one client's upload.
@@ -165,18 +171,21 @@ class Aggregator:
             if reduction == "none":
                 continue
             value = upload[name].detach()
-            if reduction == "cat" or reduction in _ROBUST:
+            if reduction == "cat":
+                self._lists.setdefault(name, []).append(value.clone())
+                continue
+            if value.shape != self._shapes.setdefault(name, value.shape):
+                raise ValueError(
+                    f"Expected `{name}` of shape {tuple(self._shapes[name])}, as the other clients sent it, but got "
+                    f"{tuple(value.shape)}."
+                )
+            if reduction in _ROBUST:
                 self._lists.setdefault(name, []).append(value.clone())
                 continue
             # float64: the sum of identical uploads is then each of them to the bit, whatever the weights.
             value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
             if name not in self._sums:
                 self._sums[name] = torch.zeros_like(value)
-            elif self._sums[name].shape != value.shape:
-                raise ValueError(
-                    f"Expected `{name}` of shape {tuple(self._sums[name].shape)}, as the other clients sent it, but "
-                    f"got {tuple(value.shape)}."
-                )
             self._sums[name].add_(value, alpha=weight if reduction == "mean" else 1.0)
         self._weight += weight
         self.uploads += 1
@@ -196,9 +205,7 @@ class Aggregator:
     def _entry(self, name: str, server: Tensor, chosen: int) -> Tensor:
         match self.reductions[name]:
             case "mean":
-                mean = self._sums[name] / self._weight
-                # Counters (`num_batches_tracked`) and other integers: the nearest integer to the mean.
-                return mean.to(server.dtype) if server.is_floating_point() else mean.round().to(server.dtype)
+                return _cast(self._sums[name] / self._weight, server.dtype)
             case "sum":
                 return (self._sums[name] + server).to(server.dtype)
             case "cat":
@@ -257,8 +264,8 @@ class ServerOptimizer:
         return {**aggregate, **moved}
 
     def state_dict(self) -> dict[str, object]:
-        """The optimizer's state, for checkpoints; empty before the first step."""
-        return self._optimizer.state_dict() if self._optimizer is not None else {}
+        """The optimizer's state, for checkpoints; before the first step the one it took over, if any."""
+        return self._optimizer.state_dict() if self._optimizer is not None else self._pending or {}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Take over the state of an earlier run at the next step."""

@@ -68,7 +68,10 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:
                 out = str(self.out)
-                kwargs["logger"] = [TensorBoardLogger(out, None, ""), CSVLogger(out, None, "", 1)]
+                kwargs["logger"] = [
+                    TensorBoardLogger(out, None, ""),
+                    CSVLogger(out, None, "", flush_logs_every_n_steps=1),
+                ]
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -80,7 +83,7 @@ class FederatedCLI(LightningCLI):
     def after_fit(self) -> None:
         """Write ``results.json`` and the report."""
         trainer, config = self.trainer, self.config["fit"]
-        metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))
+        metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))  # type: ignore[attr-defined]
         recipe = config["recipe"]
         results = {
             "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,

@@ -21,6 +21,8 @@ Memory = dict[str, Tensor]
 ClientState = dict[str, Memory]
 """All that one client keeps between rounds: one `Memory` per section (``model``, ``optimizer``, each method)."""
 
+_SUFFIX = ".safetensors"
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -116,14 +118,14 @@ class ClientStore:
         if self._folder is None:
             yield from self._states
         else:
-            yield from (unquote(path.stem) for path in sorted(self._folder.glob("*.safetensors")))
+            yield from (unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}")))
 
     def clear(self) -> None:
         """Forget every client."""
         self._states.clear()
-        for path in self._folder.glob("*.safetensors") if self._folder is not None else ():
+        for path in self._folder.glob(f"*{_SUFFIX}") if self._folder is not None else ():
             path.unlink()
 
     def _path(self, client: str) -> Path:
         assert self._folder is not None
-        return self._folder / f"{quote(client, safe='')}.safetensors"
+        return self._folder / f"{quote(client, safe='')}{_SUFFIX}"

@@ -15,7 +15,7 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.method import Method, Step, teacher_of
 from lightning_fcl.clients import Memory
 
-# Optimizers whose update of one number depends on that number's history alone: on stacks they do what they do one by one.
+# Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
 ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -66,7 +66,7 @@ def is_random(module: nn.Module) -> bool:
 
 
 def automatic_size(module: L.LightningModule) -> int:
-    """Clients per vectorised step: small models gain most; from about 200,000 parameters on, nothing (see benchmarks)."""
+    """Clients per vectorised step: small models gain most, those above 200,000 parameters nothing (see benchmarks)."""
     parameters = sum(p.numel() for p in module.parameters())
     return 1 if parameters > 200_000 else max(2, min(256, 20_000_000 // max(parameters, 1)))
 
@@ -116,12 +116,12 @@ class Cohort:
         """Every client's loss on its own batch, shape (clients,)."""
         in_dims = ({name: 0 for name in self.params}, 0, 0, 0, 0, 0, 0, 0)
         args = (self.rest, self.received, self.memories, self.active, x, y, weight)
-        losses: Tensor = vmap(self._client_loss, in_dims=in_dims, randomness="different")(self.params, *args)
+        losses: Tensor = vmap(self._client_loss, in_dims=in_dims, randomness="different")(dict(self.params), *args)
         return losses
 
     def _client_loss(
         self,
-        params: State,
+        params: Mapping[str, Tensor],
         rest: State,
         received: State,
         memories: list[Memory],

@@ -15,7 +15,8 @@ COMMANDS = """commands:
   demo        the quickstart, compared with plain fine-tuning
   data        list, check or fetch data sets
 
-`lightning-fcl COMMAND --help` tells more. Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
+`lightning-fcl COMMAND --help` tells more.
+Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
 """
 
 

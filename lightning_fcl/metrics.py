@@ -223,6 +223,10 @@ class Curve:
         experience: Number of its experience in each of them, from 0, shape (R,).
         accuracy: Accuracy per round and group, shape (R, G); NaN for a group without test samples.
         overall: Accuracy on the whole test set, shape (R,).
+
+    Example:
+        >>> Curve(np.array([0]), np.array([0]), accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3])).overall
+        array([0.3])
     """
 
     rounds: NDArray[np.int64]

@@ -81,6 +81,15 @@ def write_report(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: If there is no ``results.json``.
         ValueError: If it is not JSON, or an entry is missing.
+
+    Example:
+        >>> import tempfile
+        >>> run = dict.fromkeys(("recipe", "seed", "machine", "command")) | {"seconds": 1.0, "metrics": {"A_gen/server": 0.5}}
+        >>> run |= {"expected": {}, "versions": {}, "record": {"groups": [], "totals": [], "tasks": {}, "rounds": []}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "results.json").write_text(json.dumps(run))
+        ...     "| server | 0.500 |" in write_report(folder).read_text()
+        True
     """
     folder = Path(folder)
     results = read_results(folder)
@@ -149,6 +158,13 @@ def write_table(
 
     Raises:
         ValueError: If no row has one of `metrics`.
+
+    Example:
+        >>> import tempfile
+        >>> rows = {"FLwF": {"A_gen/server": {"mean": 0.5, "std": 0.1, "n": 3, "paper": 0.671}}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(write_table(folder, rows)[1].read_text().splitlines()[2])
+        | FLwF | 0.500 ± 0.100 (0.671) |
     """
     every = list(dict.fromkeys(name for row in table.values() for name in row))
     if unknown := sorted(set(metrics or ()) - set(every)):
@@ -175,6 +191,14 @@ def compare_plot(folder: str | Path, results_by_label: Mapping[str, Results]) ->
 
     Raises:
         ValueError: If there is no run, or the server was not tested in one of them.
+
+    Example:
+        >>> import tempfile
+        >>> rounds = [{"round": 0, "experience": {"server": 0}, "correct": {"server": [5, 1]}}]
+        >>> record = {"groups": ["a", "b"], "totals": [10, 10], "tasks": {"server": [[0, 1]]}, "rounds": rounds}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compare_plot(folder, {"a run": {"record": record, "metrics": {"final_accuracy/server": 0.3}}}).name
+        'compare.png'
     """
     if not results_by_label:
         raise ValueError("Expected `results_by_label` to have at least one run but got none.")

@@ -106,7 +106,7 @@ def plan_batches(
     plan: list[Tensor] = []
     for _ in range(epochs):
         order = torch.randperm(samples, generator=generator) if shuffle else torch.arange(samples)
-        parts = order.split(batch_size)
+        parts = torch.split(order, batch_size)
         if drop_last and len(parts) > 1 and len(parts[-1]) < batch_size:
             parts = parts[:-1]
         if remembered:

@@ -103,7 +103,7 @@ def class_experiences(
         raise ValueError(
             f"Expected `experiences` to divide the number of classes, {len(classes)}, but got {experiences}."
         )
-    if order is not None and not set(classes.tolist()) <= set(order):
+    if order is not None and (len(set(order)) < len(order) or not set(classes.tolist()) <= set(order)):
         raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
     rank = {int(c): i for i, c in enumerate(classes)}  # Avalanche wants classes 0..C-1
     compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
@@ -125,8 +125,15 @@ def class_experiences(
 def domain_experiences(
     indices: IntArray, group: IntArray, order: Sequence[int] | None
 ) -> tuple[list[IntArray], list[tuple[int, ...]]]:
-    """Domain-incremental experiences: one per value of ``group``, in ``order`` (default: ascending)."""
-    domains = np.unique(group[indices]).tolist() if order is None else list(order)
+    """Domain-incremental experiences: one per value of ``group``, in ``order`` (default: ascending).
+
+    Raises:
+        ValueError: If ``order`` leaves out a domain of the samples or has one twice.
+    """
+    present = np.unique(group[indices]).tolist()
+    domains = present if order is None else list(order)
+    if len(set(domains)) < len(domains) or not set(present) <= set(domains):
+        raise ValueError(f"Expected `class_order` to order all domains {present} but got {domains}.")
     return [indices[group[indices] == d] for d in domains], [(int(d),) for d in domains]
 
 
@@ -148,8 +155,10 @@ def rounds_of(
         rng: Draws the samples of each round.
 
     Raises:
-        ValueError: If an experience has too few samples for its rounds.
+        ValueError: If an experience has too few samples for its rounds, or ``samples_per_round`` is below 1.
     """
+    if samples_per_round is not None and samples_per_round < 1:
+        raise ValueError(f"Expected `samples_per_round` to be at least 1 but got {samples_per_round}.")
     rounds: list[dict[str, IntArray]] = []
     shuffled = {client: [rng.permutation(samples) for samples in parts] for client, parts in experiences.items()}
     for r in range(rounds_per_experience * max(len(parts) for parts in experiences.values())):
@@ -269,12 +278,13 @@ def flwf(
     pools = {int(c): list(rng.permutation(np.flatnonzero(y == c))) for c in classes}
 
     def draw(label: int, number: int) -> list[int]:
-        if len(pools[label]) < number:
+        pool = pools.get(label, [])
+        if len(pool) < number:
             raise ValueError(
-                f"Expected at least {number - len(pools[label])} more samples of class {label}. Lower `rounds`, "
+                f"Expected at least {number - len(pool)} more samples of class {label}. Lower `rounds`, "
                 f"`samples_per_round` ({samples_per_round}), `test_per_class` or `pretrain_per_class`."
             )
-        taken, pools[label] = pools[label][:number], pools[label][number:]
+        taken, pools[label] = pool[:number], pool[number:]
         return taken
 
     test = np.sort([i for c in classes for i in draw(int(c), test_per_class)])

@@ -25,7 +25,7 @@ from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn, seed_of
 from lightning_fcl.cohort import Cohort, automatic_size, is_random, why_not_vectorized
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
-from lightning_fcl.stream import ClientLoader, FederatedStream
+from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         participation: Share (0 to 1] or number of clients per round, drawn anew each round; never none.
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
-        reductions: Pattern of state entries -> reduction (see `lightning_fcl.aggregation`), as in ``{"head.*": "none"}``.
+        reductions: Pattern of state entries -> reduction (`lightning_fcl.aggregation`), as in ``{"head.*": "none"}``.
             It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
@@ -114,7 +114,8 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
         if isinstance(client_weights, str) and client_weights not in ("samples", "uniform"):
             raise ValueError(
-                f'Expected `client_weights` to be "samples", "uniform" or a weight per client but got "{client_weights}".'
+                'Expected `client_weights` to be "samples", "uniform" or a weight per client but got '
+                f'"{client_weights}".'
             )
         self.participation = participation
         self.local_epochs = local_epochs
@@ -164,7 +165,7 @@ class FederatedStrategy(SingleDeviceStrategy):
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
-        callbacks = model.trainer.callbacks
+        callbacks: list[Callback] = model.trainer.callbacks  # type: ignore[attr-defined]
         if self._rounds not in callbacks:
             callbacks.insert(0, self._rounds)
 
@@ -189,18 +190,19 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(self.optimizers)}.")
         if any(config.interval == "step" for config in self.lr_scheduler_configs):
             raise ValueError(
-                'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all clients '
-                "would count together."
+                'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all '
+                "clients would count together."
             )
-        if trainer.limit_train_batches != 1.0 or trainer.overfit_batches:
+        overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+        if trainer.limit_train_batches != 1.0 or overfit:
             raise ValueError(
                 f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {trainer.limit_train_batches} and "
-                f"{trainer.overfit_batches}: a round would end before its last client. Use `participation`."
+                f"{overfit}: a round would end before its last client. Use `participation`."
             )
         if trainer.max_steps != -1 or trainer.val_check_interval not in (1.0, None):
             raise ValueError(
-                "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates between rounds. "
-                "Use `max_epochs` and `check_val_every_n_epoch`."
+                "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
+                "use `max_epochs` and `check_val_every_n_epoch`."
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -213,7 +215,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             self.cohort_clients = self._clients_per_step(self.lightning_module)
             self._batches = RoundBatches(
                 self.stream,
-                lambda: trainer.fit_loop.epoch_progress.current.processed,
+                lambda: current_round(trainer),
                 self.participation,
                 self.local_epochs,
                 self.seed,
@@ -492,13 +494,15 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Call a federation's own event on the callbacks that have it, the client's state in the module."""
         module = self.lightning_module
         assert module is not None
-        listeners = [callback for callback in module.trainer.callbacks if hasattr(callback, event)]
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        listeners = [callback for callback in callbacks if hasattr(callback, event)]
         if listeners and state is not None:
             load_state(module, state)
         for callback in listeners:
             getattr(callback, event)(module.trainer, module, *([turn] if turn is not None else []))
 
     def start_seed(self, *parts: str | int) -> None:
+        """Make all random numbers from here on depend on the strategy's seed and ``parts`` alone."""
         seed = seed_of(self.seed, *parts)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)

@@ -32,7 +32,7 @@ class FederatedStream(L.LightningDataModule):
         partition: How samples go to clients; ``"natural"`` gives each owner (subject, user) in the data its own.
         experiences: Number of experiences of a class-incremental stream.
         rounds_per_experience: Rounds that each experience lasts.
-        samples_per_round: New samples per client and round, never used again; None: all of the experience's, each round.
+        samples_per_round: New samples per client and round, never used again; None: all of its experience's.
         class_order: Order of classes (or domains); None draws classes from the seed.
         order_per_client: Whether each client has an order of its own.
         history: ``"round"``, or ``"seen"`` / ``"all"`` for offline learning on what a client has seen / will see.
@@ -291,13 +291,19 @@ class ClientLoader:
         trainer = self.stream.trainer
         if len(clients) != 1 or trainer is None:
             raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a plain '
-                "one, which trains a single client."
+                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a '
+                "plain one, which trains a single client."
             )
-        round = trainer.fit_loop.epoch_progress.current.processed
+        round = current_round(trainer)
         data = self.stream.take(self.stream.plan.train[round][clients[0]])
         generator = torch.Generator().manual_seed(seed_of(self.stream.seed, clients[0], round, "batches"))
         size = len(self.stream.plan.train[round][clients[0]])
         stream = self.stream
         plan = plan_batches(size, stream.batch_size, 1, stream.shuffle, generator, drop_last=stream.drop_last)
         yield from batches(data, plan)
+
+
+def current_round(trainer: L.Trainer) -> int:
+    """The round that a Trainer is in, also before a continued fit has brought its epoch counter up to date."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    return int(progress.processed)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import ContinualMetrics, FLwF, FLwF2T, FedProx, LwF, Replay
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF, FLwF2T, LwF, Replay
 from lightning_fcl.cohort import automatic_size
 
 OPTIMIZERS = {

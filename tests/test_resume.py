@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fcl.callbacks import ContinualMetrics, FLwF2T, FedProx, Replay
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF2T, Replay
 
 
 def equal(left, right):
@@ -67,7 +67,7 @@ def test_checkpoints_hold_no_pickled_objects(fit, make_stream, make_task, tmp_pa
 def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, tmp_path, change, message):
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
     options = {**OPTIONS, **{k: v for k, v in change.items() if k != "stream"}}
-    with pytest.raises(ValueError, match=f"Expected a checkpoint of this recipe but .*{message}"):
+    with pytest.raises(ValueError, match=rf"Expected a checkpoint of this recipe but .*{message}"):
         fit(make_task(), make_stream(**change.get("stream", {})), callbacks(),
             ckpt_path=tmp_path / "round-epoch=0.ckpt", **options)  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tm
     saving = {"enable_checkpointing": True}
     one = make_stream(clients=1)
     fit(make_task(), one, [ModelCheckpoint(tmp_path, "plain")], strategy="auto", max_epochs=1, trainer_args=saving)
-    with pytest.raises(ValueError, match="Expected a federation's checkpoint but .* written by another strategy"):
+    with pytest.raises(ValueError, match=r"Expected a federation's checkpoint but .* written by another strategy"):
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "plain.ckpt")
     fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
     whole = (tmp_path / "round-epoch=1.ckpt").read_bytes()

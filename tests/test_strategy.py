@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import FederatedStrategy
-from lightning_fcl.callbacks import FLwF2T, FedProx, Replay
+from lightning_fcl.callbacks import FedProx, FLwF2T, Replay
 from lightning_fcl.clients import seed_of
 from lightning_fcl.rounds import participants, plan_batches
 
@@ -295,10 +295,9 @@ def test_sums_are_pooled(fit, make_stream):
     """A module that counts labels instead of learning: the federation's counts are those of all data."""
 
     class Counter(L.LightningModule):
-        reductions = {"counts": "sum", "seen": "cat"}
-
         def __init__(self):
             super().__init__()
+            self.reductions = {"counts": "sum", "seen": "cat"}
             self.weight = nn.Parameter(torch.zeros(1))
             self.register_buffer("counts", torch.zeros(4, dtype=torch.float64))
             self.register_buffer("seen", torch.zeros(0, dtype=torch.long))

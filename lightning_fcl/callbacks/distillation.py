@@ -33,7 +33,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
 
 
 class FLwF2T(Method):
-    """Every step: distils from the client's own previous model and from the server's (Usmanova et al. 2021, section 4.2).
+    """Every step: distils from the client's previous model and the server's (Usmanova et al. 2021, section 4.2).
 
     ``alpha * task loss + beta * KD(own previous model) + (1 - alpha - beta) * KD(received server model)``. A client's
     previous model is the one it trained in the last round it took part in; before its first, the server's stands in, so
@@ -123,8 +123,8 @@ class FLwF(FLwF2T):
 class LwF(Method):
     """Every step: distils the classes of earlier experiences from the model at their end (Li and Hoiem 2016).
 
-    ``task loss + strength * KD`` over the logits of the classes that the client saw before this experience. In the first
-    experience nothing is added.
+    ``task loss + strength * KD`` over the logits of the classes that the client saw before this experience; nothing is
+    added in the first.
 
     Args:
         strength: Weight (lambda) of the distillation, at least 0.

@@ -47,8 +47,7 @@ class Step:
 class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, mixes into the data and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, all free of side effects. The
-    same functions run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects. They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
     federation, and vectorised over a cohort of clients.
 
     Args:
@@ -226,7 +225,8 @@ class Method(Callback):
 
 def methods_of(trainer: L.Trainer) -> list[Method]:
     """The methods among a Trainer's callbacks, in order."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, Method)]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, Method)]
 
 
 def check_compatible(methods: Sequence[Method]) -> None:
@@ -238,7 +238,7 @@ def check_compatible(methods: Sequence[Method]) -> None:
     weighing = [type(method).__name__ for method in methods if type(method).task_weight is not Method.task_weight]
     if len(weighing) > 1:
         raise ValueError(
-            f"Expected at most one method that weighs the task loss but got {' and '.join(weighing)}. Remove one of them."
+            f"Expected at most one method that weighs the task loss but got {' and '.join(weighing)}. Remove one."
         )
     names = [type(method).__name__ for method in methods]
     for name in names:

@@ -20,14 +20,14 @@ Policy = Literal["reservoir", "class-balanced", "refresh"]
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
-    After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; a client's share of
-    the memory is its own and never travels.
+    After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; what
+    a client remembers never travels.
 
     Args:
         max_size: Number of samples kept; for ``"refresh"``, of each task (experience).
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
-            class seen), or ``"refresh"`` (a random choice of the current task's data replaces the task's earlier one, as
-            in Usmanova et al. 2021, section 5.3).
+            class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
+            Usmanova et al. 2021, section 5.3).
         update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
             samples from coming in repeatedly where the rounds of an experience share their data.
         clients: Who uses it. See `Method`.
@@ -63,7 +63,7 @@ class Replay(Method):
         return (memory["x"], memory["y"]) if memory else None
 
     def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
-        """In a plain Trainer, whose epochs are not planned: as many as the batch has samples, one window after the next."""
+        """In a plain Trainer, whose epochs are not planned: as many as the batch has, one window after the next."""
         size = min(remembered, batch_size)
         return (torch.arange(size) + batch_idx * size) % remembered
 

@@ -1,8 +1,9 @@
 """Multilayer perceptrons."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class MLP(nn.Sequential):
@@ -24,11 +25,6 @@ class MLP(nn.Sequential):
         if len(sizes) < 2:
             raise ValueError(f"Expected `sizes` to hold at least an input and an output size but got {list(sizes)}.")
         layers: list[nn.Module] = [nn.Flatten()]
-        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+        for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         super().__init__(*layers[:-1])
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Logits, shape (batch, sizes[-1])."""
-        output: Tensor = super().forward(input)
-        return output

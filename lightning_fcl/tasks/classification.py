@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.models.har_cnn import HARCNN
@@ -36,9 +37,8 @@ class Classifier(L.LightningModule):
         self.model = model
         self.num_classes = num_classes
         self.optimizer = optimizer
-        self.accuracy = nn.ModuleDict(
-            {f"{stage}_accuracy": MulticlassAccuracy(num_classes, average="micro") for stage in ("val", "test")}
-        )
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits, shape (batch, num_classes)."""
@@ -58,16 +58,15 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy."""
-        self._evaluate(batch, "val")
+        self._evaluate(batch, "val", self.val_accuracy)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy."""
-        self._evaluate(batch, "test")
+        self._evaluate(batch, "test", self.test_accuracy)
 
-    def _evaluate(self, batch: Any, stage: str) -> None:
+    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
         output = self(x)
-        metric = self.accuracy[f"{stage}_accuracy"]
         metric(output, y)
         self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
@@ -94,6 +93,6 @@ class HARClassifier(Classifier):
         notation: str = "196-16C_4M_1024D",
         dropout: float = 0.5,
         optimizer: OptimizerCallable | None = None,
-        init: str = "torch",
+        init: Literal["torch", "keras"] = "torch",
     ) -> None:
         super().__init__(HARCNN(notation, dropout=dropout, init=init), 6, optimizer)
