@@ -295,6 +295,11 @@ class ClientLoader:
                 "plain one, which trains a single client."
             )
         round = current_round(trainer)
+        if round >= self.stream.plan.rounds:
+            raise ValueError(
+                f"Expected `max_epochs` to be at most the stream's {self.stream.plan.rounds} rounds but got "
+                f"{trainer.max_epochs}."
+            )
         data = self.stream.take(self.stream.plan.train[round][clients[0]])
         generator = torch.Generator().manual_seed(seed_of(self.stream.seed, clients[0], round, "batches"))
         size = len(self.stream.plan.train[round][clients[0]])

@@ -70,7 +70,7 @@ class ContinualMetrics(Callback):
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record, unless a checkpoint has brought one."""
+        """Open the record; a continued fit continues its own."""
         stream = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(stream, FederatedStream):
             raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
@@ -86,7 +86,7 @@ class ContinualMetrics(Callback):
             sorted({group for parts in plan.tasks.values() if e < len(parts) for group in parts[e]})
             for e in range(longest)
         ]
-        if not self.record:
+        if not self.record or trainer.current_epoch == 0:
             self.record = {
                 "groups": names,
                 "totals": torch.bincount(groups, minlength=number).tolist(),
@@ -97,7 +97,7 @@ class ContinualMetrics(Callback):
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
         """Test a client's model."""
-        if self.clients == "all" or turn.client in self.clients:
+        if self.clients == "all" or (self.clients != "none" and turn.client in self.clients):
             self._current[turn.client] = self._count(pl_module)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

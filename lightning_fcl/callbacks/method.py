@@ -47,8 +47,9 @@ class Step:
 class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, mixes into the data and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects. They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
-    federation, and vectorised over a cohort of clients.
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects. They run
+    in a plain Trainer (a round is an epoch, the server model is the model at its start), in a federation, and vectorised
+    over a cohort of clients.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of

@@ -1,0 +1,40 @@
+# Everything runs in .venv, which the first target that needs it makes: Python 3.11 and make are all that must be there.
+PYTHON ?= python3.11
+BIN := .venv/bin
+# Small models: two threads would only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint types recipes benchmarks clean
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -c "import torchvision.ops" || (echo "torch and torchvision do not fit together: remove .venv and install a pair that does, as in https://pytorch.org/get-started" && exit 1)
+	touch $@
+
+demo: .venv/ready ## learn ten digits on ten clients, with and without forgetting
+	$(BIN)/lightning-fcl demo
+
+test: .venv/ready ## all tests but the slow ones, with coverage
+	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term
+
+test-slow: .venv/ready ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready
+	$(BIN)/mypy
+
+recipes: .venv/ready ## the smallest run of every recipe (those on UCI HAR where the data is there)
+	$(BIN)/lightning-fcl fit --config recipes/quickstart.yaml --out runs/smoke/quickstart
+	if $(BIN)/lightning-fcl data check ucihar; then $(BIN)/lightning-fcl reproduce flwf --scale smoke --out runs/smoke/flwf; else echo "skipped recipes/flwf: no data"; fi
+
+benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
+	$(BIN)/python benchmarks/round_overhead.py
+
+clean:
+	rm -rf .venv runs
