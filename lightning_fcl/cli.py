@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch
 from jsonargparse import ArgumentError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.metrics import summarize
@@ -67,11 +70,7 @@ class FederatedCLI(LightningCLI):
                 folder = self.out / "checkpoints"
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:
-                out = str(self.out)
-                kwargs["logger"] = [
-                    TensorBoardLogger(out, None, ""),
-                    CSVLogger(out, None, "", flush_logs_every_n_steps=1),
-                ]
+                kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -96,6 +95,7 @@ class FederatedCLI(LightningCLI):
             "seconds": round(time.monotonic() - self._began, 1),
             "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
         }
+        write_csv(self.out / "metrics.csv", metrics.record)
         write_json(self.out / "results.json", results)
         write_report(self.out)
 
@@ -119,12 +119,32 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(temporary, path)
 
 
+def write_csv(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire."""
+    totals = record["totals"]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["round", "model", "accuracy", *record["groups"], "upload_bytes", "download_bytes"])
+        for entry in record["rounds"]:
+            for model, correct in entry["correct"].items():
+                groups = [c / n if n else "" for c, n in zip(correct, totals, strict=True)]
+                wire = [entry[key].get(model, "") for key in ("upload_bytes", "download_bytes")]
+                writer.writerow([entry["round"], model, sum(correct) / sum(totals), *groups, *wire])
+
+
 def run(arguments: Sequence[str]) -> FederatedCLI:
     """Run ``fit`` or ``test`` with the words of a command line.
 
     Raises:
         ValueError: If a recipe or an argument is not understood.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for nothing_to_mend in (
+        "LightningCLI's args parameter is intended",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "The `srun` command is available",
+    ):
+        warnings.filterwarnings("ignore", nothing_to_mend)
     try:
         return FederatedCLI(
             L.LightningModule,

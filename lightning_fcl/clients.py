@@ -118,7 +118,9 @@ class ClientStore:
         if self._folder is None:
             yield from self._states
         else:
-            yield from (unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}")))
+            yield from (
+                unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}"))
+            )
 
     def clear(self) -> None:
         """Forget every client."""

@@ -84,8 +84,8 @@ def write_report(folder: str | Path) -> Path:
 
     Example:
         >>> import tempfile
-        >>> run = dict.fromkeys(("recipe", "seed", "machine", "command")) | {"seconds": 1.0, "metrics": {"A_gen/server": 0.5}}
-        >>> run |= {"expected": {}, "versions": {}, "record": {"groups": [], "totals": [], "tasks": {}, "rounds": []}}
+        >>> run = {**dict.fromkeys(("recipe", "seed", "machine", "command")), "seconds": 1.0, "expected": {}}
+        >>> run |= {"versions": {}, "metrics": {"A_gen/server": 0.5}, "record": {"tasks": {}, "rounds": []}}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = (Path(folder) / "results.json").write_text(json.dumps(run))
         ...     "| server | 0.500 |" in write_report(folder).read_text()
@@ -372,6 +372,8 @@ def _experiences(panel: "Axes", record: Mapping[str, Any], model: str, letters: 
     for edge in edges[1:-1]:
         panel.axvline(edge, color="white" if panel.images else "0.35", linestyle="--", linewidth=1)
     for start, left, right in zip(starts, edges, edges[1:], strict=False):
+        if numbers[start] >= len(record["tasks"][model]):
+            continue  # the other clients have more tasks: this one has finished
         names = [record["groups"][group] for group in record["tasks"][model][numbers[start]]]
         text = _task_label(numbers[start], names, int(letters * (right - left) / (edges[-1] - edges[0])))
         position = ((left + right) / 2, 1.02)

@@ -125,15 +125,10 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 
 def _quiet_worker() -> None:
-    import logging
-    import warnings
-
     import torch
 
     torch.set_num_threads(1)  # several processes with several threads each get in each other's way
-    os.environ["LIGHTNING_FCL_QUIET"] = "1"
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
 
 
 def _finished(job: Job) -> bool:
@@ -173,12 +168,8 @@ def demo(out: Path) -> None:
     run_jobs(jobs, workers=1)
     results: dict[str, Any] = {job.label: json.loads((job.out / "results.json").read_text()) for job in jobs}
     plot = compare_plot(out, results)
-    print(f"\n{'method':24} {'final accuracy':>15} {'average accuracy':>17} {'forgetting':>11}")
+    columns = ("final_accuracy", "average_accuracy", "forgetting")
+    print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
     for label, result in results.items():
-        metrics = result["metrics"]
-        forgetting = next(
-            value for name, value in metrics.items() if name.startswith("F_") and name.endswith("/server")
-        )
-        average = next(value for name, value in metrics.items() if name.startswith("A_5") and name.endswith("/server"))
-        print(f"{label:24} {metrics['final_accuracy/server']:15.3f} {average:17.3f} {forgetting:11.3f}")
+        print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
     print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")

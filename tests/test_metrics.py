@@ -187,6 +187,11 @@ def test_matrix_by_hand():
     assert personal_accuracy(*arguments) == pytest.approx((0.25 + 0.75 + 0.5) / 3)
 
 
+def test_a_group_counts_once_however_often_it_is_listed():
+    assert accuracy_matrix([[10, 0]], [10, 10], [0], [[0, 0, 1]]).item() == 0.5
+    assert stream_accuracy([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 1]])[1] == 0.5
+
+
 def test_forgetting_takes_the_best_since_the_task_was_learnt():
     # Task 1 is best after task 2; what task 2 scored before it was learnt (.9) does not count.
     matrix = [[0.6, 0.9, 0.0], [0.8, 0.7, 0.0], [0.5, 0.6, 1.0]]

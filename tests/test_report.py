@@ -117,6 +117,16 @@ def test_report_of_one_task_without_traffic_has_only_the_accuracy_plot(tmp_path)
     assert "Against the paper" not in text and "Dropped" not in text
 
 
+def test_report_with_a_client_that_finishes_early(tmp_path):
+    content = results(tasks=3)
+    for entry in content["record"]["rounds"][3:]:
+        entry["experience"]["generalized"] = 1
+        entry["correct"].pop("generalized")
+    content["metrics"] = summarize(content["record"])
+    write_report(save(tmp_path, content))
+    assert_is_plot(tmp_path / "accuracy.png")
+
+
 def test_report_of_a_run_without_rounds(tmp_path):
     content = results()
     content["record"]["rounds"] = []

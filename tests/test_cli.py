@@ -1,0 +1,169 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_fcl.main import main
+from lightning_fcl.reproduce import paper_rows, recipes_folder
+
+RECIPES = recipes_folder()
+TINY = {
+    "trainer": {"max_epochs": 2, "enable_progress_bar": False},
+    "data": {"clients": 3, "experiences": 2, "rounds_per_experience": 1},
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A small recipe on the bundled digits."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return ["--config", str(RECIPES / "quickstart.yaml"), "--config", str(path)]
+
+
+def error_of(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["reproduce", "--help"], ["data", "--help"]])
+def test_help_does_not_wait_for_torch(words):
+    code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.main import main\ntry: main()\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "usage: lightning-fcl" in done.stdout
+    assert time.monotonic() - start < 3
+
+
+def test_fit_leaves_a_whole_folder(tiny, tmp_path):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    results = json.loads((out / "results.json").read_text())
+    assert results["recipe"] is not None
+    assert len(results["record"]["rounds"]) == 2
+    assert results["metrics"]["upload_bytes/total"] == 2 * 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    lines = (out / "metrics.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 4
+    assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
+    assert list(out.glob("events.out.tfevents.*"))
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["data"]["clients"] == 3
+    # The resolved recipe runs as it is, to the same result.
+    main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
+    again = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert again["metrics"] == results["metrics"]
+
+
+def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    checkpoint = next((out / "checkpoints").glob("*.ckpt"))
+    more = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "3", "--data.rounds_per_experience", "2"]
+    with pytest.raises(SystemExit):  # twice as many rounds are another stream
+        main(["fit", *tiny, "--out", str(out), *more])
+    main(["test", *tiny, "--ckpt_path", str(checkpoint)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"max_epoch": 2}}, "max_epoch"),
+        ({"data": {"clints": 2}}, "clints"),
+        ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
+        ({"data": {"data": "ucihr"}}, "ucihar"),
+        ({"data": {"experiences": 3}}, "`experiences` to divide the number of classes, 10, but got 3"),
+        ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
+    ],
+)
+def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, capsys, change, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(change))
+    out = tmp_path / "out"
+    error = error_of(capsys, ["fit", *tiny, "--config", str(path), "--out", str(out)])
+    assert message in error
+    assert "Traceback" not in error
+    assert not (out / "results.json").exists()
+
+
+def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
+    assert "nowhere.yaml" in error_of(capsys, ["fit", "--config", "nowhere.yaml"])
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
+    assert "lightning-fcl data fetch ucihar" in error_of(capsys, words)
+
+
+def test_reproduce_names_what_is_wrong(capsys):
+    assert "Expected `paper` to be one of flwf but got flwff" in error_of(capsys, ["reproduce", "flwff"])
+    assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
+    assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
+
+
+def test_every_recipe_is_a_row_and_names_its_command():
+    rows = paper_rows(RECIPES / "flwf", None)
+    assert len(rows) == 12
+    files = {path for path in (RECIPES / "flwf").glob("*.yaml") if path.stem not in ("base", "rows")}
+    assert files == {path for path in rows.values()} | set((RECIPES / "flwf").glob("scale-*.yaml"))
+    for row, path in rows.items():
+        text = path.read_text()
+        assert f"--config recipes/flwf/{path.name}" in text
+        assert yaml.safe_load(text)["recipe"]["row"] == row
+
+
+@pytest.mark.data
+def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys):
+    words = ["reproduce", "flwf", "--rows", "FCL-FT,FLwF-2T/FT + ex", "--scale", "smoke", "--seeds", "2"]
+    words += ["--out", str(tmp_path), "--workers", "1"]
+    main(words)
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert set(table) == {"FCL-FT", "FLwF-2T/FT + ex"}
+    names = {"A_gen/client1", "A_gen/generalized", "A_gen/server", "A_per/client1", "A_2/client1", "F_2/client1"}
+    assert set(table["FCL-FT"]) == names
+    assert set(table["FCL-FT"]["A_2/client1"]) == {"mean", "std", "n", "paper"}
+    assert table["FCL-FT"]["A_2/client1"]["n"] == 2
+    assert table["FCL-FT"]["A_2/client1"]["paper"] == 0.5
+    capsys.readouterr()
+    stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
+    (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
+    main(words)
+    assert "3 of 4 runs are there already" in capsys.readouterr().err
+    assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
+    assert json.loads((tmp_path / "table.json").read_text()) == table
+
+
+def test_data_commands(capsys, tmp_path, monkeypatch):
+    main(["data", "list"])
+    assert "ucihar" in capsys.readouterr().out
+    main(["data", "check", "digits"])
+    assert "1797" in capsys.readouterr().out
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    assert "cannot be used: ucihar" in error_of(capsys, ["data", "check"])
+
+
+def test_import_is_what_registers_the_strategy():
+    code = "import lightning as L, lightning_fcl; print(type(L.Trainer(strategy='federated', barebones=True).strategy))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "FederatedStrategy" in done.stdout
+
+
+def test_the_readme_is_true(tmp_path, monkeypatch):
+    """Its Python and YAML examples run."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in readme.split("```python\n")[1:]:
+        exec(compile(block.split("```")[0], "README.md", "exec"), {"__name__": "readme"})
+    for number, block in enumerate(readme.split("```yaml\n")[1:]):
+        path = tmp_path / f"recipe-{number}.yaml"
+        path.write_text(block.split("```")[0])
+        main(["fit", "--config", str(path), "--out", str(tmp_path / "out")])
+        assert (tmp_path / "out" / "results.json").exists()
+    assert torch.get_num_threads() >= 1

@@ -1,0 +1,246 @@
+"""Data sets as federated streams."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.clients import seed_of
+from lightning_fcl.datasets import Arrays
+from lightning_fcl.rounds import plan_batches
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+def arrays(samples=120, classes=4):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, 6)).astype(np.float32), rng.permutation(np.arange(samples) % classes)
+
+
+class Pairs(Dataset):
+    """A torch data set of samples, labels and something else."""
+
+    def __init__(self, x, y):
+        self.x, self.targets = torch.from_numpy(x), y.tolist()
+
+    def __getitem__(self, index):
+        return self.x[index], self.targets[index], -index
+
+    def __len__(self):
+        return len(self.targets)
+
+
+def prepared(*args, **kwargs):
+    stream = FederatedStream.from_arrays(*args, **{"experiences": 2, "seed": 0, **kwargs})
+    stream.setup("fit")
+    return stream
+
+
+def used(stream):
+    """All training samples, client by client."""
+    return {c: np.concatenate([r[c] for r in stream.plan.train if c in r]) for c in stream.plan.clients}
+
+
+def test_numpy_torch_and_datasets_make_the_same_stream():
+    x, y = arrays()
+    streams = [prepared(x, y), prepared(torch.from_numpy(x), torch.from_numpy(y)), prepared(Pairs(x, y))]
+    for stream in streams:
+        for current, first in zip(stream.plan.train, streams[0].plan.train, strict=True):
+            assert {c: i.tolist() for c, i in current.items()} == {c: i.tolist() for c, i in first.items()}
+        indices = stream.plan.train[1]["3"]
+        taken = stream.take(indices)
+        assert type(taken) is list and taken[1].dtype == torch.int64
+        assert torch.equal(taken[0], torch.from_numpy(x[indices])) and taken[1].tolist() == y[indices].tolist()
+        assert stream.classes == ("0", "1", "2", "3") and stream.num_classes == 4
+    assert taken[2].tolist() == (-indices).tolist()
+
+
+def test_owners_keep_their_samples():
+    x, y = arrays()
+    owner = np.array(["ann", "bob", "zoë"])[np.arange(120) % 3]
+    for client in (owner, owner.tolist()):
+        stream = prepared(x, y, client)
+        assert stream.plan.clients == ("ann", "bob", "zoë")
+        for name, indices in used(stream).items():
+            assert sorted(indices) == sorted(set(np.flatnonzero(owner == name)) - set(stream.plan.test))
+
+
+def test_numbers_as_owners_are_in_numeric_order():
+    x, y = arrays()
+    assert prepared(x, y, torch.arange(120) % 12).plan.clients == tuple(map(str, range(12)))
+
+
+def test_owners_do_not_bind_another_partition():
+    x, y = arrays()
+    assert len(prepared(x, y, np.arange(120) % 3, partition="iid", clients=5).plan.clients) == 5
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "class-subsets"])
+def test_every_partition_uses_each_training_sample_once(partition):
+    x, y = arrays(240)
+    stream = prepared(x, y, partition=partition, clients=4, test=0.25, validation=0.2)
+    everything = np.concatenate([stream.plan.test, stream.plan.validation, *used(stream).values()])
+    assert sorted(everything) == list(range(240))
+    assert len(stream.plan.test) == 60 and len(stream.plan.validation) == 36
+
+
+def test_arguments_of_the_partitioner():
+    x, y = arrays(240)
+    stream = prepared(x, y, partition="class-subsets", clients=4, partition_args={"classes_per_client": 1})
+    assert [len(np.unique(y[indices])) for indices in used(stream).values()] == [1, 1, 1, 1]
+
+
+def test_official_test():
+    x, y = arrays()
+    official = np.arange(120) >= 90
+    stream = FederatedStream(Arrays(x, y, None, tuple("abcd"), official), test="official", experiences=2, seed=0)
+    stream.setup("fit")
+    assert stream.plan.test.tolist() == list(range(90, 120))
+    assert sorted(np.concatenate([*used(stream).values()])) == list(range(90))
+
+
+def test_loaders_hold_what_the_plan_says():
+    x, y = arrays()
+    for data in ((x, y), (Pairs(x, y),)):
+        stream = prepared(*data, validation=0.25, batch_size=4)
+        for loader, indices in (
+            (stream.val_dataloader(), stream.plan.validation),
+            (stream.test_dataloader(), stream.plan.test),
+        ):
+            loaded = [torch.cat(column) for column in list(zip(*loader, strict=True))[:2]]
+            assert torch.equal(loaded[0], torch.from_numpy(x[indices])) and loaded[1].tolist() == y[indices].tolist()
+    assert prepared(x, y).val_dataloader() == []
+
+
+def test_pretraining_samples():
+    x, y = arrays(1200)
+    kwargs = {"scenario": "flwf", "scenario_args": {"samples_per_round": 12, "test_per_class": 5, "rounds": 4}}
+    stream = prepared(x, y, **kwargs)
+    xs, ys = (torch.cat(column) for column in zip(*stream.pretrain_dataloader(), strict=True))
+    expected = stream.take(stream.plan.pretrain)
+    assert ys.bincount().tolist() == [10] * 4
+    assert torch.equal(xs[xs[:, 0].argsort()], expected[0][expected[0][:, 0].argsort()])
+
+
+def test_no_pretraining_samples():
+    message = 'Expected a scenario with samples for pre-training but "class-incremental" has none.'
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays()).pretrain_dataloader()
+
+
+def test_turn():
+    x, y = arrays()
+    stream = prepared(x, y, rounds_per_experience=2, clients=3)
+    turns = [stream.turn("1", round) for round in range(4)]
+    assert [(t.client, t.round, t.experience, t.last_round) for t in turns] == [
+        ("1", 0, 0, False),
+        ("1", 1, 0, True),
+        ("1", 2, 1, False),
+        ("1", 3, 1, True),
+    ]
+    for turn in turns:
+        indices = stream.plan.train[turn.round]["1"]
+        assert turn.labels.tolist() == y[indices].tolist()
+        assert turn.samples == len(indices) and turn.num_classes == 4
+
+
+def test_turn_of_a_client_without_data():
+    x, y = arrays()
+    stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])  # each owner has the classes of one experience
+    turn = stream.turn("0", 1)
+    assert turn.samples == 0 and turn.labels.tolist() == [] and "0" not in stream.plan.train[1]
+
+
+def test_domains_get_numbers():
+    x, y = arrays()
+    group = np.array(["watch", "phone", "glasses"])[np.arange(120) % 3]
+    stream = prepared(x, y, group=group, scenario="domain-incremental", class_order=[2, 0, 1], clients=2)
+    names = [np.unique(group[np.concatenate(list(current.values()))]).tolist() for current in stream.plan.train]
+    assert names == [["watch"], ["glasses"], ["phone"]]
+
+
+def test_seeds(monkeypatch):
+    x, y = arrays()
+
+    def tests(**kwargs):
+        return prepared(x, y, **kwargs).plan.test.tolist()
+
+    assert tests(seed=3) == tests(seed=3) != tests(seed=4)
+    assert tests(seed=None) == tests(seed=0)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    assert tests(seed=None) == tests(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
+        ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
+        ({"rounds_per_experience": 0}, "Expected `rounds_per_experience` to be at least 1 but got 0."),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "fair"}, "Expected `partition` to be a known partition but got `fair`."),
+        ({"data": "digits", "partition": "natural"}, 'Expected `partition` other than "natural": digits names no clients.'),
+        ({"data": "digits", "test": "official"}, 'Expected `test` to be a fraction but got "official", which digits has not.'),
+        ({"test": 1.0}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
+        ({"experiences": 3}, "Expected `experiences` to divide the number of classes, 10, but got 3."),
+    ],
+)
+def test_arguments_that_do_not_fit_the_data(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream(**options).setup("fit")
+
+
+def test_labels_are_needed():
+    message = "Expected `y`, the labels, or a data set with `targets` but got neither."
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(arrays()[0])
+
+
+def fit_plainly(task, stream, max_epochs):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", enable_model_summary=False, max_epochs=max_epochs, **options)
+    trainer.fit(task, datamodule=stream)
+
+
+def test_a_plain_trainer_refuses_many_clients(make_task):
+    message = (
+        'Expected a Trainer with `strategy="federated"` for a stream of 3 clients but got a plain one, which trains a '
+        "single client."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit_plainly(make_task(), prepared(*arrays(), clients=3), 2)
+
+
+def test_a_plain_trainer_refuses_more_epochs_than_rounds(make_task):
+    message = "Expected `max_epochs` to be at most the stream's 2 rounds but got 3."
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit_plainly(make_task(), prepared(*arrays(), clients=1), 3)
+
+
+def test_a_plain_trainer_trains_one_client(make_task):
+    stream, task, by_hand = prepared(*arrays(), clients=1, batch_size=8), make_task(), make_task()
+    fit_plainly(task, stream, 2)
+    optimizer = by_hand.configure_optimizers()
+    for round, current in enumerate(stream.plan.train):
+        x, y = stream.take(current["0"])
+        generator = torch.Generator().manual_seed(seed_of(0, "0", round, "batches"))
+        for indices in plan_batches(len(y), 8, 1, True, generator):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
+            optimizer.step()
+    torch.testing.assert_close(task.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
