@@ -141,7 +141,9 @@ def test_krum_is_the_papers_score(seed):
 
 
 def test_krum_takes_all_its_entries_from_one_client():
-    uploads = [{"a": a, "b": b} for a, b in zip(random_uploads(6, seed=1), random_uploads(6, (2,), seed=2), strict=True)]
+    uploads = [
+        {"a": a, "b": b} for a, b in zip(random_uploads(6, seed=1), random_uploads(6, (2,), seed=2), strict=True)
+    ]
     aggregator = Aggregator({"a": "krum", "b": "krum"}, byzantine=1)
     for upload in uploads:
         aggregator.add(upload, 1.0)
@@ -306,7 +308,9 @@ def test_server_optimizer_continues_to_the_bit():
     middle = rounds(first, aggregates[:2], server)[-1]
     second = make()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys()  # a checkpoint before the next step
+    assert (
+        second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
+    )  # a checkpoint before the next step
     assert torch.equal(rounds(second, aggregates[2:], middle)[-1], expected[-1])
     assert not torch.equal(rounds(make(), aggregates[2:], middle)[-1], expected[-1])
 

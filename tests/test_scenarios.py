@@ -146,7 +146,9 @@ def test_history():
 
 
 def test_wrong_history():
-    with pytest.raises(ValueError, match=exactly('Expected `history` to be "round", "seen" or "all" but got `future`.')):
+    with pytest.raises(
+        ValueError, match=exactly('Expected `history` to be "round", "seen" or "all" but got `future`.')
+    ):
         rounds_of(PARTS, 1, None, "future", rng())
 
 
@@ -154,7 +156,15 @@ def stream(kind, y, group=None, order=None, order_per_client=False, experiences=
     owners = {"a": np.arange(0, len(y), 2), "b": np.arange(1, len(y), 2)}
     options = {"rounds_per_experience": 2, "samples_per_round": None, "history": "round"}
     return owners, incremental(
-        kind, y, owners, group, experiences=experiences, order=order, order_per_client=order_per_client, seed=seed, **options
+        kind,
+        y,
+        owners,
+        group,
+        experiences=experiences,
+        order=order,
+        order_per_client=order_per_client,
+        seed=seed,
+        **options,
     )
 
 

@@ -194,8 +194,14 @@ def test_wrong_arguments(options, message):
     ("options", "message"),
     [
         ({"partition": "fair"}, "Expected `partition` to be a known partition but got `fair`."),
-        ({"data": "digits", "partition": "natural"}, 'Expected `partition` other than "natural": digits names no clients.'),
-        ({"data": "digits", "test": "official"}, 'Expected `test` to be a fraction but got "official", which digits has not.'),
+        (
+            {"data": "digits", "partition": "natural"},
+            'Expected `partition` other than "natural": digits names no clients.',
+        ),
+        (
+            {"data": "digits", "test": "official"},
+            'Expected `test` to be a fraction but got "official", which digits has not.',
+        ),
         ({"test": 1.0}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
         ({"experiences": 3}, "Expected `experiences` to divide the number of classes, 10, but got 3."),
     ],

@@ -83,7 +83,7 @@ class ContinualMetrics(Callback):
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
-            sorted({group for parts in plan.tasks.values() if e < len(parts) for group in parts[e]})
+            sorted({group for parts in plan.tasks.values() for group in parts[min(e, len(parts) - 1)]})
             for e in range(longest)
         ]
         if not self.record or trainer.current_epoch == 0:
