@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any, Literal
 
@@ -20,33 +19,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fcl.aggregation import Aggregator, Reduction, ServerOptimizer, State, declare, neutral, travels_down
+from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.method import Method, methods_of
-from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn, seed_of
+from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of
 from lightning_fcl.cohort import Cohort, automatic_size, is_random, why_not_vectorized
+from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory, RoundLog
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 
 log = logging.getLogger(__name__)
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-@dataclass
-class RoundLog:
-    """What happened in one round: bytes per client on the wire, and who did not make it.
-
-    Args:
-        upload_bytes: Bytes that each client sent.
-        download_bytes: Bytes that each client received.
-        dropped: Clients whose upload was refused, and why.
-        skipped: Clients that were chosen but had no data.
-    """
-
-    upload_bytes: dict[str, int] = field(default_factory=dict)
-    download_bytes: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
 
 
 class FederatedStrategy(SingleDeviceStrategy):
@@ -89,7 +70,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self,
         participation: float | int = 1.0,
         local_epochs: int = 1,
-        client_weights: Literal["samples", "uniform"] | dict[str, float] = "samples",
+        client_weights: ClientWeights = "samples",
         reductions: dict[str, str] | None = None,
         server_optimizer: OptimizerFactory | None = None,
         trim: float = 0.1,
@@ -112,37 +93,24 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
         if cohort_size != "auto" and cohort_size < 1:
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
-        if isinstance(client_weights, str) and client_weights not in ("samples", "uniform"):
-            raise ValueError(
-                'Expected `client_weights` to be "samples", "uniform" or a weight per client but got '
-                f'"{client_weights}".'
-            )
         self.participation = participation
         self.local_epochs = local_epochs
-        self.client_weights = client_weights
-        self.reduction_rules = reductions or {}
-        self.trim = trim
-        self.byzantine = byzantine
+        self.reductions = reductions or {}
         self.cohort_size = cohort_size
         self.keep_optimizer = keep_optimizer
-        self._seed = seed
-        self._server_optimizer_factory = server_optimizer
-        self._parallel_devices: list[torch.device] = []
-        self.store = ClientStore(client_store)
+        self.federation = Federation(ClientStore(client_store), client_weights, server_optimizer, trim, byzantine)
         self.stream: FederatedStream | None = None
-        self.cohort: Cohort | None = None
-        self.server_state: State = {}
-        self.server_optimizer: ServerOptimizer | None = None
-        self.reductions: dict[str, Reduction] = {}
-        self.round_log = RoundLog()
         self.turn: Turn | None = None
+        self.cohort: Cohort | None = None
         self.cohort_clients = 1
         self.between_rounds = True
+        self._seed = seed
+        self._parallel_devices: list[torch.device] = []
         self._batches: RoundBatches | None = None
         self._slot: Slot | None = None
         self._memories: list[list[Memory]] = []
+        self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
-        self._restored: dict[str, Any] = {}
 
     @property
     def seed(self) -> int:
@@ -238,20 +206,8 @@ class FederatedStrategy(SingleDeviceStrategy):
                 f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}. "
                 f"Set `max_epochs={plan.rounds}`."
             )
-        named = dict(self.client_weights) if isinstance(self.client_weights, dict) else {}
-        named |= {c: 1.0 for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients}
-        unknown = sorted(set(named) - set(plan.clients))
-        if unknown:
-            raise ValueError(
-                f"Expected clients of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
-            )
-        if isinstance(self.client_weights, dict):
-            missing = sorted(set(plan.clients) - set(self.client_weights))
-            if missing or min(self.client_weights.values()) <= 0:
-                raise ValueError(
-                    f"Expected `client_weights` to give each client a positive weight but it misses {missing} or has "
-                    f"{self.client_weights}."
-                )
+        named = [c for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients]
+        self.federation.check_clients(plan.clients, named)
 
     def _clients_per_step(self, module: L.LightningModule) -> int:
         """Clients that train in one vectorised step, as far as the module and the Trainer allow it."""
@@ -289,26 +245,20 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     # Checkpoints.
 
-    def federation_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the federation: every client's state, and what it belongs to."""
-        optimizer = self.server_optimizer.state_dict() if self.server_optimizer is not None else {}
-        return {
-            "belongs_to": self._belongs_to(),
-            "between_rounds": self.between_rounds,
-            "clients": {client: self.store[client] for client in self.store},
-            "server_optimizer": optimizer,
-        }
-
-    def _belongs_to(self) -> dict[str, Any]:
+    def belongs_to(self) -> dict[str, Any]:
+        """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         stream = trainer.datamodule  # type: ignore[attr-defined]
         return {
             "model": type(self.lightning_module).__name__,
-            "methods": [section_of(method) for method in methods_of(trainer)],
+            "methods": {section_of(method): method.settings() for method in methods_of(trainer)},
             "data": fingerprint(stream.plan),
+            "batch_size": stream.batch_size,
             "local_epochs": self.local_epochs,
             "participation": self.participation,
+            "client_weights": self.federation.client_weights,
+            "reductions": self.reductions,
             "seed": self.seed,
         }
 
@@ -336,7 +286,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 f"Expected a checkpoint taken between rounds but {checkpoint_path} was taken in the middle of one. "
                 "Save with `every_n_epochs`, not `every_n_train_steps`."
             )
-        here = self._belongs_to()
+        here = self.belongs_to()
         other = {name: (value, here[name]) for name, value in kept["belongs_to"].items() if value != here.get(name)}
         if other:
             what = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
@@ -345,13 +295,6 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "recipe that wrote it, or start without `ckpt_path`."
             )
         return checkpoint
-
-    def restore_federation(self, state: dict[str, Any]) -> None:
-        """Take over the clients' states of a checkpoint."""
-        self.store.clear()
-        for client, kept in state["clients"].items():
-            self.store[client] = kept
-        self._restored = state["server_optimizer"]
 
     # The round, step by step.
 
@@ -371,33 +314,17 @@ class FederatedStrategy(SingleDeviceStrategy):
             self.end_round()
 
     def begin_fit(self) -> None:
-        """Take the module's state as the server's, and decide how clients train."""
-        module = self.lightning_module
-        assert module is not None
-        state = module.state_dict()
-        self.reductions = declare(state, getattr(module, "reductions", {}), self.reduction_rules)
-        self.server_state = {name: value.detach().clone() for name, value in state.items()}
+        """Take the module's state as the server's."""
+        assert self.lightning_module is not None
+        self.federation.begin(self.lightning_module, self.reductions)
         self._base_optimizers = self.optimizers
-        self.aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
-        averaged = [
-            n for n, p in module.named_parameters() if travels_down(self.reductions[n]) and p.is_floating_point()
-        ]
-        factory = self._server_optimizer_factory
-        self.server_optimizer = ServerOptimizer(factory, averaged) if factory is not None else None
-        if self.server_optimizer is not None:
-            self.server_optimizer.load_state_dict(self._restored)
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:
         assert self.lightning_module is not None
-        kept = self.store[turn.client]
+        kept = self.federation.store[turn.client]
         methods = [method for method in methods_of(self.lightning_module.trainer) if method.applies_to(turn)]
         pairs = [pair for m in methods if (pair := m.rehearse(kept.get(section_of(m), {}))) is not None]
         return [torch.cat(values) for values in zip(*pairs, strict=True)]
-
-    def received(self, client: str) -> State:
-        """The state that a client starts a round from: the server's, and what it has kept of its own."""
-        own = self.store[client].get("model", {})
-        return {n: own.get(n, neutral(v, self.reductions[n])) for n, v in self.server_state.items()}
 
     def begin_clients(self, slot: Slot) -> None:
         """Download: one client's state goes into the module, several into a new cohort."""
@@ -406,14 +333,13 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.between_rounds = False
         self.start_seed(*(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
-        received = [self.received(turn.client) for turn in slot.turns]
+        received = [self.federation.download(turn.client) for turn in slot.turns]
+        kept = [self.federation.store[turn.client] for turn in slot.turns]
         memories = [
-            [m.begin(self.store[turn.client].get(section_of(m), {}), state, turn) for m in methods]
-            for turn, state in zip(slot.turns, received, strict=True)
+            [method.begin(own.get(section_of(method), {}), state, turn) for method in methods]
+            for turn, state, own in zip(slot.turns, received, kept, strict=True)
         ]
         active = [[method.applies_to(turn) for method in methods] for turn in slot.turns]
-        down = sum(v.nbytes for n, v in self.server_state.items() if travels_down(self.reductions[n]))
-        self.round_log.download_bytes |= {turn.client: down for turn in slot.turns}
         if self.cohort_clients > 1:
             self.cohort = Cohort(module, received, self._base_optimizers[0], methods, memories, active)
             self.optimizers = [self.cohort.optimizer]
@@ -423,9 +349,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         load_state(module, received[0])
         optimizer = self.optimizers[0]
         optimizer.state.clear()
-        kept = self.store[self.turn.client].get("optimizer")
-        if kept:
-            restore_optimizer(optimizer, kept)
+        restore_optimizer(optimizer, kept[0].get("optimizer", {}))
         for method, memory, applies in zip(methods, memories[0], active[0], strict=True):
             method.start(memory, received[0], applies)
 
@@ -439,56 +363,27 @@ class FederatedStrategy(SingleDeviceStrategy):
         for row, turn in enumerate(slot.turns):
             state = dict(module.state_dict()) if cohort is None else cohort.state(row)
             memories = [method.memory for method in methods] if cohort is None else self._memories[row]
-            if not self._upload(turn, state):
+            if not self.federation.upload(turn, state):
                 continue
-            kept: ClientState = {
-                "model": {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
-            }
+            kept: dict[str, Memory] = {}
             for method, memory in zip(methods, memories, strict=True):
                 name = section_of(method)
                 generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, name))
                 kept[name] = method.finish(memory, state, slot.data[row], turn, generator)
             if self.keep_optimizer:
                 kept["optimizer"] = optimizer_memory(self.optimizers[0])
-            self.store[turn.client] = {name: memory for name, memory in kept.items() if memory}
+            self.federation.keep(turn.client, state, kept)
             self._tell("on_client_end", turn, state if cohort is not None else None)
-
-    def _upload(self, turn: Turn, state: State) -> bool:
-        bad = [n for n, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
-        if bad:
-            reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
-            self.round_log.dropped[turn.client] = reason
-            log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
-            return False
-        weights = self.client_weights
-        weight = (
-            {"samples": float(turn.samples), "uniform": 1.0}[weights]
-            if isinstance(weights, str)
-            else weights[turn.client]
-        )
-        self.aggregator.add(state, weight)
-        up = sum(v.nbytes for n, v in state.items() if self.reductions[n] != "none")
-        self.round_log.upload_bytes[turn.client] = up
-        return True
 
     def end_round(self) -> None:
         """Aggregate, and put the server state into the module."""
-        module = self.lightning_module
-        assert module is not None
-        aggregate = self.aggregator.result(self.server_state)
-        if not self.aggregator.uploads:
-            log.warning("No upload of this round was usable: the server state stays as it was.")
-        elif self.server_optimizer is not None:
-            aggregate = self.server_optimizer.step(self.server_state, aggregate)
-        self.server_state = aggregate
-        self.aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
+        assert self.lightning_module is not None and self._batches is not None
         self.turn = None
-        load_state(module, self.server_state)
+        load_state(self.lightning_module, self.federation.finish_round())
         self.between_rounds = True
-        assert self._batches is not None
-        self.round_log.skipped = self._batches.skipped
+        self.federation.log.skipped = self._batches.skipped
         self._tell("on_round_end")
-        self.round_log = RoundLog()
+        self.federation.log = RoundLog()
 
     def _tell(self, event: str, turn: Turn | None = None, state: State | None = None) -> None:
         """Call a federation's own event on the callbacks that have it, the client's state in the module."""
@@ -519,10 +414,12 @@ class _Rounds(Callback):
         self.strategy.begin_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.strategy.federation_state()
+        strategy = self.strategy
+        place = {"belongs_to": strategy.belongs_to(), "between_rounds": strategy.between_rounds}
+        return {**place, **strategy.federation.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.strategy.restore_federation(state_dict)
+        self.strategy.federation.load_state_dict(state_dict)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.strategy.start_seed("server", trainer.current_epoch)

@@ -243,7 +243,7 @@ def test_flwf_takes_other_tasks():
     [
         (
             {"test_per_class": 500, "samples_per_round": 240},
-            "Expected at least 84 more samples of class 2. Lower `rounds`, `samples_per_round` (240), `test_per_class` "
+            "Expected at least 46 more samples of class 1. Lower `rounds`, `samples_per_round` (240), `test_per_class` "
             "or `pretrain_per_class`.",
         ),
         (

@@ -153,7 +153,7 @@ def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_tas
 
     class Watch(Callback):
         def on_round_end(self, trainer, pl_module):
-            seen.append(trainer.strategy.round_log)
+            seen.append(trainer.strategy.federation.log)
 
     fit(make_task(), stream, [Watch()])
     assert [log.skipped for log in seen] == [["b", "c"], ["a"]]
@@ -167,7 +167,7 @@ def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, m
     class Watch(Callback):
         def check(self, trainer, pl_module):
             strategy = trainer.strategy
-            places.append(equal(pl_module.state_dict(), strategy.server_state))
+            places.append(equal(pl_module.state_dict(), strategy.federation.state))
 
         def on_validation_start(self, trainer, pl_module):
             if not trainer.sanity_checking:
@@ -196,7 +196,7 @@ def test_an_entry_without_reduction_stays_with_its_client(fit, make_stream, make
     assert torch.equal(task.model[-1].weight, head)
     assert not torch.equal(heads["0"], heads["1"])
     for client, weight in heads.items():
-        assert torch.equal(trainer.strategy.store[client]["model"]["model.3.weight"], weight)
+        assert torch.equal(trainer.strategy.federation.store[client]["model"]["model.3.weight"], weight)
 
 
 def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
@@ -204,7 +204,7 @@ def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
 
     class Watch(Callback):
         def on_round_end(self, trainer, pl_module):
-            logs.append(trainer.strategy.round_log)
+            logs.append(trainer.strategy.federation.log)
 
     fit(make_task(), make_stream(), [Watch()], reductions={"model.3.*": "none"})
     body = 4 * (6 * 5 + 5)
@@ -220,7 +220,7 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
                 pl_module.model[1].weight.data[0, 0] = float("nan")
 
         def on_round_end(self, trainer, pl_module):
-            logs.append(trainer.strategy.round_log)
+            logs.append(trainer.strategy.federation.log)
 
     task, stream = make_task(), make_stream()
     start = copy.deepcopy(task)
@@ -239,7 +239,7 @@ def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
             task, make_stream(rounds_per_experience=2), [FLwF2T(0.3, 0.3), Replay(12, "class-balanced", "round")],
             client_store=kind, reductions={"model.3.*": "none"}, cohort_size=1,
         )  # fmt: skip
-        return task.state_dict(), {client: trainer.strategy.store[client] for client in trainer.strategy.store}
+        return task.state_dict(), {client: trainer.strategy.federation.store[client] for client in trainer.strategy.federation.store}
 
     (memory, memories), (disk, disks) = run("memory"), run("disk")
     assert equal(memory, disk)

@@ -92,7 +92,8 @@ def test_every_partition_uses_each_training_sample_once(partition):
 
 def test_arguments_of_the_partitioner():
     x, y = arrays(240)
-    stream = prepared(x, y, partition="class-subsets", clients=4, partition_args={"classes_per_client": 1})
+    options = {"clients": 4, "experiences": 1, "partition_args": {"classes_per_client": 1}}
+    stream = prepared(x, y, partition="class-subsets", **options)
     assert [len(np.unique(y[indices])) for indices in used(stream).values()] == [1, 1, 1, 1]
 
 

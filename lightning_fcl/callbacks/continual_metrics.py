@@ -113,10 +113,10 @@ class ContinualMetrics(Callback):
                 "round": trainer.current_epoch,
                 "experience": {**experiences, "server": max(experiences.values())},
                 "correct": correct,
-                "upload_bytes": dict(strategy.round_log.upload_bytes),
-                "download_bytes": dict(strategy.round_log.download_bytes),
-                "dropped": dict(strategy.round_log.dropped),
-                "skipped": list(strategy.round_log.skipped),
+                "upload_bytes": dict(strategy.federation.log.upload_bytes),
+                "download_bytes": dict(strategy.federation.log.download_bytes),
+                "dropped": dict(strategy.federation.log.dropped),
+                "skipped": list(strategy.federation.log.skipped),
                 "seconds": now - self._started,
             }
         )

@@ -47,9 +47,9 @@ class Step:
 class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, mixes into the data and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects. They run
-    in a plain Trainer (a round is an epoch, the server model is the model at its start), in a federation, and vectorised
-    over a cohort of clients.
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects.
+    They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a federation, and
+    vectorised over a cohort of clients.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -65,8 +65,8 @@ class Method(Callback):
         self.clients = clients
         self.memory: Memory = {}
         self.server: State = {}
-        self.active = True
-        self.federated = False
+        self._active = True
+        self._federated = False
         self._fits = 0
         self._labels: list[Tensor] = []
         self._hook: RemovableHandle | None = None
@@ -100,6 +100,11 @@ class Method(Callback):
             return not turn.balanced
         return self.clients == "all" or turn.client in self.clients
 
+    def settings(self) -> dict[str, Any]:
+        """The method's arguments, by name."""
+        plain = (bool, int, float, str, list)
+        return {n: value for n, value in vars(self).items() if not n.startswith("_") and isinstance(value, plain)}
+
     @property
     def shapes_loss(self) -> bool:
         """Whether the method changes the loss at all."""
@@ -113,7 +118,7 @@ class Method(Callback):
             return
         from lightning_fcl.strategy import FederatedStrategy
 
-        self.federated = isinstance(trainer.strategy, FederatedStrategy)
+        self._federated = isinstance(trainer.strategy, FederatedStrategy)
         if str(trainer.precision).startswith("16") and trainer.scaler is not None:
             raise ValueError(
                 f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
@@ -123,20 +128,20 @@ class Method(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round in a plain Trainer."""
-        if not self.federated:
+        if not self._federated:
             self._labels = []
             server = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
             self.start(self.begin(self.memory, server, self._turn(trainer)), server)
 
     def start(self, memory: Memory, server: State, active: bool = True) -> None:
         """Make ``memory`` and ``server`` those of the client that trains now."""
-        self.memory, self.server, self.active = memory, server, active
+        self.memory, self.server, self._active = memory, server, active
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
-        if not self.federated:
+        if not self._federated:
             self._labels += [batch[1].detach().cpu()] if _is_labelled(batch) else []
             self._mix(batch, batch_idx)
         if self._hook is None and methods_of(trainer)[0] is self:
@@ -169,7 +174,7 @@ class Method(Callback):
         methods = methods_of(trainer)
         if methods[0] is not self or getattr(trainer.strategy, "cohort", None) is not None:
             return
-        active = [method for method in methods if method.active]
+        active = [method for method in methods if method._active]
         if not any(method.shapes_loss for method in active):
             return
         if self._call is None:
@@ -189,7 +194,7 @@ class Method(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a round in a plain Trainer."""
-        if not self.federated:
+        if not self._federated:
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
             self.memory = self.finish(self.memory, pl_module.state_dict(), None, turn, generator)
@@ -216,7 +221,7 @@ class Method(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a plain Trainer's checkpoint keeps; a federation keeps the memories of all clients itself."""
-        return {} if self.federated else {"memory": self.memory, "fits": self._fits}
+        return {} if self._federated else {"memory": self.memory, "fits": self._fits}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint's memory."""

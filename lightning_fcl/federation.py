@@ -1,0 +1,175 @@
+"""Federation: the server's state, what its clients keep, and what travels between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fcl.aggregation import Aggregator, Reduction, ServerOptimizer, State, declare, neutral, travels_down
+from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
+
+log = logging.getLogger(__name__)
+
+ClientWeights = Literal["samples", "uniform"] | dict[str, float]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass
+class RoundLog:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were chosen but had no data.
+    """
+
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+class Federation:
+    """The server and its clients between two rounds, and the two messages of a round: download and upload.
+
+    It knows nothing of how clients train.
+
+    Args:
+        store: Keeps the clients' states.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
+        server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
+        trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
+        byzantine: Number of lying clients that the ``krum`` reduction allows for.
+
+    Raises:
+        ValueError: If ``client_weights`` is none of these.
+
+    Example:
+        >>> federation = Federation(ClientStore())
+        >>> federation.begin(nn.Linear(1, 1, bias=False))
+        >>> federation.upload(Turn("a", round=0, samples=2), {"weight": torch.tensor([[3.0]])})
+        True
+        >>> federation.finish_round()["weight"]
+        tensor([[3.]])
+    """
+
+    def __init__(
+        self,
+        store: ClientStore,
+        client_weights: ClientWeights = "samples",
+        server_optimizer: OptimizerFactory | None = None,
+        trim: float = 0.1,
+        byzantine: int = 0,
+    ) -> None:
+        if isinstance(client_weights, str) and client_weights not in ("samples", "uniform"):
+            raise ValueError(
+                'Expected `client_weights` to be "samples", "uniform" or a weight per client but got '
+                f'"{client_weights}".'
+            )
+        self.store = store
+        self.client_weights = client_weights
+        self.trim = trim
+        self.byzantine = byzantine
+        self.state: State = {}
+        self.reductions: dict[str, Reduction] = {}
+        self.log = RoundLog()
+        self._factory = server_optimizer
+        self._server_optimizer: ServerOptimizer | None = None
+        self._restored: dict[str, Any] = {}
+        self._aggregator = Aggregator({})
+
+    def begin(self, module: nn.Module, rules: Mapping[str, str] | None = None) -> None:
+        """Take a module's state as the server's.
+
+        Args:
+            module: Its own ``reductions`` attribute, if it has one, declares its entries.
+            rules: Pattern -> reduction, over the module's own.
+        """
+        state = module.state_dict()
+        self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
+        self.state = {name: value.detach().clone() for name, value in state.items()}
+        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
+        averaged = [n for n, p in module.named_parameters() if travels_down(self.reductions[n])]
+        self._server_optimizer = ServerOptimizer(self._factory, averaged) if self._factory is not None else None
+        if self._server_optimizer is not None:
+            self._server_optimizer.load_state_dict(self._restored)
+
+    def download(self, client: str) -> State:
+        """The state that a client starts a round from: the server's, and what it has kept of its own."""
+        own = self.store[client].get("model", {})
+        self.log.download_bytes[client] = sum(
+            value.nbytes for name, value in self.state.items() if travels_down(self.reductions[name])
+        )
+        return {name: own.get(name, neutral(value, self.reductions[name])) for name, value in self.state.items()}
+
+    def upload(self, turn: Turn, state: Mapping[str, Tensor]) -> bool:
+        """Take in a client's state; False if it is refused because a number in it is not finite."""
+        bad = [n for n, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
+        if bad:
+            reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
+            self.log.dropped[turn.client] = reason
+            log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
+            return False
+        self._aggregator.add(state, self._weight(turn))
+        travelling = [value for name, value in state.items() if self.reductions[name] != "none"]
+        self.log.upload_bytes[turn.client] = sum(value.nbytes for value in travelling)
+        return True
+
+    def _weight(self, turn: Turn) -> float:
+        if self.client_weights == "samples":
+            return float(turn.samples)
+        return 1.0 if isinstance(self.client_weights, str) else self.client_weights[turn.client]
+
+    def keep(self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory]) -> None:
+        """Keep what stays with a client: the entries of ``state`` without reduction, and ``memories`` by section."""
+        own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
+        kept: ClientState = {"model": own, **memories}
+        self.store[client] = {section: memory for section, memory in kept.items() if memory}
+
+    def finish_round(self) -> State:
+        """Bring the uploads together; the new server state."""
+        aggregate = self._aggregator.result(self.state)
+        if not self._aggregator.uploads:
+            log.warning("No upload of this round was usable: the server state stays as it was.")
+        elif self._server_optimizer is not None:
+            aggregate = self._server_optimizer.step(self.state, aggregate)
+        self.state = aggregate
+        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
+        return aggregate
+
+    def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
+        """Refuse weights, or other settings that name clients, which do not fit the stream's clients.
+
+        Raises:
+            ValueError: If a client is named that does not exist, or has no positive weight.
+        """
+        weights = self.client_weights if isinstance(self.client_weights, dict) else None
+        unknown = sorted({*named, *(weights or ())} - set(known))
+        if unknown:
+            raise ValueError(f"Expected clients of the stream ({', '.join(known)}) but got {', '.join(unknown)}.")
+        if weights is not None and (set(known) - set(weights) or min(weights.values()) <= 0):
+            missing = sorted(set(known) - set(weights))
+            raise ValueError(
+                f"Expected `client_weights` to give each client a positive weight but it misses {missing} or has "
+                f"{weights}."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the server's state, which is the module's."""
+        optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
+        return {"clients": {client: self.store[client] for client in self.store}, "server_optimizer": optimizer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the clients' states of a checkpoint, before `begin`."""
+        self.store.clear()
+        for client, kept in state["clients"].items():
+            self.store[client] = kept
+        self._restored = state["server_optimizer"]

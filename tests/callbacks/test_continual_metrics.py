@@ -1,0 +1,129 @@
+"""The record of a federation against evaluations by hand."""
+
+import copy
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
+
+
+def counts(task, stream, groups):
+    """Correct test predictions of each group, by hand."""
+    x, y = stream.take(stream.plan.test)
+    with torch.no_grad():
+        correct = (task(x).argmax(1) == y).numpy()
+    return [int(correct[stream.plan.groups[stream.plan.test] == g].sum()) for g in range(groups)]
+
+
+class ByHand(Callback):
+    """Evaluates the model at hand at the end of each client and round."""
+
+    def __init__(self, stream, groups=4):
+        self.stream, self.groups, self.current, self.rounds = stream, groups, {}, []
+
+    def evaluate(self, pl_module):
+        return counts(copy.deepcopy(pl_module).eval(), self.stream, self.groups)
+
+    def on_client_end(self, trainer, pl_module, turn):
+        self.current[turn.client] = self.evaluate(pl_module)
+
+    def on_round_end(self, trainer, pl_module):
+        self.rounds.append({**self.current, "server": self.evaluate(pl_module)})
+        self.current = {}
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_counts_are_those_of_every_model(fit, make_stream, make_task, cohort_size):
+    stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(), make_task()
+    by_hand = ByHand(stream)
+    trainer = fit(task, stream, [metrics, by_hand], cohort_size=cohort_size)
+    rounds = metrics.record["rounds"]
+    assert [entry["correct"] for entry in rounds] == by_hand.rounds
+    assert rounds[-1]["correct"]["server"] == counts(task.eval(), stream, 4)
+    assert len({tuple(entry["correct"]["0"]) for entry in rounds}) > 1
+    assert [entry["round"] for entry in rounds] == [0, 1, 2, 3]
+    accuracy = sum(rounds[-1]["correct"]["server"]) / len(stream.plan.test)
+    assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(accuracy)
+
+
+def test_record_says_what_the_stream_is(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(class_order=[2, 0, 1, 3]), ContinualMetrics(), make_task()
+    fit(task, stream, [metrics])
+    record = metrics.record
+    assert record["groups"] == ["0", "1", "2", "3"]
+    assert record["totals"] == np.bincount(stream.y[stream.plan.test]).tolist()
+    assert record["tasks"] == dict.fromkeys(["0", "1", "2", "server"], [[0, 2], [1, 3]])
+    assert [entry["experience"] for entry in record["rounds"]] == [
+        dict.fromkeys(["0", "1", "2", "server"], experience) for experience in (0, 1)
+    ]
+    size = sum(value.nbytes for value in task.state_dict().values())
+    for entry in record["rounds"]:
+        assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", size)
+        assert entry["dropped"] == {} and entry["skipped"] == [] and entry["seconds"] > 0
+
+
+def test_groups_may_be_domains(fit, make_stream, make_task):
+    group = np.arange(240) // 80
+    stream, metrics = make_stream(scenario="domain-incremental", group=group), ContinualMetrics()
+    by_hand = ByHand(stream, groups=3)
+    fit(make_task(), stream, [metrics, by_hand])
+    assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
+    assert metrics.record["totals"] == np.bincount(group[stream.plan.test]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("clients", "tested"), [("all", {"n", "one", "x"}), ("none", set()), (["n", "x"], {"n", "x"}), ([], set())]
+)
+def test_whose_models_are_tested(fit, make_stream, make_task, clients, tested):
+    metrics = ContinualMetrics(clients)
+    fit(make_task(), make_stream(np.array(["n", "one", "x"])[np.arange(240) // 4 % 3]), [metrics])
+    assert [set(entry["correct"]) for entry in metrics.record["rounds"]] == [{*tested, "server"}] * 2
+
+
+def test_record_survives_a_checkpoint(fit, make_stream, make_task):
+    metrics, again, file = ContinualMetrics(), ContinualMetrics(), io.BytesIO()
+    fit(make_task(), make_stream(), [metrics])
+    torch.save(metrics.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert again.record == metrics.record and len(again.record["rounds"]) == 2
+
+
+def test_a_continued_fit_continues_the_record(fit, make_stream, make_task, tmp_path):
+    whole, first, second = ContinualMetrics(), ContinualMetrics(), ContinualMetrics()
+    fit(make_task(), make_stream(), [whole])
+    fit(make_task(), make_stream(), [first], max_epochs=1).save_checkpoint(tmp_path / "round.ckpt")
+    fit(make_task(seed=1), make_stream(), [second], ckpt_path=tmp_path / "round.ckpt")
+    correct = [[entry["correct"] for entry in metrics.record["rounds"]] for metrics in (whole, first, second)]
+    assert correct[1] == correct[0][:1] and correct[2] == correct[0]
+
+
+def test_a_new_fit_opens_a_new_record(fit, make_stream, make_task):
+    metrics = ContinualMetrics()
+    fit(make_task(), make_stream(), [metrics])
+    first = copy.deepcopy(metrics.record)
+    fit(make_task(), make_stream(), [metrics])
+    assert [entry["correct"] for entry in metrics.record["rounds"]] == [entry["correct"] for entry in first["rounds"]]
+
+
+def test_group_accuracy_adds_up_over_batches():
+    prediction, target, group = torch.randint(3, (3, 50), generator=torch.Generator().manual_seed(0))
+    metric = GroupAccuracy(groups=4)
+    for part in zip(prediction.split(20), target.split(20), group.split(20), strict=True):
+        metric.update(*part)
+    expected = [sum(p == t and g == k for p, t, g in zip(*map(list, (prediction, target, group)), strict=True)) for k in range(4)]
+    assert metric.compute().tolist() == expected
+
+
+def test_wrong_arguments(make_task, samples, train):
+    with pytest.raises(ValueError, match=r'^Expected `clients` to be "all", "none" or a list of ids but got "some"\.$'):
+        ContinualMetrics("some")
+    message = "Expected a `FederatedStream` as the Trainer's `datamodule` but got None."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [ContinualMetrics()], samples())

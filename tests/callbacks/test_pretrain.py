@@ -1,0 +1,93 @@
+"""Pre-training before the first round."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import Pretrain
+from lightning_fcl.clients import seed_of
+
+SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
+
+
+@pytest.fixture
+def make_flwf(make_stream):
+    def make(**kwargs):
+        return make_stream(scenario="flwf", scenario_args=SCENARIO, **kwargs)
+
+    return make
+
+
+class Start(Callback):
+    """Keeps the model that the first round starts from."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def pretrained(fit, task, stream, epochs=5, others=()):
+    start = Start()
+    fit(task, stream, [Pretrain(epochs), start, *others])
+    return start.state
+
+
+def test_equals_a_loop_over_its_samples_and_lowers_their_loss(fit, make_flwf, make_task):
+    stream, task, by_hand = make_flwf(), make_task(), make_task()
+    state = pretrained(fit, task, stream)
+    torch.manual_seed(seed_of(0, "pretrain"))
+    loader, optimizer = stream.pretrain_dataloader(), by_hand.configure_optimizers()
+    for _ in range(5):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(by_hand(x), y).backward()
+            optimizer.step()
+    torch.testing.assert_close(state, dict(by_hand.state_dict()), rtol=0, atol=1e-6)
+    x, y = stream.take(stream.plan.pretrain)
+    assert y.bincount().tolist() == [6] * 4
+    assert F.cross_entropy(by_hand(x), y) < 0.9 * F.cross_entropy(make_task()(x), y)
+
+
+def test_comes_from_the_seed_of_the_stream(fit, make_flwf, make_task):
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(len(states))
+        states.append(pretrained(fit, make_task(), make_flwf(seed=seed)))
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    assert not torch.equal(states[0]["model.1.weight"], states[2]["model.1.weight"])
+
+
+def test_the_task_keeps_its_trainer(fit, make_flwf, make_task):
+    task = make_task()
+    trainer = fit(task, make_flwf(), [Pretrain(1)])
+    assert task.trainer is trainer and trainer.current_epoch == 2
+
+
+def test_a_continued_fit_does_not_pretrain_again(fit, make_flwf, make_task, tmp_path):
+    task, again, start = make_task(), make_task(seed=1), Start()
+    trainer = fit(task, make_flwf(), [Pretrain(3)], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "round.ckpt")
+    fit(again, make_flwf(), [Pretrain(3), start], ckpt_path=tmp_path / "round.ckpt")
+    torch.testing.assert_close(start.state, dict(task.state_dict()), rtol=0, atol=0)
+
+
+def test_without_samples(fit, make_stream, make_task):
+    message = 'Expected a scenario with samples for pre-training but "class-incremental" has none.'
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(make_task(), make_stream(), [Pretrain(1)])
+
+
+def test_wrong_epochs():
+    message = "Expected `epochs` to be at least 1 but got 0. Leave the callback out instead."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Pretrain(0)
+
+
+def test_other_data(make_task, samples, train):
+    message = "Expected a `FederatedStream` as the Trainer's `datamodule` but got None."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [Pretrain(1)], samples())
+    assert FederatedStream.__name__ in message
