@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.metrics import summarize
-from lightning_fcl.report import write_report
+from lightning_fcl.report import write_report, write_whole
 from lightning_fcl.stream import FederatedStream
 
 
@@ -96,7 +96,7 @@ class FederatedCLI(LightningCLI):
             "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
         }
         write_csv(self.out / "metrics.csv", metrics.record)
-        write_json(self.out / "results.json", results)
+        write_whole(self.out / "results.json", json.dumps(results, indent=1))
         write_report(self.out)
 
 
@@ -109,14 +109,6 @@ def machine() -> str:
     """
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(content, indent=1))
-    os.replace(temporary, path)
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> None:

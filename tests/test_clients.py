@@ -78,7 +78,7 @@ def test_a_failing_save_leaves_the_earlier_state(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(clients, "save_file", fail)
-    with pytest.raises(OSError, match="^no space left on device$"):
+    with pytest.raises(OSError, match=r"^no space left on device$"):
         store["client1"] = {"model": {"head.weight": torch.zeros(1)}}
     assert same(store["client1"], STATE) and list(store) == ["client1"]
 

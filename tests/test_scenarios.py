@@ -248,8 +248,8 @@ def test_flwf_takes_other_tasks():
         ),
         (
             {"tasks": {"a": [[9]]}},
-            "Expected at least 120 more samples of class 9. Lower `rounds`, `samples_per_round` (120), `test_per_class` "
-            "or `pretrain_per_class`.",
+            "Expected at least 120 more samples of class 9. Lower `rounds`, `samples_per_round` (120), "
+            "`test_per_class` or `pretrain_per_class`.",
         ),
         ({"rounds": 7}, "Expected `rounds` to be a multiple of client client1's 2 tasks."),
         ({"samples_per_round": 100}, "Expected `samples_per_round` to be a multiple of 6 classes."),

@@ -23,18 +23,17 @@ def samples():
 def train():
     """Fits in a plain Trainer, in the order of the data."""
 
-    def run(task, callbacks, data, epochs=2, collate=None, plugins=None, **kwargs):
-        silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = L.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            callbacks=list(callbacks),
-            plugins=plugins,
-            enable_model_summary=False,
-            **silent,
+    def run(task, callbacks, data, epochs=2, collate=None, ckpt_path=None, **kwargs):
+        options = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
             **kwargs,
-        )
-        trainer.fit(task, DataLoader(TensorDataset(*data), batch_size=8, collate_fn=collate))
+        }
+        trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
+        trainer.fit(task, DataLoader(TensorDataset(*data), batch_size=8, collate_fn=collate), ckpt_path=ckpt_path)
         return trainer
 
     return run

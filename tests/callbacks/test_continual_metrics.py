@@ -58,7 +58,7 @@ def test_record_says_what_the_stream_is(fit, make_stream, make_task):
     record = metrics.record
     assert record["groups"] == ["0", "1", "2", "3"]
     assert record["totals"] == np.bincount(stream.y[stream.plan.test]).tolist()
-    assert record["tasks"] == dict.fromkeys(["0", "1", "2", "server"], [[0, 2], [1, 3]])
+    assert record["tasks"] == {name: [[0, 2], [1, 3]] for name in ("0", "1", "2", "server")}
     assert [entry["experience"] for entry in record["rounds"]] == [
         dict.fromkeys(["0", "1", "2", "server"], experience) for experience in (0, 1)
     ]
@@ -117,7 +117,10 @@ def test_group_accuracy_adds_up_over_batches():
     metric = GroupAccuracy(groups=4)
     for part in zip(prediction.split(20), target.split(20), group.split(20), strict=True):
         metric.update(*part)
-    expected = [sum(p == t and g == k for p, t, g in zip(*map(list, (prediction, target, group)), strict=True)) for k in range(4)]
+    expected = [
+        sum(p == t and g == k for p, t, g in zip(*map(list, (prediction, target, group)), strict=True))
+        for k in range(4)
+    ]
     assert metric.compute().tolist() == expected
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import FLwF, FLwF2T, FedProx, LwF
+from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.method import Step, check_compatible, remember, section, teacher_of
 from lightning_fcl.clients import Turn
@@ -29,7 +29,7 @@ def frozen(task):
 @pytest.fixture
 def step(make_task, samples):
     """A step of a student, the server's state being another."""
-    student, server, (x, y) = make_task(), make_task(seed=1), samples()
+    student, server, x = make_task(), make_task(seed=1), samples()[0]
     return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), teacher_of(student))
 
 
@@ -198,9 +198,7 @@ class Detour(Classifier):
 
 
 def test_a_training_step_that_does_not_call_self(samples, train):
-    message = (
-        "Expected `Detour.training_step` to call `self(x)`, whose output `LwF` needs, but it did not."
-    )
+    message = "Expected `Detour.training_step` to call `self(x)`, whose output `LwF` needs, but it did not."
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         train(Detour(nn.Linear(6, 4), 4), [LwF()], samples())
 

@@ -21,7 +21,9 @@ def a_step():
 
 def test_value():
     step = a_step()
-    flat = [torch.cat([state[n].flatten() for n in step.params]).detach().numpy() for state in (step.params, step.server)]
+    flat = [
+        torch.cat([state[n].flatten() for n in step.params]).detach().numpy() for state in (step.params, step.server)
+    ]
     expected = 0.5 * ((flat[0] - flat[1]) ** 2).sum()
     assert proximal_term(step.params, step.server).item() == pytest.approx(expected, rel=1e-6)
     assert FedProx(mu=0.3).penalty({}, step).item() == pytest.approx(0.3 * expected, rel=1e-6)

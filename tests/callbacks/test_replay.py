@@ -161,8 +161,8 @@ def test_other_methods_see_the_mixed_batch(make_task, samples, train, assert_sam
 
 def test_a_batch_that_is_no_list(make_task, samples, train):
     message = (
-        "Expected a batch `[x, y]`, as the default collate function makes it, for `Replay` but got tuple. Return a pair "
-        "from your dataset."
+        "Expected a batch `[x, y]`, as the default collate function makes it, for `Replay` but got tuple. Return a "
+        "pair from your dataset."
     )
 
     def pairs(items):

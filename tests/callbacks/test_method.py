@@ -1,0 +1,32 @@
+"""What all methods share in a plain Trainer."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fcl.callbacks import FedProx, FLwF2T, LwF, Replay
+
+METHODS = {
+    "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
+    "LwF": lambda: [LwF(2.0)],
+    "Replay": lambda: [Replay(6, "class-balanced", "round")],
+    "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round")],
+}
+
+
+@pytest.mark.parametrize("methods", METHODS)
+def test_resumed_is_uninterrupted(make_task, samples, train, tmp_path, methods):
+    first, second = samples([0, 2]), samples([1, 3], seed=1)
+    whole, again, callbacks = make_task(), make_task(seed=9), METHODS[methods]()
+    train(whole, callbacks, first)
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    train(whole, [*callbacks, saving], second, epochs=4, enable_checkpointing=True)
+    train(again, METHODS[methods](), second, epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
+    torch.testing.assert_close(dict(again.state_dict()), dict(whole.state_dict()), rtol=0, atol=0)
+
+
+def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path):
+    callbacks = METHODS["all"]()
+    train(make_task(), [*callbacks, ModelCheckpoint(tmp_path, "{epoch}")], samples(), enable_checkpointing=True)
+    kept = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    assert torch.equal(kept["Replay"]["memory"]["x"], callbacks[3].memory["x"])
