@@ -58,17 +58,18 @@ def recipes_folder() -> Path:
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
-def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Path]:
-    """The recipe of every row of a paper's table, or of the ``rows`` asked for, in the paper's order."""
-    order = yaml.safe_load((folder / "rows.yaml").read_text())
+def paper_rows(folder: Path, rows: Sequence[str] | None) -> tuple[Path, dict[str, Path]]:
+    """What all rows of a paper's table share, and the recipe of every row, or of the ``rows`` asked for."""
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    base, order = folder / content["base"], content["rows"]
     if rows is None:
-        return {row: folder / name for row, name in order.items()}
+        return base, {row: folder / name for row, name in order.items()}
     for row in rows:
         if row not in order:
             near = get_close_matches(row, order, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
-    return {row: folder / order[row] for row in rows}
+    return base, {row: folder / order[row] for row in rows}
 
 
 def reproduce(
@@ -86,16 +87,18 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
     out = out or Path("runs") / f"{paper}-{scale}"
-    scaling = [folder / f"scale-{scale}.yaml"] if scale != "paper" else []
+    base, recipes = paper_rows(folder, rows)
+    scaling = [base.with_name(f"scale-{scale}.yaml")] if scale != "paper" else []
     jobs = [
-        Job(f"{row}, seed {seed}", (folder / "base.yaml", path, *scaling), seed, out / path.stem / f"seed-{seed}")
-        for row, path in paper_rows(folder, rows).items()
+        Job(f"{row}, seed {seed}", (base, path, *scaling), seed, out / path.stem / f"seed-{seed}")
+        for row, path in recipes.items()
         for seed in range(seeds)
     ]
     run_jobs(jobs, workers)
     results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
     metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
-    _, markdown = write_table(out, table(results), metrics)
+    rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
+    _, markdown = write_table(out, rows_of, metrics)
     print(markdown.read_text())
     print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
 

@@ -101,19 +101,21 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(capsys):
-    assert "Expected `paper` to be one of flwf but got flwff" in error_of(capsys, ["reproduce", "flwff"])
+    assert "Expected `paper` to be one of flwf, flwf-as-written but got flwff" in error_of(capsys, ["reproduce", "flwff"])
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
 
 
-def test_every_recipe_is_a_row_and_names_its_command():
-    rows = paper_rows(RECIPES / "flwf", None)
-    assert len(rows) == 12
-    files = {path for path in (RECIPES / "flwf").glob("*.yaml") if path.stem not in ("base", "rows")}
-    assert files == {path for path in rows.values()} | set((RECIPES / "flwf").glob("scale-*.yaml"))
+@pytest.mark.parametrize(("paper", "number"), [("flwf", 12), ("flwf-as-written", 8)])
+def test_every_recipe_is_a_row_and_names_its_command(paper, number):
+    base, rows = paper_rows(RECIPES / paper, None)
+    assert base.is_file()
+    assert len(rows) == number
+    files = {path for path in (RECIPES / paper).glob("*.yaml") if path.stem not in ("base", "rows")}
+    assert files == {path for path in rows.values()} | set((RECIPES / paper).glob("scale-*.yaml"))
     for row, path in rows.items():
         text = path.read_text()
-        assert f"--config recipes/flwf/{path.name}" in text
+        assert f"--config recipes/{paper}/{path.name}" in text
         assert yaml.safe_load(text)["recipe"]["row"] == row
 
 

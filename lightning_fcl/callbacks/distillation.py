@@ -39,14 +39,20 @@ class FLwF2T(Method):
     previous model is the one it trained in the last round it took part in; before its first, the server's stands in, so
     that the whole weight is on the server.
 
+    The defaults are the paper's text. Its tables are nearer to ``alpha=0.01, mean_over="elements", previous="live"``
+    (``recipes/flwf/README.md``).
+
     Args:
         alpha: Weight of the task loss, 0 to 1.
         beta: Weight of the own previous model, 0 to 1 - alpha.
         temperature: Softens both sides, above 0.
+        mean_over: What distillation is the mean over: the ``"batch"``, or its ``"elements"``, samples times classes.
+        previous: ``"kept"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
+            in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
         clients: Who distils; the others fine-tune. See `Method`.
 
     Raises:
-        ValueError: If a weight is outside its range.
+        ValueError: If an argument is outside its range.
 
     Example:
         >>> FLwF2T(alpha=0.001, beta=0.7).task_weight()
@@ -58,6 +64,8 @@ class FLwF2T(Method):
         alpha: float = 0.001,
         beta: float = 0.7,
         temperature: float = 2.0,
+        mean_over: Literal["batch", "elements"] = "batch",
+        previous: Literal["kept", "live"] = "kept",
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
@@ -70,13 +78,19 @@ class FLwF2T(Method):
             )
         if temperature <= 0:
             raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        if mean_over not in ("batch", "elements"):
+            raise ValueError(f'Expected `mean_over` to be "batch" or "elements" but got "{mean_over}".')
+        if previous not in ("kept", "live"):
+            raise ValueError(f'Expected `previous` to be "kept" or "live" but got "{previous}".')
         self.alpha = alpha
         self.beta = beta
         self.temperature = temperature
+        self.mean_over = mean_over
+        self.previous = previous
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Before the first round, the server's model is the client's previous model."""
-        return memory or remember(server, "own")
+        return memory or (remember(server, "own") if self.previous == "kept" else {})
 
     def task_weight(self) -> float:
         """The task loss's weight, alpha."""
@@ -85,15 +99,16 @@ class FLwF2T(Method):
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """The two weighted distillation terms."""
         terms: Tensor | float = 0.0
+        share = 1 if self.mean_over == "batch" else step.output.shape[-1]
         for weight, teacher in ((self.beta, section(memory, "own")), (1 - self.alpha - self.beta, step.server)):
-            if weight > 1e-9:
+            if teacher and weight > 1e-9:
                 logits = step.predict(teacher, step.x)
-                terms = terms + weight * step.mean(distillation_loss(step.output, logits, self.temperature))
+                terms = terms + weight / share * step.mean(distillation_loss(step.output, logits, self.temperature))
         return terms
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Keep the model that the client has just trained."""
-        return remember(own, "own")
+        return remember(own, "own") if self.previous == "kept" else {}
 
 
 class FLwF(FLwF2T):
@@ -104,6 +119,8 @@ class FLwF(FLwF2T):
     Args:
         alpha: Weight of the task loss, 0 to 1.
         temperature: Softens both sides, above 0.
+        mean_over: See `FLwF2T`.
+        previous: See `FLwF2T`.
         clients: Who distils; the others fine-tune. See `Method`.
 
     Example:
@@ -115,9 +132,11 @@ class FLwF(FLwF2T):
         self,
         alpha: float = 0.001,
         temperature: float = 2.0,
+        mean_over: Literal["batch", "elements"] = "batch",
+        previous: Literal["kept", "live"] = "kept",
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
-        super().__init__(alpha, 1 - alpha, temperature, clients)
+        super().__init__(alpha, 1 - alpha, temperature, mean_over, previous, clients)
 
 
 class LwF(Method):
