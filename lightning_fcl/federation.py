@@ -108,7 +108,11 @@ class Federation:
         self.log.download_bytes[client] = sum(
             value.nbytes for name, value in self.state.items() if travels_down(self.reductions[name])
         )
-        return {name: own.get(name, neutral(value, self.reductions[name])) for name, value in self.state.items()}
+        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
+        return {
+            name: own[name].to(value.device) if name in own else neutral(value, self.reductions[name])
+            for name, value in self.state.items()
+        }
 
     def upload(self, turn: Turn, state: Mapping[str, Tensor]) -> bool:
         """Take in a client's state; False if it is refused because a number in it is not finite."""

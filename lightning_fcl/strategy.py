@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
@@ -334,7 +335,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.start_seed(*(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
         received = [self.federation.download(turn.client) for turn in slot.turns]
-        kept = [self.federation.store[turn.client] for turn in slot.turns]
+        kept = [move_data_to_device(self.federation.store[turn.client], self.root_device) for turn in slot.turns]
         memories = [
             [method.begin(own.get(section_of(method), {}), state, turn) for method in methods]
             for turn, state, own in zip(slot.turns, received, kept, strict=True)

@@ -101,7 +101,9 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(capsys):
-    assert "Expected `paper` to be one of flwf, flwf-as-written but got flwff" in error_of(capsys, ["reproduce", "flwff"])
+    assert "Expected `paper` to be one of flwf, flwf-as-written but got flwff" in error_of(
+        capsys, ["reproduce", "flwff"]
+    )
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
 

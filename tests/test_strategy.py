@@ -237,9 +237,12 @@ def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
         task = make_task()
         trainer = fit(
             task, make_stream(rounds_per_experience=2), [FLwF2T(0.3, 0.3), Replay(12, "class-balanced", "round")],
-            client_store=kind, reductions={"model.3.*": "none"}, cohort_size=1,
+            client_store=kind,
+            reductions={"model.3.*": "none"}, cohort_size=1,
         )  # fmt: skip
-        return task.state_dict(), {client: trainer.strategy.federation.store[client] for client in trainer.strategy.federation.store}
+        return task.state_dict(), {
+            client: trainer.strategy.federation.store[client] for client in trainer.strategy.federation.store
+        }
 
     (memory, memories), (disk, disks) = run("memory"), run("disk")
     assert equal(memory, disk)

@@ -75,6 +75,11 @@ class ContinualMetrics(Callback):
         if not isinstance(stream, FederatedStream):
             raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
         plan = stream.plan
+        unknown = sorted(set(self.clients) - set(plan.clients)) if not isinstance(self.clients, str) else []
+        if unknown:
+            raise ValueError(
+                f"Expected `clients` of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
+            )
         x, y = stream.take(plan.test)[:2]
         groups = torch.from_numpy(plan.groups[plan.test])
         self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))

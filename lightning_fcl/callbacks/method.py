@@ -68,7 +68,7 @@ class Method(Callback):
         self._active = True
         self._federated = False
         self._fits = 0
-        self._labels: list[Tensor] = []
+        self._seen: list[tuple[Any, Tensor]] = []
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
 
@@ -110,6 +110,11 @@ class Method(Callback):
         """Whether the method changes the loss at all."""
         return type(self).penalty is not Method.penalty or self.task_weight() != 1
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether the method remembers samples."""
+        return type(self).rehearse is not Method.rehearse
+
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -129,7 +134,7 @@ class Method(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round in a plain Trainer."""
         if not self._federated:
-            self._labels = []
+            self._seen = []
             server = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
             self.start(self.begin(self.memory, server, self._turn(trainer)), server)
 
@@ -142,21 +147,25 @@ class Method(Callback):
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self._federated:
-            self._labels += [batch[1].detach().cpu()] if _is_labelled(batch) else []
+            if _is_labelled(batch):
+                # Only a method that rehearses looks at the samples again.
+                self._seen.append((batch[0] if self.rehearses else None, batch[1]))
             self._mix(batch, batch_idx)
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
 
     def _mix(self, batch: Any, batch_idx: int) -> None:
-        remembered = self.rehearse(self.memory)
-        if remembered is None:
+        if not self.rehearses:
             return
         if not (isinstance(batch, list) and _is_labelled(batch)):
             raise TypeError(
                 f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
                 f"got {type(batch).__name__}. Return a pair from your dataset."
             )
+        remembered = self.rehearse(self.memory)
+        if remembered is None:
+            return
         picked = self.pick(len(remembered[1]), len(batch[1]), batch_idx)
         for position, value in enumerate(remembered):
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
@@ -197,7 +206,8 @@ class Method(Callback):
         if not self._federated:
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
-            self.memory = self.finish(self.memory, pl_module.state_dict(), None, turn, generator)
+            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.rehearses else None
+            self.memory = self.finish(self.memory, pl_module.state_dict(), data, turn, generator)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count the experiences of a plain Trainer (one `fit` each) and stop watching the model."""
@@ -215,7 +225,7 @@ class Method(Callback):
 
     def _turn(self, trainer: L.Trainer) -> Turn:
         """The only client of a plain Trainer."""
-        labels = torch.cat(self._labels) if self._labels else torch.empty(0, dtype=torch.long)
+        labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
         last = trainer.current_epoch + 1 == trainer.max_epochs
         return Turn("local", trainer.current_epoch, self._fits, labels, last_round=last, samples=len(labels))
 

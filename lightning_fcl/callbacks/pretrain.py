@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import lightning.pytorch as L
 import torch
@@ -43,10 +44,16 @@ class Pretrain(Callback):
         torch.manual_seed(seed_of(stream.seed, "pretrain"))
         pupil = copy.deepcopy(pl_module)
         own = L.Trainer(
-            max_epochs=self.epochs,
             accelerator=pl_module.device.type,
             devices=1,
-            barebones=True,
+            max_epochs=self.epochs,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
-        own.fit(pupil, stream.pretrain_dataloader())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
+            own.fit(pupil, stream.pretrain_dataloader())
         pl_module.load_state_dict(pupil.state_dict())

@@ -57,7 +57,6 @@ class Replay(Method):
         self.max_size = max_size
         self.policy = policy
         self.update = update
-        self._round: list[list[Tensor]] = []
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """All remembered samples."""
@@ -68,19 +67,12 @@ class Replay(Method):
         size = min(remembered, batch_size)
         return (torch.arange(size) + batch_idx * size) % remembered
 
-    def _mix(self, batch: Any, batch_idx: int) -> None:
-        """In a plain Trainer: keep the round's samples for `finish`, before remembered ones join them."""
-        if batch_idx == 0:
-            self._round = []
-        new = list(batch)
-        super()._mix(batch, batch_idx)
-        self._round.append([value.detach().cpu() for value in new])
-
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Take in the round's data, if it is time."""
         if self.update == "experience" and not turn.last_round:
             return memory
-        x, y = data if data is not None else (torch.cat(column) for column in zip(*self._round, strict=True))
+        x, y = data
+        memory = {name: value.to(x.device) for name, value in memory.items()}
         tasks = torch.full_like(y, turn.experience)
         if self.policy == "refresh":
             chosen = torch.randperm(len(y), generator=generator)[: self.max_size]

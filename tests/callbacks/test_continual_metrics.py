@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
@@ -50,6 +51,13 @@ def test_counts_are_those_of_every_model(fit, make_stream, make_task, cohort_siz
     assert [entry["round"] for entry in rounds] == [0, 1, 2, 3]
     accuracy = sum(rounds[-1]["correct"]["server"]) / len(stream.plan.test)
     assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(accuracy)
+
+
+def test_models_are_tested_in_evaluation_mode(fit, make_stream, make_task):
+    stream, metrics = make_stream(), ContinualMetrics()
+    task, by_hand = make_task(model=nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.8))), ByHand(stream)
+    fit(task, stream, [metrics, by_hand])
+    assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
 
 
 def test_record_says_what_the_stream_is(fit, make_stream, make_task):
@@ -130,3 +138,8 @@ def test_wrong_arguments(make_task, samples, train):
     message = "Expected a `FederatedStream` as the Trainer's `datamodule` but got None."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(make_task(), [ContinualMetrics()], samples())
+
+
+def test_unknown_clients_are_named(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"`clients` of the stream \(0, 1, 2\) but got seven"):
+        fit(make_task(), make_stream(), [ContinualMetrics(["seven"])])

@@ -239,3 +239,26 @@ def test_who_distils():
     single = Turn("b", 0, labels=torch.tensor([1, 1]), num_classes=2)
     for clients, expected in (("all", [True, True]), ("unbalanced", [False, True]), (["a"], [True, False])):
         assert [FLwF2T(clients=clients).applies_to(turn) for turn in (balanced, single)] == expected
+
+
+def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
+    method = FLwF2T(0.2, 0.5, previous="live")
+    student, server = torch.randn(4, 3), torch.randn(4, 3)
+    step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
+    memory = method.begin({}, {"server": server}, Turn("a", 0))
+    assert memory == method.finish({}, {"w": student}, None, Turn("a", 0), torch.Generator()) == {}
+    expected = 0.3 * distillation_loss(student, server).mean()
+    assert torch.allclose(method.penalty(memory, step), expected)
+
+
+def test_mean_over_elements_is_that_over_the_batch_divided_by_the_classes():
+    student, server = torch.randn(4, 3), torch.randn(4, 3)
+    step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
+    batch, elements = (FLwF2T(0.2, 0.5, mean_over=m, previous="live").penalty({}, step) for m in ("batch", "elements"))
+    assert torch.allclose(batch, 3 * elements)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mean_over", "samples"), ("previous", "dead")])
+def test_wrong_readings_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"Expected `{name}` to be"):
+        FLwF2T(**{name: value})
