@@ -69,7 +69,7 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        participation: float | int = 1.0,
+        participation: int | float = 1.0,  # jsonargparse takes the first type that fits: 3 is a number, 0.3 a share
         local_epochs: int = 1,
         client_weights: ClientWeights = "samples",
         reductions: dict[str, str] | None = None,
@@ -318,6 +318,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Take the module's state as the server's."""
         assert self.lightning_module is not None
         self.federation.begin(self.lightning_module, self.reductions)
+        self.cohort = None  # an earlier fit may have been cut off within one
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:

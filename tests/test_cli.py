@@ -62,6 +62,13 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path):
     assert again["metrics"] == results["metrics"]
 
 
+@pytest.mark.parametrize(("share", "number"), [("2", 2), ("0.34", 1), ("1.0", 3)])
+def test_participation_is_a_number_or_a_share(tiny, tmp_path, share, number):
+    main(["fit", *tiny, "--out", str(tmp_path), "--trainer.strategy.init_args.participation", share])
+    record = json.loads((tmp_path / "results.json").read_text())["record"]
+    assert [len(entry["upload_bytes"]) for entry in record["rounds"]] == [number] * 2
+
+
 def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])

@@ -20,6 +20,7 @@ METHODS = {
     "FLwF": lambda: [FLwF(0.3)],
     "FLwF-2T": lambda: [FLwF2T(0.3, 0.3)],
     "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
+    "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
     "FedProx": lambda: [FedProx(0.5)],
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
