@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
@@ -28,6 +29,15 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
 )
 RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+# Whoever overrides one of these looks at the gradients or the step of one model at a time.
+STEP_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
 NORMALISING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -53,6 +63,11 @@ def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, trainer:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
     if any(isinstance(submodule, NORMALISING) for submodule in module.modules()):
         return "batch normalisation would count padded samples"
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for part, plain in [(module, L.LightningModule), *((c, Callback) for c in callbacks if not isinstance(c, Method))]:
+        for hook in STEP_HOOKS:
+            if getattr(type(part), hook, None) is not getattr(plain, hook, None):
+                return f"`{type(part).__name__}` overrides `{hook}`"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
         return "gradient clipping by norm would clip all clients together"
     if trainer.precision != "32-true":

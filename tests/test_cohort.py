@@ -1,5 +1,6 @@
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import Classifier
@@ -127,6 +128,23 @@ def test_a_module_with_a_training_step_of_its_own_trains_one_by_one(fit, make_st
     assert clients_per_step(fit, make_stream(), task) == 1
     with pytest.raises(ValueError, match="overrides `training_step`"):
         fit(Own(nn.Linear(6, 4), 4), make_stream(), cohort_size=4)
+
+
+def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_stream, make_task):
+    class Watch(Callback):
+        def __init__(self):
+            self.norms = []
+
+        def on_after_backward(self, trainer, pl_module):
+            self.norms.append(float(pl_module.model[1].weight.grad.norm()))
+
+    watch = Watch()
+    trainer = fit(make_task(), make_stream(), [watch])
+    assert trainer.strategy.cohort_clients == 1
+    assert len(watch.norms) == trainer.global_step
+    assert all(norm > 0 for norm in watch.norms)
+    with pytest.raises(ValueError, match="`Watch` overrides `on_after_backward`"):
+        fit(make_task(), make_stream(), [Watch()], cohort_size=3)
 
 
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
