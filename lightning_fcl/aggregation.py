@@ -18,7 +18,7 @@ last three need all uploads of a round at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -165,30 +165,40 @@ class Aggregator:
         Raises:
             ValueError: If ``weight`` is not a positive number, or a shape differs from that of the earlier uploads.
         """
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"Expected `weight` to be a positive number but got {weight}.")
+        self.add_all({name: upload[name][None] for name, kind in self.reductions.items() if kind != "none"}, [weight])
+
+    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Take in several clients' uploads at once, stacked.
+
+        Args:
+            uploads: The clients' states, every entry of shape (clients, ...).
+            weights: Each client's weight in means, above 0.
+
+        Raises:
+            ValueError: As `add` does.
+        """
+        wrong = [weight for weight in weights if not 0 < weight < float("inf")]
+        if wrong:
+            raise ValueError(f"Expected `weight` to be a positive number but got {wrong[0]}.")
         for name, reduction in self.reductions.items():
             if reduction == "none":
                 continue
-            value = upload[name].detach()
-            if reduction == "cat":
-                self._lists.setdefault(name, []).append(value.clone())
-                continue
-            if value.shape != self._shapes.setdefault(name, value.shape):
+            value = uploads[name].detach()
+            if reduction != "cat" and value.shape[1:] != self._shapes.setdefault(name, value.shape[1:]):
                 raise ValueError(
                     f"Expected `{name}` of shape {tuple(self._shapes[name])}, as the other clients sent it, but got "
-                    f"{tuple(value.shape)}."
+                    f"{tuple(value.shape[1:])}."
                 )
-            if reduction in _ROBUST:
-                self._lists.setdefault(name, []).append(value.clone())
+            if reduction == "cat" or reduction in _ROBUST:
+                self._lists.setdefault(name, []).extend(value.clone())
                 continue
             # float64: the sum of identical uploads is then each of them to the bit, whatever the weights.
             value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
-            if name not in self._sums:
-                self._sums[name] = torch.zeros_like(value)
-            self._sums[name].add_(value, alpha=weight if reduction == "mean" else 1.0)
-        self._weight += weight
-        self.uploads += 1
+            factors = value.new_tensor(weights) if reduction == "mean" else value.new_ones(len(weights))
+            total = torch.tensordot(factors, value, dims=1)
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        self._weight += sum(weights)
+        self.uploads += len(weights)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         """The new server state.

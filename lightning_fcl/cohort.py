@@ -165,10 +165,12 @@ class Cohort:
         for name, value in frozen.items():
             self.params[name].data[active:] = value
 
-    def state(self, row: int) -> State:
-        """One client's state after its local training."""
-        return {name: value.detach()[row] for name, value in {**self.params, **self.rest}.items()}
+    def states(self) -> State:
+        """The clients' states, every entry of shape (clients, ...)."""
+        return {name: {**self.params, **self.rest}[name].detach() for name in self.received}
 
 
 def _stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
+    if all(row is rows[0] for row in rows):
+        return {name: value.expand(len(rows), *value.shape) for name, value in rows[0].items()}
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -55,8 +55,8 @@ class Federation:
     Example:
         >>> federation = Federation(ClientStore())
         >>> federation.begin(nn.Linear(1, 1, bias=False))
-        >>> federation.upload(Turn("a", round=0, samples=2), {"weight": torch.tensor([[3.0]])})
-        True
+        >>> federation.upload([Turn("a", round=0, samples=2)], {"weight": torch.tensor([[[3.0]]])})
+        [True]
         >>> federation.finish_round()["weight"]
         tensor([[3.]])
     """
@@ -85,6 +85,7 @@ class Federation:
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
         self._aggregator = Aggregator({})
+        self._download_bytes = 0
 
     def begin(self, module: nn.Module, rules: Mapping[str, str] | None = None) -> None:
         """Take a module's state as the server's.
@@ -95,37 +96,57 @@ class Federation:
         """
         state = module.state_dict()
         self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
-        self.state = {name: value.detach().clone() for name, value in state.items()}
+        self._set_state({name: value.detach().clone() for name, value in state.items()})
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
         averaged = [n for n, p in module.named_parameters() if travels_down(self.reductions[n])]
         self._server_optimizer = ServerOptimizer(self._factory, averaged) if self._factory is not None else None
         if self._server_optimizer is not None:
             self._server_optimizer.load_state_dict(self._restored)
 
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        down = [value for name, value in state.items() if travels_down(self.reductions[name])]
+        self._download_bytes = sum(value.nbytes for value in down)
+
     def download(self, client: str) -> State:
         """The state that a client starts a round from: the server's, and what it has kept of its own."""
+        self.log.download_bytes[client] = self._download_bytes
+        if all(travels_down(reduction) for reduction in self.reductions.values()):
+            return self.state
         own = self.store[client].get("model", {})
-        self.log.download_bytes[client] = sum(
-            value.nbytes for name, value in self.state.items() if travels_down(self.reductions[name])
-        )
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         return {
             name: own[name].to(value.device) if name in own else neutral(value, self.reductions[name])
             for name, value in self.state.items()
         }
 
-    def upload(self, turn: Turn, state: Mapping[str, Tensor]) -> bool:
-        """Take in a client's state; False if it is refused because a number in it is not finite."""
-        bad = [n for n, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
-        if bad:
-            reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
-            self.log.dropped[turn.client] = reason
-            log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
-            return False
-        self._aggregator.add(state, self._weight(turn))
-        travelling = [value for name, value in state.items() if self.reductions[name] != "none"]
-        self.log.upload_bytes[turn.client] = sum(value.nbytes for value in travelling)
-        return True
+    def upload(self, turns: Sequence[Turn], states: Mapping[str, Tensor]) -> list[bool]:
+        """Take in clients' states; a client with a number that is not finite is refused.
+
+        Args:
+            turns: The clients.
+            states: Their states, every entry of shape (clients, ...).
+
+        Returns:
+            Whether each client's upload was taken.
+        """
+        finite = {n: torch.isfinite(v).flatten(1).all(dim=1) for n, v in states.items() if v.is_floating_point()}
+        taken = torch.stack(list(finite.values())).all(dim=0).tolist() if finite else [True] * len(turns)
+        for row, turn in enumerate(turns):
+            if not taken[row]:
+                bad = [name for name, fine in finite.items() if not fine[row]]
+                reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
+                self.log.dropped[turn.client] = reason
+                log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
+        rows = [row for row, fine in enumerate(taken) if fine]
+        if rows:
+            travelling = {name: value for name, value in states.items() if self.reductions[name] != "none"}
+            if len(rows) < len(turns):
+                travelling = {name: value[rows] for name, value in travelling.items()}
+            self._aggregator.add_all(travelling, [self._weight(turns[row]) for row in rows])
+            each = sum(value.nbytes for value in travelling.values()) // len(rows)
+            self.log.upload_bytes.update((turns[row].client, each) for row in rows)
+        return taken
 
     def _weight(self, turn: Turn) -> float:
         if self.client_weights == "samples":
@@ -135,8 +156,9 @@ class Federation:
     def keep(self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory]) -> None:
         """Keep what stays with a client: the entries of ``state`` without reduction, and ``memories`` by section."""
         own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
-        kept: ClientState = {"model": own, **memories}
-        self.store[client] = {section: memory for section, memory in kept.items() if memory}
+        kept: ClientState = {section: memory for section, memory in {"model": own, **memories}.items() if memory}
+        if kept or self.store[client]:
+            self.store[client] = kept
 
     def finish_round(self) -> State:
         """Bring the uploads together; the new server state."""
@@ -145,7 +167,7 @@ class Federation:
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None:
             aggregate = self._server_optimizer.step(self.state, aggregate)
-        self.state = aggregate
+        self._set_state(aggregate)
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
         return aggregate
 

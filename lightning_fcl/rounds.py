@@ -138,12 +138,16 @@ def cohort_batches(
     x, y = (torch.cat([client[position] for client in data]) for position in (0, 1))
     offsets = torch.tensor([0, *[len(client[1]) for client in data[:-1]]]).cumsum(0)
     nothing = torch.empty(0, dtype=torch.long)
-    for step in range(len(plans[0])):
-        rows = [plan[step] if step < len(plan) else nothing for plan in plans]
-        sizes = torch.tensor([len(row) for row in rows])
-        index = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) + offsets[:, None]
-        real = torch.arange(index.shape[1]) < sizes[:, None]
-        yield [x[index], y[index]], int((sizes > 0).sum()), real / sizes.clamp(min=1)[:, None]
+    steps = len(plans[0])
+    rows = [plan[step] if step < len(plan) else nothing for step in range(steps) for plan in plans]
+    sizes = torch.tensor([len(row) for row in rows]).view(steps, len(plans))
+    index = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).view(steps, len(plans), -1) + offsets[:, None]
+    active = (sizes > 0).sum(dim=1).tolist()
+    for step in range(steps):
+        widest = int(sizes[step].max())
+        chosen = index[step, :, :widest]
+        real = torch.arange(widest) < sizes[step][:, None]
+        yield [x[chosen], y[chosen]], active[step], real / sizes[step].clamp(min=1)[:, None]
 
 
 class RoundBatches:

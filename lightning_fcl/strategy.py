@@ -336,7 +336,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.start_seed(*(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
         received = [self.federation.download(turn.client) for turn in slot.turns]
-        kept = [move_data_to_device(self.federation.store[turn.client], self.root_device) for turn in slot.turns]
+        kept = [self.federation.store[turn.client] for turn in slot.turns]
+        if self.root_device.type != "cpu":  # what was on disk, or in a checkpoint, comes back on the CPU
+            kept = [move_data_to_device(own, self.root_device) for own in kept]
         memories = [
             [method.begin(own.get(section_of(method), {}), state, turn) for method in methods]
             for turn, state, own in zip(slot.turns, received, kept, strict=True)
@@ -362,11 +364,14 @@ class FederatedStrategy(SingleDeviceStrategy):
         methods = methods_of(module.trainer)
         cohort, self.cohort = self.cohort, None
         self.optimizers = self._base_optimizers
+        own = dict(module.state_dict())
+        states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
+        taken = self.federation.upload(slot.turns, states)
         for row, turn in enumerate(slot.turns):
-            state = dict(module.state_dict()) if cohort is None else cohort.state(row)
-            memories = [method.memory for method in methods] if cohort is None else self._memories[row]
-            if not self.federation.upload(turn, state):
+            if not taken[row]:
                 continue
+            state = own if cohort is None else {name: value[row] for name, value in states.items()}
+            memories = [method.memory for method in methods] if cohort is None else self._memories[row]
             kept: dict[str, Memory] = {}
             for method, memory in zip(methods, memories, strict=True):
                 name = section_of(method)
