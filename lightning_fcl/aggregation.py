@@ -31,6 +31,39 @@ Reduction = Literal["mean", "sum", "cat", "none", "median", "trimmed_mean", "kru
 _ROBUST = ("median", "trimmed_mean", "krum")
 
 
+def entries(module: nn.Module) -> State:
+    """The live tensors of a module's state by name, each once: tied weights go by their first name.
+
+    Raises:
+        ValueError: If the module has extra state that is no tensor.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> entries(nn.ModuleList([layer, layer])).keys()
+        dict_keys(['0.weight', '0.bias'])
+    """
+    state: State = {}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.endswith("_extra_state"):
+            raise ValueError(
+                f"Expected a state of tensors but `{name}` is extra state, which no mean can take. Keep it in a buffer."
+            )
+        if id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value
+    return state
+
+
+def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
+    for name, tensor in entries(module).items():
+        if tensor.shape == state[name].shape:
+            tensor.data.copy_(state[name])
+        else:
+            tensor.data = state[name].clone()
+
+
 def declare(state: Mapping[str, Tensor], *rules: Mapping[str, str]) -> dict[str, Reduction]:
     """Give every entry of a state its reduction.
 
@@ -107,7 +140,7 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Counters (`num_batches_tracked`) and other integers become the nearest integer."""
-    return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)
+    return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 
 def krum(uploads: Tensor, byzantine: int) -> int:
@@ -192,8 +225,9 @@ class Aggregator:
             if reduction == "cat" or reduction in _ROBUST:
                 self._lists.setdefault(name, []).extend(value.clone())
                 continue
-            # float64: the sum of identical uploads is then each of them to the bit, whatever the weights.
-            value = value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+            # In double precision the sum of identical uploads is each of them to the bit, whatever the weights.
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            value = value.to(torch.float32 if value.device.type == "mps" else wide)
             factors = value.new_tensor(weights) if reduction == "mean" else value.new_ones(len(weights))
             total = torch.tensordot(factors, value, dims=1)
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total

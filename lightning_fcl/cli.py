@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from jsonargparse import ArgumentError
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -60,13 +60,18 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
         config = self.config_init[self.config_init.subcommand]["trainer"]
-        callbacks = list(config["callbacks"] or [])
+        given = config["callbacks"] or []
+        callbacks = list(given) if isinstance(given, list) else [given]
+
+        def lacks(kind: type[Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in callbacks)
+
         if self.config.subcommand == "fit":
-            if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
+            if lacks(ContinualMetrics):
                 callbacks.append(ContinualMetrics())
-            if config["enable_progress_bar"] is not False:
+            if config["enable_progress_bar"] is not False and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
-            if config["enable_checkpointing"] is not False:
+            if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
                 folder = self.out / "checkpoints"
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:

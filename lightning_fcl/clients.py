@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -64,6 +66,14 @@ def seed_of(seed: int, *parts: str | int) -> int:
     """
     digest = hashlib.sha256("\x1f".join(map(str, (seed, *parts))).encode()).digest()
     return int.from_bytes(digest[:7], "little")
+
+
+def start_randomness(seed: int, *parts: str | int) -> None:
+    """Make all random numbers from here on depend on the arguments alone: torch's, numpy's and Python's."""
+    value = seed_of(seed, *parts)
+    torch.manual_seed(value)
+    np.random.seed(value % 2**32)
+    random.seed(value)
 
 
 class ClientStore:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
-from lightning_fcl.aggregation import State
+from lightning_fcl.aggregation import State, entries
 from lightning_fcl.callbacks.method import Method, Step, teacher_of
 from lightning_fcl.clients import Memory
+from lightning_fcl.stream import FederatedStream
+from lightning_fcl.tasks.classification import Classifier
 
 # Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
 ELEMENTWISE = (
@@ -28,7 +32,7 @@ ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
-RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+RANDOM = "its layers draw random numbers"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -38,46 +42,77 @@ STEP_HOOKS = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
-NORMALISING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# Whoever overrides one of these sees the batch of one client at a time.
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-@runtime_checkable
-class Vectorizable(Protocol):
-    """A LightningModule that states its forward and its loss apart, so that a cohort can train it in one step."""
+def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
+    """The reason why a module's clients must train one at a time, or None.
 
-    def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """The loss of every sample, shape (batch,); the training loss is its mean."""
-        ...
-
-
-def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, trainer: L.Trainer) -> str | None:
-    """The reason why a module's clients must train one at a time, or None."""
-    if not isinstance(module, Vectorizable):
-        return f"`{type(module).__name__}` does not state its loss apart (`sample_loss(output, y)`)"
-    owner = next(c for c in type(module).__mro__ if "sample_loss" in vars(c))
-    if next(c for c in type(module).__mro__ if "training_step" in vars(c)) not in owner.__mro__:
+    A module can be vectorised if it is a `Classifier` that does not override `training_step`, its optimizer is one of
+    `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
+    """
+    trainer = module.trainer
+    if not isinstance(module, Classifier):
+        return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
+    if type(module).training_step is not Classifier.training_step:
         return f"`{type(module).__name__}` overrides `training_step`"
     if not module.automatic_optimization:
         return f"`{type(module).__name__}` optimises by hand"
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
-    if any(isinstance(submodule, NORMALISING) for submodule in module.modules()):
-        return "batch normalisation would count padded samples"
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for part, plain in [(module, L.LightningModule), *((c, Callback) for c in callbacks if not isinstance(c, Method))]:
-        for hook in STEP_HOOKS:
-            if getattr(type(part), hook, None) is not getattr(plain, hook, None):
-                return f"`{type(part).__name__}` overrides `{hook}`"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
         return "gradient clipping by norm would clip all clients together"
     if trainer.precision != "32-true":
         return f'the precision is "{trainer.precision}"'
+    return _watching(module, stream) or _trial(module, optimizer, stream)
+
+
+def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
+    """Who overrides a hook that shows one client at a time."""
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    own = [c for c in callbacks if not type(c).__module__.startswith(("lightning.", "lightning_fcl."))]
+    watchers: list[tuple[object, type, tuple[str, ...]]] = [
+        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS + TRANSFER_HOOKS),
+        (stream, L.LightningDataModule, TRANSFER_HOOKS),
+        *((callback, Callback, STEP_HOOKS + BATCH_HOOKS) for callback in own),
+    ]
+    for watcher, plain, hooks in watchers:
+        for hook in hooks:
+            if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
+                return f"`{type(watcher).__name__}` overrides `{hook}`"
     return None
 
 
-def is_random(module: nn.Module) -> bool:
-    """Whether training draws random numbers inside the module."""
-    return any(isinstance(submodule, RANDOM) and getattr(submodule, "p", 1) > 0 for submodule in module.modules())
+def _trial(module: Classifier, optimizer: Optimizer, stream: FederatedStream) -> str | None:
+    """What goes wrong when two clients train on two samples each, vectorised, if anything."""
+    indices = next(rows for current in stream.plan.train for rows in current.values())[:2]
+    data = stream.take(indices)
+    if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        return "its batches are not pairs of tensors"
+    x, y = (part.to(module.device) for part in data)
+    copied = copy.deepcopy(module).train()
+    state = {name: value.detach().clone() for name, value in entries(module).items()}
+    weight = torch.full((2, len(y)), 1 / len(y), device=module.device)
+    with isolate_rng(), torch.enable_grad():
+        try:
+            cohort = Cohort(copied, [state, state], optimizer_for(optimizer, module, copied), [], [[], []], [[], []])
+            cohort.loss(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, randomness="error")
+        except Exception as error:  # whatever it is, this module cannot be vectorised
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return RANDOM if "randomness" in text else f"vectorising it fails ({text})"
+        copied(x)
+    if any(not torch.equal(value, state[name]) for name, value in entries(copied).items()):
+        return "its forward changes buffers"
+    return None
+
+
+def optimizer_for(optimizer: Optimizer, module: nn.Module, copied: nn.Module) -> Optimizer:
+    """The same optimizer for a copy of a module."""
+    twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
+    groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return type(optimizer)(groups)  # type: ignore[call-arg]
 
 
 def automatic_size(module: L.LightningModule) -> int:
@@ -90,7 +125,7 @@ class Cohort:
     """Several clients' copies of one module, stacked, and the step that trains them all.
 
     Args:
-        module: A `Vectorizable` LightningModule; its own parameters are not touched.
+        module: The module; its own parameters are not touched.
         received: The state that each client starts from.
         optimizer: The module's optimizer: its class and options are those of the stacked one.
         methods: The methods of the Trainer.
@@ -100,7 +135,7 @@ class Cohort:
 
     def __init__(
         self,
-        module: L.LightningModule,
+        module: Classifier,
         received: Sequence[State],
         optimizer: Optimizer,
         methods: Sequence[Method],
@@ -127,11 +162,12 @@ class Cohort:
         ]
         return type(optimizer)(groups)  # type: ignore[call-arg]
 
-    def loss(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Every client's loss on its own batch, shape (clients,)."""
+    def loss(self, x: Tensor, y: Tensor, weight: Tensor, randomness: str = "different") -> tuple[Tensor, Tensor]:
+        """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""
         in_dims = ({name: 0 for name in self.params}, 0, 0, 0, 0, 0, 0, 0)
         args = (self.rest, self.received, self.memories, self.active, x, y, weight)
-        losses: Tensor = vmap(self._client_loss, in_dims=in_dims, randomness="different")(dict(self.params), *args)
+        step = vmap(self._client_loss, in_dims=in_dims, randomness=randomness)
+        losses: tuple[Tensor, Tensor] = step(dict(self.params), *args)
         return losses
 
     def _client_loss(
@@ -144,7 +180,7 @@ class Cohort:
         x: Tensor,
         y: Tensor,
         weight: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         module: Any = self.module
         output: Tensor = functional_call(module, {**params, **rest}, (x,))
         step = Step(params, received, x, output, teacher_of(module), weight)
@@ -154,7 +190,7 @@ class Cohort:
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
             scale = scale * (1 + applies * (method.task_weight() - 1))
             extra = extra + applies * method.penalty(memory, step)
-        return scale * task + extra
+        return scale * task + extra, task
 
     def freeze(self, active: int) -> State:
         """A copy of the parameters of the clients that are done, to be given to `thaw` after the step."""

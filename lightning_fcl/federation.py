@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fcl.aggregation import Aggregator, Reduction, ServerOptimizer, State, declare, neutral, travels_down
+from lightning_fcl.aggregation import (
+    Aggregator,
+    Reduction,
+    ServerOptimizer,
+    State,
+    declare,
+    entries,
+    neutral,
+    travels_down,
+)
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
 
 log = logging.getLogger(__name__)
@@ -75,7 +84,13 @@ class Federation:
                 f'"{client_weights}".'
             )
         self.store = store
-        self.client_weights = client_weights
+        if not isinstance(client_weights, str):
+            client_weights = {str(client): weight for client, weight in client_weights.items()}
+        if not 0 <= trim < 0.5:
+            raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
+        if byzantine < 0:
+            raise ValueError(f"Expected `byzantine` to be at least 0 but got {byzantine}.")
+        self.client_weights: ClientWeights = client_weights
         self.trim = trim
         self.byzantine = byzantine
         self.state: State = {}
@@ -94,14 +109,26 @@ class Federation:
             module: Its own ``reductions`` attribute, if it has one, declares its entries.
             rules: Pattern -> reduction, over the module's own.
         """
-        state = module.state_dict()
+        state = entries(module)
         self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
         self._set_state({name: value.detach().clone() for name, value in state.items()})
-        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
-        averaged = [n for n, p in module.named_parameters() if travels_down(self.reductions[n])]
-        self._server_optimizer = ServerOptimizer(self._factory, averaged) if self._factory is not None else None
+        moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_down(self.reductions[n])]
+        if self._server_optimizer is not None:  # of an earlier fit, which this one continues
+            self._restored = self._server_optimizer.state_dict()
+        self._server_optimizer = ServerOptimizer(self._factory, moved) if self._factory is not None else None
         if self._server_optimizer is not None:
             self._server_optimizer.load_state_dict(self._restored)
+        self.begin_round()
+
+    @property
+    def has_server_optimizer(self) -> bool:
+        """Whether an optimizer steps the server."""
+        return self._factory is not None
+
+    def begin_round(self) -> None:
+        """Forget the uploads and the log of the round before."""
+        self.log = RoundLog()
+        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -130,7 +157,9 @@ class Federation:
         Returns:
             Whether each client's upload was taken.
         """
-        finite = {n: torch.isfinite(v).flatten(1).all(dim=1) for n, v in states.items() if v.is_floating_point()}
+        finite = {
+            n: torch.isfinite(v).reshape(len(turns), -1).all(dim=1) for n, v in states.items() if v.is_floating_point()
+        }
         taken = torch.stack(list(finite.values())).all(dim=0).tolist() if finite else [True] * len(turns)
         for row, turn in enumerate(turns):
             if not taken[row]:
@@ -168,7 +197,6 @@ class Federation:
         elif self._server_optimizer is not None:
             aggregate = self._server_optimizer.step(self.state, aggregate)
         self._set_state(aggregate)
-        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
         return aggregate
 
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
@@ -199,3 +227,4 @@ class Federation:
         for client, kept in state["clients"].items():
             self.store[client] = kept
         self._restored = state["server_optimizer"]
+        self._server_optimizer = None

@@ -20,17 +20,29 @@ Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
 """
 
 
+FIT = """Every argument of the Trainer, the model and the data can follow, as in
+  lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.clients 20
+  lightning-fcl fit --print_config      prints a recipe with every default
+  lightning-fcl fit --help.all          lists them all
+"""
+RAW = argparse.RawDescriptionHelpFormatter
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command but `fit` and `test`, which are Lightning's."""
     parser = argparse.ArgumentParser(
         "lightning-fcl",
         description="Federated continual learning for PyTorch Lightning.",
         epilog=COMMANDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in ("fit", "test"):
-        commands.add_parser(name, add_help=False, help=argparse.SUPPRESS)
+    for name, what in (("fit", "Train what a recipe says."), ("test", "Test a checkpoint.")):
+        command = commands.add_parser(name, help=argparse.SUPPRESS, description=what, epilog=FIT, formatter_class=RAW)
+        command.add_argument("--config", action="append", help="a recipe; later ones go over earlier ones")
+        command.add_argument("--out", help="folder of the results (default: runs/fit)")
+        command.add_argument("--seed_everything", type=int, help="seed of everything (default: 0)")
+        command.add_argument("--ckpt_path", help="checkpoint to continue from, or to test")
     reproduce = commands.add_parser("reproduce", help=argparse.SUPPRESS, description="Run a paper's recipes.")
     reproduce.add_argument("paper", help="name of a folder of recipes, as in: flwf")
     reproduce.add_argument("--rows", help="rows of the paper's table, separated by commas (default: all)")
@@ -67,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.command in ("fit", "test"):
             from lightning_fcl.cli import run
 
-            run(words)
+            run([word.replace("--help.all", "--help") for word in words])
         elif options.command == "reproduce":
             from lightning_fcl.reproduce import reproduce
 
@@ -82,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
             raise
-        parser.exit(2, f"lightning-fcl: error: {error}\n")
+        parser.exit(2, f"lightning-fcl: error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
 
 
 def _data(action: str, names: list[str], root: str | None) -> None:

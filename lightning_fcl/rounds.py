@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_fcl.clients import Turn, seed_of
+from lightning_fcl.clients import Turn, seed_of, start_randomness
 from lightning_fcl.scenarios import Plan
 from lightning_fcl.stream import FederatedStream
 
@@ -189,6 +190,8 @@ class RoundBatches:
     def __iter__(self) -> Iterator[Any]:
         self.slots.clear()
         round, size = self.current_round(), self.cohort_size
+        if round >= self.stream.plan.rounds:
+            return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
         names, self.skipped = participants(self.stream.plan, round, self.participation, self.seed)
         turns = [self.stream.turn(client, round) for client in names]
         if size > 1:  # like lengths together, so that little is padded and few wait for others
@@ -210,8 +213,17 @@ class RoundBatches:
             self.slots.append(Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight))
             yield batch
 
+    def _data(self, turn: Turn) -> Any:
+        indices = self.stream.plan.train[turn.round][turn.client]
+        if not self.stream.draws:
+            return self.stream.take(indices)
+        # The samples are drawn ahead of the training, but must not depend on who trains before.
+        with isolate_rng():
+            start_randomness(self.seed, turn.client, turn.round, "data")
+            return self.stream.take(indices)
+
     def _part(self, turn: Turn) -> tuple[Turn, Any, Any, list[Tensor]]:
-        data = self.stream.take(self.stream.plan.train[turn.round][turn.client])
+        data = self._data(turn)
         extra = self.rehearsed(turn)
         pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
         generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, "batches"))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities.seed import isolate_rng
 
 IntArray = npt.NDArray[np.int64]
 History = Literal["round", "seen", "all"]
@@ -109,7 +110,7 @@ def class_experiences(
     compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
     data = Indices(np.arange(len(indices)), compact)
     fixed = [rank[c] for c in order if c in rank] if order is not None else None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
             data, data, n_experiences=experiences, task_labels=False, seed=seed, fixed_class_order=fixed

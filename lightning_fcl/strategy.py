@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
 from typing import Any, Literal
 
 import lightning.pytorch as L
-import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.aggregation import State
+from lightning_fcl.aggregation import State, declare, entries, load_entries
 from lightning_fcl.callbacks.method import Method, methods_of
-from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of
-from lightning_fcl.cohort import Cohort, automatic_size, is_random, why_not_vectorized
-from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory, RoundLog
+from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_randomness
+from lightning_fcl.cohort import RANDOM, Cohort, automatic_size, why_not_vectorized
+from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
+from lightning_fcl.tasks.classification import Classifier
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +39,12 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     In a round the participating clients download the server state, train on their own data for some local epochs, and
     upload; the uploads are brought together as each entry's reduction says. The server state stands in the
-    LightningModule after the last client, before validation and every epoch-end hook.
+    LightningModule after the last client, before validation and every epoch-end hook. What is not in the module's
+    `state_dict`, such as non-persistent buffers, belongs to no client and goes from one to the next.
 
     Args:
-        participation: Share (0 to 1] or number of clients per round, drawn anew each round; never none.
+        participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
+            least one.
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
         reductions: Pattern of state entries -> reduction (`lightning_fcl.aggregation`), as in ``{"head.*": "none"}``.
@@ -104,7 +109,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.turn: Turn | None = None
         self.cohort: Cohort | None = None
         self.cohort_clients = 1
-        self.between_rounds = True
+        self.between_rounds = self._round_done = True
         self._seed = seed
         self._parallel_devices: list[torch.device] = []
         self._batches: RoundBatches | None = None
@@ -150,6 +155,13 @@ class FederatedStrategy(SingleDeviceStrategy):
                 f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
                 f"devices={len(self.parallel_devices)}, num_nodes={trainer.num_nodes}."
             )
+        averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, averaging):
+                raise ValueError(
+                    f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
+                    "`batch_size`, or a `server_optimizer`."
+                )
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Expected `accumulate_grad_batches=1` but got {trainer.accumulate_grad_batches}: gradients would be "
@@ -212,16 +224,25 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     def _clients_per_step(self, module: L.LightningModule) -> int:
         """Clients that train in one vectorised step, as far as the module and the Trainer allow it."""
-        reason = why_not_vectorized(module, self.optimizers[0], module.trainer)
-        if self.keep_optimizer:
-            reason = "each client keeps its optimizer"
+        if not self.optimizers:
+            raise ValueError(
+                "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of a "
+                "federation are not known beforehand. Count rounds, `trainer.max_epochs`."
+            )
+        if self.cohort_size == 1:
+            return 1
+        size = automatic_size(module) if self.cohort_size == "auto" else self.cohort_size
+        reason = "each client keeps its optimizer" if self.keep_optimizer else None
+        if size > 1:
+            assert self.stream is not None
+            reason = reason or why_not_vectorized(module, self.optimizers[0], self.stream)
         if self.cohort_size == "auto":
-            return 1 if reason or is_random(module) else automatic_size(module)
-        if self.cohort_size > 1 and reason:
-            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {self.cohort_size}: {reason}.')
-        if self.cohort_size > 1 and is_random(module):
+            return 1 if reason else size
+        if reason == RANDOM:
             log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
-        return self.cohort_size
+        elif reason:
+            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {self.cohort_size}: {reason}.')
+        return size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step of a client, as the module has it; or one of a whole cohort."""
@@ -229,9 +250,11 @@ class FederatedStrategy(SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
         (x, y), slot = args[0], self._slot
         assert slot is not None and slot.weight is not None and self.lightning_module is not None
-        losses = self.cohort.loss(x, y, slot.weight.to(x.device))
-        mean = losses.detach()[: slot.active].mean()
-        self.lightning_module.log("train/loss", mean, batch_size=slot.active, on_step=False, on_epoch=True)
+        weight = slot.weight.to(x.device)
+        losses, task_losses = self.cohort.loss(x, y, weight)
+        samples = (weight > 0).sum(dim=1)
+        mean = (task_losses.detach() * samples).sum() / samples.sum()
+        self.lightning_module.log("train/loss", mean, batch_size=int(samples.sum()), on_step=False, on_epoch=True)
         return losses.sum()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -250,16 +273,21 @@ class FederatedStrategy(SingleDeviceStrategy):
         """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        stream = trainer.datamodule  # type: ignore[attr-defined]
+        stream = self.stream or trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(stream, FederatedStream):
+            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
         return {
             "model": type(self.lightning_module).__name__,
             "methods": {section_of(method): method.settings() for method in methods_of(trainer)},
             "data": fingerprint(stream.plan),
-            "batch_size": stream.batch_size,
+            "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
             "local_epochs": self.local_epochs,
             "participation": self.participation,
             "client_weights": self.federation.client_weights,
             "reductions": self.reductions,
+            "robust": {"trim": self.federation.trim, "byzantine": self.federation.byzantine},
+            "server_optimizer": self.federation.has_server_optimizer,
+            "keep_optimizer": self.keep_optimizer,
             "seed": self.seed,
         }
 
@@ -278,6 +306,11 @@ class FederatedStrategy(SingleDeviceStrategy):
         if self.lightning_module.trainer.state.fn != "fit":
             return checkpoint
         kept = checkpoint.get("callbacks", {}).get(self._rounds.state_key)
+        if "optimizer_states" not in checkpoint:
+            raise ValueError(
+                f"Expected a whole checkpoint but {checkpoint_path} holds weights only. Save it without "
+                "`save_weights_only`."
+            )
         if kept is None:
             raise ValueError(
                 f"Expected a federation's checkpoint but {checkpoint_path} was written by another strategy."
@@ -296,6 +329,17 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "recipe that wrote it, or start without `ckpt_path`."
             )
         return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the server state; what has been gathered by ``cat`` comes in its own length."""
+        assert self.lightning_module is not None
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        known = entries(module)
+        reductions = declare(known, getattr(module, "reductions", {}), self.reductions)
+        for name, tensor in known.items():
+            if reductions[name] == "cat" and name in state:
+                tensor.data = state[name].to(tensor.device, copy=True)
+        super().load_model_state_dict(checkpoint, strict)
 
     # The round, step by step.
 
@@ -332,30 +376,35 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Download: one client's state goes into the module, several into a new cohort."""
         module = self.lightning_module
         assert module is not None
-        self.between_rounds = False
-        self.start_seed(*(turn.client for turn in slot.turns), slot.turns[0].round)
+        self.between_rounds = self._round_done = False
+        start_randomness(self.seed, *(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
         received = [self.federation.download(turn.client) for turn in slot.turns]
         kept = [self.federation.store[turn.client] for turn in slot.turns]
-        if self.root_device.type != "cpu":  # what was on disk, or in a checkpoint, comes back on the CPU
-            kept = [move_data_to_device(own, self.root_device) for own in kept]
         memories = [
-            [method.begin(own.get(section_of(method), {}), state, turn) for method in methods]
+            [self._moved(method.begin(own.get(section_of(method), {}), state, turn)) for method in methods]
             for turn, state, own in zip(slot.turns, received, kept, strict=True)
         ]
         active = [[method.applies_to(turn) for method in methods] for turn in slot.turns]
         if self.cohort_clients > 1:
+            assert isinstance(module, Classifier)
             self.cohort = Cohort(module, received, self._base_optimizers[0], methods, memories, active)
             self.optimizers = [self.cohort.optimizer]
             self._memories = memories
             return
         self.turn = slot.turns[0]
-        load_state(module, received[0])
+        load_entries(module, received[0])
         optimizer = self.optimizers[0]
         optimizer.state.clear()
         restore_optimizer(optimizer, kept[0].get("optimizer", {}))
         for method, memory, applies in zip(methods, memories[0], active[0], strict=True):
             method.start(memory, received[0], applies)
+
+    def _moved(self, memory: Memory) -> Memory:
+        """What was on disk, or in a checkpoint, comes back on the CPU."""
+        if self.root_device.type == "cpu":
+            return memory
+        return {name: value.to(self.root_device) for name, value in memory.items()}
 
     def end_clients(self, slot: Slot) -> None:
         """Upload: check each client's state, add it to the aggregate, and keep what stays with the client."""
@@ -364,7 +413,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         methods = methods_of(module.trainer)
         cohort, self.cohort = self.cohort, None
         self.optimizers = self._base_optimizers
-        own = dict(module.state_dict())
+        own = {name: value.detach() for name, value in entries(module).items()}
         states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
         taken = self.federation.upload(slot.turns, states)
         for row, turn in enumerate(slot.turns):
@@ -386,11 +435,22 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Aggregate, and put the server state into the module."""
         assert self.lightning_module is not None and self._batches is not None
         self.turn = None
-        load_state(self.lightning_module, self.federation.finish_round())
-        self.between_rounds = True
+        load_entries(self.lightning_module, self.federation.finish_round())
+        self._round_done = True
         self.federation.log.skipped = self._batches.skipped
         self._tell("on_round_end")
-        self.federation.log = RoundLog()
+        self.federation.begin_round()
+
+    def settle(self) -> None:
+        """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""
+        assert self.lightning_module is not None
+        if not self._round_done and self.federation.state:
+            log.warning("A round was cut short: the server state stays as it was before it.")
+            self.cohort = self.turn = None
+            self.optimizers = self._base_optimizers
+            load_entries(self.lightning_module, self.federation.state)
+            self.federation.begin_round()
+        self.between_rounds = self._round_done = True
 
     def _tell(self, event: str, turn: Turn | None = None, state: State | None = None) -> None:
         """Call a federation's own event on the callbacks that have it, the client's state in the module."""
@@ -399,16 +459,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         listeners = [callback for callback in callbacks if hasattr(callback, event)]
         if listeners and state is not None:
-            load_state(module, state)
+            load_entries(module, state)
         for callback in listeners:
             getattr(callback, event)(module.trainer, module, *([turn] if turn is not None else []))
-
-    def start_seed(self, *parts: str | int) -> None:
-        """Make all random numbers from here on depend on the strategy's seed and ``parts`` alone."""
-        seed = seed_of(self.seed, *parts)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
 
 
 class _Rounds(Callback):
@@ -429,12 +482,21 @@ class _Rounds(Callback):
         self.strategy.federation.load_state_dict(state_dict)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.strategy.start_seed("server", trainer.current_epoch)
+        start_randomness(self.strategy.seed, "server", trainer.current_epoch)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.strategy.next_slot()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.strategy.settle()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.strategy.settle()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.strategy.settle()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -445,15 +507,6 @@ class _Rounds(Callback):
 def section_of(method: Method) -> str:
     """The name of a method's section in a client's state."""
     return type(method).__name__
-
-
-def load_state(module: nn.Module, state: State) -> None:
-    """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.shape == state[name].shape:
-            tensor.data.copy_(state[name])
-        else:
-            tensor.data = state[name].clone()
 
 
 def optimizer_memory(optimizer: Optimizer) -> Memory:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -20,6 +22,13 @@ from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.scenarios import History, IntArray, Plan
 
 Partition = Literal["iid", "natural", "dirichlet", "shards", "class-subsets"]
+
+# Partitions that look at labels, and the arguments they have if none are given.
+_BY_LABEL: dict[str, tuple[Callable[..., dict[str, IntArray]], dict[str, Any]]] = {
+    "dirichlet": (partitioners.dirichlet, {"alpha": 0.5}),
+    "shards": (partitioners.shards, {"shards_per_client": 2}),
+    "class-subsets": (partitioners.class_subsets, {"classes_per_client": 2}),
+}
 
 
 class FederatedStream(L.LightningDataModule):
@@ -87,6 +96,10 @@ class FederatedStream(L.LightningDataModule):
             raise ValueError(f"Expected `clients` to be at least 1 but got {clients}.")
         if rounds_per_experience < 1:
             raise ValueError(f"Expected `rounds_per_experience` to be at least 1 but got {rounds_per_experience}.")
+        if order_per_client and class_order is not None:
+            raise ValueError(
+                f"Expected `class_order` or `order_per_client=True` but got both, with {class_order}. Leave one out."
+            )
         self.data = data
         self.scenario = scenario
         self.n_clients = clients
@@ -168,12 +181,16 @@ class FederatedStream(L.LightningDataModule):
             return
         arrays = load(self.data, self.root, **self.data_args) if isinstance(self.data, str) else self.data
         self.plan = self._draw(arrays)
+        reserved = {"server", "clients"} & set(self.plan.clients)
+        if reserved:
+            raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
         if self._samples is None:
             self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
         self.y, self.classes = arrays.y, arrays.classes
 
     def _draw(self, arrays: Arrays) -> Plan:
         if self.scenario == "flwf":
+            check_arguments("scenario_args", self.scenario_args, scenarios.flwf)
             return scenarios.flwf(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
         rng = np.random.default_rng([self.seed, 0])
         if self.test == "official":
@@ -201,26 +218,21 @@ class FederatedStream(L.LightningDataModule):
         return Plan(**entries, test=test, validation=rest[validation])
 
     def _owners(self, arrays: Arrays, train: IntArray, rng: np.random.Generator) -> dict[str, IntArray]:
-        y = arrays.y[train]
-        match self.partition:
-            case "natural":
-                if arrays.client is None:
-                    raise ValueError(f'Expected `partition` other than "natural": {self.data} names no clients.')
-                parts = partitioners.by_client(arrays.client[train])
-            case "iid":
-                parts = partitioners.iid(len(train), self.n_clients, rng)
-            case "dirichlet":
-                parts = partitioners.dirichlet(y, self.n_clients, rng=rng, **{"alpha": 0.5, **self.partition_args})
-            case "shards":
-                parts = partitioners.shards(
-                    y, self.n_clients, rng=rng, **{"shards_per_client": 2, **self.partition_args}
-                )
-            case "class-subsets":
-                parts = partitioners.class_subsets(
-                    y, self.n_clients, rng=rng, **{"classes_per_client": 2, **self.partition_args}
-                )
-            case _:
-                raise ValueError(f"Expected `partition` to be a known partition but got `{self.partition}`.")
+        if self.partition == "natural":
+            if arrays.client is None:
+                raise ValueError(f'Expected `partition` other than "natural": {self.data} names no clients.')
+            check_arguments("partition_args", self.partition_args, None)
+            parts = partitioners.by_client(arrays.client[train])
+        elif self.partition == "iid":
+            check_arguments("partition_args", self.partition_args, None)
+            parts = partitioners.iid(len(train), self.n_clients, rng)
+        elif self.partition in _BY_LABEL:
+            divide, defaults = _BY_LABEL[self.partition]
+            check_arguments("partition_args", self.partition_args, divide)
+            parts = divide(arrays.y[train], self.n_clients, rng=rng, **{**defaults, **self.partition_args})
+        else:
+            names = ", ".join(["natural", "iid", *_BY_LABEL])
+            raise ValueError(f"Expected `partition` to be one of {names} but got {self.partition}.")
         return {client: train[indices] for client, indices in parts.items()}
 
     # What the strategy asks for.
@@ -234,6 +246,11 @@ class FederatedStream(L.LightningDataModule):
         assert self._samples is not None
         chosen = torch.from_numpy(indices)
         return [self._samples[chosen], torch.from_numpy(self.y[indices])]
+
+    @property
+    def draws(self) -> bool:
+        """Whether taking samples runs a data set's own code, which may draw random numbers."""
+        return isinstance(self._samples, Dataset)
 
     def turn(self, client: str, round: int) -> Turn:
         """What is known of a client's part in a round."""
@@ -312,3 +329,24 @@ def current_round(trainer: L.Trainer) -> int:
     """The round that a Trainer is in, also before a continued fit has brought its epoch counter up to date."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)
+
+
+def check_arguments(name: str, given: Mapping[str, Any], function: Callable[..., Any] | None) -> None:
+    """Refuse arguments that a function does not have.
+
+    Raises:
+        ValueError: If one is not known; the message names the nearest.
+
+    Example:
+        >>> check_arguments("partition_args", {"alhpa": 1}, partitioners.dirichlet)
+        Traceback (most recent call last):
+        ValueError: Expected `partition_args` to be among alpha, min_size but got `alhpa`. Did you mean `alpha`?
+    """
+    ours = {"y", "n_clients", "rng", "history", "seed"}
+    known = [p for p in inspect.signature(function).parameters if p not in ours] if function is not None else []
+    for argument in given:
+        if argument not in known:
+            near = get_close_matches(argument, known, 1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            among = f"to be among {', '.join(known)}" if known else "to be empty"
+            raise ValueError(f"Expected `{name}` {among} but got `{argument}`.{hint}")

@@ -33,7 +33,7 @@ def error_of(capsys, words):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["reproduce", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["data", "--help"]])
 def test_help_does_not_wait_for_torch(words):
     code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.main import main\ntry: main()\n"
     code += "finally: assert 'torch' not in sys.modules"
@@ -86,6 +86,8 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ({"data": {"clints": 2}}, "clints"),
         ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
         ({"data": {"data": "ucihr"}}, "ucihar"),
+        ({"data": {"partition": "dirichlet", "partition_args": {"alhpa": 1}}}, "Did you mean `alpha`?"),
+        ({"data": {"test": 0.0}}, "`test` to be above 0"),
         ({"data": {"experiences": 3}}, "`experiences` to divide the number of classes, 10, but got 3"),
         ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
     ],
@@ -98,6 +100,16 @@ def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, capsys, change, 
     assert message in error
     assert "Traceback" not in error
     assert not (out / "results.json").exists()
+
+
+def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_path):
+    own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "own")}}
+    for number, callbacks in enumerate([own, [own]]):
+        path = tmp_path / "own.yaml"
+        path.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        main(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / f"out-{number}")])
+        assert list((tmp_path / "own").glob("*.ckpt"))
+        assert not (tmp_path / f"out-{number}" / "checkpoints").exists()
 
 
 def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -110,7 +112,7 @@ class Own(Classifier):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))}, "batch normalisation"),
+        ({"model": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))}, "its forward changes buffers"),
         ({"optimizer": lambda params: torch.optim.LBFGS(params)}, "`LBFGS` does not update each number on its own"),
     ],
 )
@@ -145,6 +147,65 @@ def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_
     assert all(norm > 0 for norm in watch.norms)
     with pytest.raises(ValueError, match="`Watch` overrides `on_after_backward`"):
         fit(make_task(), make_stream(), [Watch()], cohort_size=3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.relu(self.encode(x)))[:, :4]
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Dropping(6, 4), Recurrent(6, 4), Counting(6, 4)])
+def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
+    auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
+    assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
+    fit(one, make_stream(), cohort_size=1, max_epochs=1, seed=0)
+    assert difference(auto.state_dict(), one.state_dict()) == 0
+
+
+def test_tied_weights_are_one_entry(fit, make_stream, make_task):
+    states, sent, model = [], [], Tied()
+    for size in (1, 3):
+        task, metrics = make_task(model=copy.deepcopy(model)), ContinualMetrics()
+        fit(task, make_stream(), [FLwF2T(0.3, 0.3), metrics], cohort_size=size, seed=0)
+        assert task.model.decode.weight is task.model.encode.weight
+        states.append(task.state_dict())
+        sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
+    assert difference(*states) < 1e-5
+    assert sent == [4 * (36 + 6 + 6)] * 2
+
+
+def test_the_logged_loss_does_not_depend_on_the_cohort(fit, make_stream, make_task):
+    losses = []
+    for size in (1, 3):
+        stream = make_stream(partition="dirichlet")
+        trainer = fit(make_task(), stream, [FLwF2T(0.3, 0.3)], cohort_size=size, max_epochs=1, seed=0)
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):

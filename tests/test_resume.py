@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF2T, Replay
 
 
@@ -130,3 +131,59 @@ def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
     states = [torch.load(newest(out), weights_only=True) for out in (whole, killed)]
     assert equal(states[0]["state_dict"], states[1]["state_dict"])
     assert states[0]["epoch"] == states[1]["epoch"] == 14
+
+
+def test_a_finished_fit_can_be_continued_from_its_last_checkpoint(fit, make_stream, make_task, tmp_path):
+    task, again = make_task(), make_task(seed=9)
+    saving = {"enable_checkpointing": True}
+    fit(task, make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
+    trainer = fit(again, make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", **OPTIONS)
+    assert equal(task.state_dict(), again.state_dict())
+    assert trainer.current_epoch == 2
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
+    whole, parts = make_task(), make_task()
+    fit(whole, make_stream(rounds_per_experience=2), callbacks(), **OPTIONS)
+    stream = make_stream(rounds_per_experience=2)
+    trainer = fit(parts, stream, callbacks(), max_epochs=2, **OPTIONS)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(parts, datamodule=stream)
+    assert equal(whole.state_dict(), parts.state_dict())
+
+
+def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):
+    stream = make_stream()
+    saver = ModelCheckpoint(tmp_path, "step-{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(make_task(), stream, [saver], trainer_args={"enable_checkpointing": True}, cohort_size=1)
+    for path in tmp_path.glob("*.ckpt"):
+        with pytest.raises(ValueError, match="in the middle of one"):
+            fit(make_task(), make_stream(), cohort_size=1, ckpt_path=path)
+
+
+def test_a_checkpoint_of_weights_alone_is_named_as_such(fit, make_stream, make_task, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
+    fit(make_task(), make_stream(), [saver], trainer_args={"enable_checkpointing": True})
+    with pytest.raises(ValueError, match=r"weights.ckpt holds weights only"):
+        fit(make_task(), make_stream(), ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self):
+            self.targets = [i % 4 for i in range(120)]
+
+        def __getitem__(self, i):
+            return torch.eye(4, 6)[i % 4] + torch.randn(6), i % 4
+
+        def __len__(self):
+            return 120
+
+    def stream():
+        return FederatedStream.from_arrays(Noisy(), clients=3, experiences=2, batch_size=8, seed=0)
+
+    whole, parts = make_task(), make_task()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(whole, stream(), [saver], trainer_args={"enable_checkpointing": True})
+    fit(parts, stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert equal(whole.state_dict(), parts.state_dict())

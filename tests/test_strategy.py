@@ -4,7 +4,12 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import nn
 
 from lightning_fcl import FederatedStrategy
@@ -415,3 +420,97 @@ def test_a_loader_that_is_no_stream_is_refused(make_task):
 
 def test_the_strategy_is_chosen_by_name():
     assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
+
+
+def test_averaging_callbacks_are_refused_by_name(fit, make_stream, make_task):
+    for callback in (StochasticWeightAveraging(0.1), GradientAccumulationScheduler({0: 4})):
+        with pytest.raises(ValueError, match=f"Expected no `{type(callback).__name__}` among the callbacks"):
+            fit(make_task(), make_stream(), [callback])
+
+
+def test_a_round_that_is_cut_short_leaves_the_server_in_the_module(fit, make_stream, make_task, caplog):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 2:
+                raise KeyboardInterrupt
+
+    task, one = make_task(), make_task()
+    with pytest.raises(SystemExit):
+        fit(task, make_stream(), [Stop()], cohort_size=1)
+    fit(one, make_stream(), cohort_size=1, max_epochs=1)
+    assert equal(task.state_dict(), one.state_dict())
+    assert "cut short" in caplog.text
+
+
+def test_what_cat_has_gathered_is_loaded_again(fit, make_stream, tmp_path):
+    class Collector(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.reductions = {"seen": "cat"}
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.seen = torch.cat([self.seen, batch[1]])
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    whole, again = Collector(), Collector()
+    fit(whole, make_stream(), [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)],
+        trainer_args={"enable_checkpointing": True})  # fmt: skip
+    fit(again, make_stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert torch.equal(whole.seen, again.seen)
+    assert len(whole.seen) > 0
+
+
+def test_extra_state_is_refused(fit, make_stream, make_task):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(ValueError, match=r"`model._extra_state` is extra state"):
+        fit(make_task(model=Extra(6, 4)), make_stream())
+
+
+def test_frozen_parameters_do_not_move_on_the_server(fit, make_stream, make_task):
+    task = make_task()
+    task.model[1].weight.requires_grad_(False)
+    before = task.model[1].weight.clone()
+    fit(task, make_stream(), server_optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
+    assert torch.equal(task.model[1].weight, before)
+
+
+def test_clients_may_be_numbers(fit, make_stream, make_task):
+    task, named = make_task(), make_task()
+    fit(task, make_stream(), [FedProx(0.5, clients=[0])], client_weights={0: 1, 1: 2, 2: 3})
+    fit(named, make_stream(), [FedProx(0.5, clients=["0"])], client_weights={"0": 1, "1": 2, "2": 3})
+    assert equal(task.state_dict(), named.state_dict())
+
+
+def test_reserved_names_and_contradictions_in_streams(make_stream):
+    with pytest.raises(ValueError, match='not to be called "server"'):
+        make_stream(client=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
+    with pytest.raises(ValueError, match="Expected `class_order` or `order_per_client=True` but got both"):
+        make_stream(class_order=[0, 1, 2, 3], order_per_client=True)
+
+
+def test_a_malicious_client_is_outvoted(fit, make_stream, make_task):
+    """Krum and the median keep near the honest clients where the mean does not."""
+    distances = {}
+    for reduction in ("mean", "median", "krum"):
+        stream = make_stream(clients=6)
+        stream.setup("fit")
+        liar = torch.from_numpy(stream.plan.train[0]["3"])
+        task, honest = make_task(), make_task()
+        fit(honest, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        stream._samples[liar] = 1e3
+        fit(task, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        pairs = zip(honest.state_dict().values(), task.state_dict().values(), strict=True)
+        distances[reduction] = max(float((a - b).abs().max()) for a, b in pairs)
+    assert distances["median"] < 0.2 < distances["mean"]
+    assert distances["krum"] < 0.2

@@ -194,7 +194,10 @@ def test_wrong_arguments(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "fair"}, "Expected `partition` to be a known partition but got `fair`."),
+        (
+            {"partition": "fair"},
+            "Expected `partition` to be one of natural, iid, dirichlet, shards, class-subsets but got fair.",
+        ),
         (
             {"data": "digits", "partition": "natural"},
             'Expected `partition` other than "natural": digits names no clients.',

@@ -63,7 +63,7 @@ class ContinualMetrics(Callback):
     def __init__(self, clients: Literal["all", "none"] | list[str] = "all") -> None:
         if isinstance(clients, str) and clients not in ("all", "none"):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
-        self.clients = clients
+        self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
         self.record: dict[str, Any] = {}
         self._current: dict[str, list[int]] = {}
         self._test: tuple[Any, Tensor, Tensor] | None = None
@@ -80,7 +80,10 @@ class ContinualMetrics(Callback):
             raise ValueError(
                 f"Expected `clients` of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
             )
+        if not len(plan.test):
+            raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to measure on.")
         x, y = stream.take(plan.test)[:2]
+        self._current = {}
         groups = torch.from_numpy(plan.groups[plan.test])
         self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))
         number = int(plan.groups.max()) + 1
@@ -134,9 +137,10 @@ class ContinualMetrics(Callback):
     def _count(self, module: L.LightningModule) -> list[int]:
         assert self._test is not None
         metric = GroupAccuracy(len(self.record["groups"])).to(module.device)
-        with evaluating(module):
+        precision = module.trainer.precision_plugin
+        with evaluating(module), precision.forward_context():
             for x, y, group in zip(*(part.split(512) for part in self._test), strict=True):
-                metric.update(module(x).argmax(dim=-1), y, group)
+                metric.update(module(precision.convert_input(x)).argmax(dim=-1), y, group)
         counts: list[int] = metric.compute().tolist()
         return counts
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.aggregation import State
+from lightning_fcl.aggregation import State, entries
 from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.stream import FederatedStream, current_round
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Method(Callback):
     def __init__(self, clients: Literal["all", "unbalanced"] | Sequence[str] = "all") -> None:
         if isinstance(clients, str) and clients not in ("all", "unbalanced"):
             raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{clients}`.')
-        self.clients = clients
+        self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
         self.memory: Memory = {}
         self.server: State = {}
         self._active = True
@@ -135,7 +136,7 @@ class Method(Callback):
         """Begin a round in a plain Trainer."""
         if not self._federated:
             self._seen = []
-            server = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+            server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
             self.start(self.begin(self.memory, server, self._turn(trainer)), server)
 
     def start(self, memory: Memory, server: State, active: bool = True) -> None:
@@ -207,7 +208,7 @@ class Method(Callback):
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
             data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.rehearses else None
-            self.memory = self.finish(self.memory, pl_module.state_dict(), data, turn, generator)
+            self.memory = self.finish(self.memory, entries(pl_module), data, turn, generator)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count the experiences of a plain Trainer (one `fit` each) and stop watching the model."""
@@ -225,6 +226,9 @@ class Method(Callback):
 
     def _turn(self, trainer: L.Trainer) -> Turn:
         """The only client of a plain Trainer."""
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(datamodule, FederatedStream):
+            return datamodule.turn(datamodule.plan.clients[0], current_round(trainer))
         labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
         last = trainer.current_epoch + 1 == trainer.max_epochs
         return Turn("local", trainer.current_epoch, self._fits, labels, last_round=last, samples=len(labels))

@@ -46,6 +46,7 @@ class Pretrain(Callback):
         own = L.Trainer(
             accelerator=pl_module.device.type,
             devices=1,
+            precision=trainer.precision,
             max_epochs=self.epochs,
             limit_val_batches=0,
             logger=False,

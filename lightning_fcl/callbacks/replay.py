@@ -71,6 +71,8 @@ class Replay(Method):
         """Take in the round's data, if it is time."""
         if self.update == "experience" and not turn.last_round:
             return memory
+        if len(data) != 2:
+            raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
         x, y = data
         memory = {name: value.to(x.device) for name, value in memory.items()}
         tasks = torch.full_like(y, turn.experience)
