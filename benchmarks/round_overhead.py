@@ -9,6 +9,7 @@ as UCI HAR: time does not depend on values). Nothing else should run on the mach
 
 import argparse
 import copy
+import logging
 import statistics
 import time
 import warnings
@@ -113,6 +114,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
     compare("100 x 15 digits, MLP", digits_case(), 20, options.repeats)
     compare("20 x 600 windows, HAR-CNN", har_case(), 1, max(2, options.repeats // 2))

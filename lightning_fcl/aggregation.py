@@ -227,10 +227,15 @@ class Aggregator:
                 continue
             # In double precision the sum of identical uploads is each of them to the bit, whatever the weights.
             wide = torch.complex128 if value.is_complex() else torch.float64
-            value = value.to(torch.float32 if value.device.type == "mps" else wide)
-            factors = value.new_tensor(weights) if reduction == "mean" else value.new_ones(len(weights))
-            total = torch.tensordot(factors, value, dims=1)
-            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+            wide = torch.float32 if value.device.type == "mps" else wide
+            if name not in self._sums:
+                self._sums[name] = torch.zeros(value.shape[1:], dtype=wide, device=value.device)
+            factors = weights if reduction == "mean" else [1.0] * len(weights)
+            if len(factors) == 1:  # one pass over a large model, without a copy in double precision
+                self._sums[name].add_(value[0], alpha=factors[0])
+            else:
+                value = value.to(wide)
+                self._sums[name].add_(torch.tensordot(value.new_tensor(factors), value, dims=1))
         self._weight += sum(weights)
         self.uploads += len(weights)
 

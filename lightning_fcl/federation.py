@@ -101,6 +101,7 @@ class Federation:
         self._restored: dict[str, Any] = {}
         self._aggregator = Aggregator({})
         self._download_bytes = 0
+        self._all_travel = True
 
     def begin(self, module: nn.Module, rules: Mapping[str, str] | None = None) -> None:
         """Take a module's state as the server's.
@@ -125,6 +126,11 @@ class Federation:
         """Whether an optimizer steps the server."""
         return self._factory is not None
 
+    @property
+    def personal(self) -> bool:
+        """Whether any entry stays with the clients."""
+        return "none" in self.reductions.values()
+
     def begin_round(self) -> None:
         """Forget the uploads and the log of the round before."""
         self.log = RoundLog()
@@ -134,11 +140,12 @@ class Federation:
         self.state = state
         down = [value for name, value in state.items() if travels_down(self.reductions[name])]
         self._download_bytes = sum(value.nbytes for value in down)
+        self._all_travel = len(down) == len(state)
 
     def download(self, client: str) -> State:
         """The state that a client starts a round from: the server's, and what it has kept of its own."""
         self.log.download_bytes[client] = self._download_bytes
-        if all(travels_down(reduction) for reduction in self.reductions.values()):
+        if self._all_travel:
             return self.state
         own = self.store[client].get("model", {})
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
@@ -157,16 +164,14 @@ class Federation:
         Returns:
             Whether each client's upload was taken.
         """
-        finite = {
-            n: torch.isfinite(v).reshape(len(turns), -1).all(dim=1) for n, v in states.items() if v.is_floating_point()
-        }
-        taken = torch.stack(list(finite.values())).all(dim=0).tolist() if finite else [True] * len(turns)
-        for row, turn in enumerate(turns):
-            if not taken[row]:
-                bad = [name for name, fine in finite.items() if not fine[row]]
-                reason = f"not finite: {', '.join(bad[:3])}" + (" ..." if len(bad) > 3 else "")
-                self.log.dropped[turn.client] = reason
-                log.warning("Round %d: dropped the upload of client %s (%s).", turn.round, turn.client, reason)
+        taken = [True] * len(turns)
+        numbers = {name: value for name, value in states.items() if value.is_floating_point() or value.is_complex()}
+        # A sum that is finite has finite terms; only where one is not must every number be looked at.
+        if not all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
+            finite = {n: torch.isfinite(value).reshape(len(turns), -1).all(dim=1) for n, value in numbers.items()}
+            taken = torch.stack(list(finite.values())).all(dim=0).tolist()
+            for row in (row for row, fine in enumerate(taken) if not fine):
+                self._drop(turns[row], [name for name, fine in finite.items() if not fine[row]])
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
             travelling = {name: value for name, value in states.items() if self.reductions[name] != "none"}
@@ -176,6 +181,11 @@ class Federation:
             each = sum(value.nbytes for value in travelling.values()) // len(rows)
             self.log.upload_bytes.update((turns[row].client, each) for row in rows)
         return taken
+
+    def _drop(self, turn: Turn, entries_at_fault: Sequence[str]) -> None:
+        names = ", ".join(entries_at_fault[:3]) + (" ..." if len(entries_at_fault) > 3 else "")
+        self.log.dropped[turn.client] = f"not finite: {names}"
+        log.warning("Round %d: dropped the upload of client %s (not finite: %s).", turn.round, turn.client, names)
 
     def _weight(self, turn: Turn) -> float:
         if self.client_weights == "samples":

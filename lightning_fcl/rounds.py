@@ -137,18 +137,20 @@ def cohort_batches(
         the share of every sample in its client's mean, shape (clients, batch), 0 for padding.
     """
     x, y = (torch.cat([client[position] for client in data]) for position in (0, 1))
-    offsets = torch.tensor([0, *[len(client[1]) for client in data[:-1]]]).cumsum(0)
-    nothing = torch.empty(0, dtype=torch.long)
     steps = len(plans[0])
-    rows = [plan[step] if step < len(plan) else nothing for step in range(steps) for plan in plans]
-    sizes = torch.tensor([len(row) for row in rows]).view(steps, len(plans))
-    index = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).view(steps, len(plans), -1) + offsets[:, None]
-    active = (sizes > 0).sum(dim=1).tolist()
+    lengths = [[row.shape[0] for row in plan] + [0] * (steps - len(plan)) for plan in plans]
+    sizes = torch.tensor(lengths)
+    real = torch.arange(int(sizes.max())) < sizes[:, :, None]
+    offsets = torch.tensor([0, *[client[1].shape[0] for client in data[:-1]]]).cumsum(0)
+    index = torch.zeros(real.shape, dtype=torch.long)
+    index[real] = torch.cat([row for plan in plans for row in plan])
+    index += offsets[:, None, None]
+    share = real / sizes.clamp(min=1)[:, :, None]
+    active = (sizes > 0).sum(dim=0).tolist()
+    widest = sizes.max(dim=0).values.tolist()
     for step in range(steps):
-        widest = int(sizes[step].max())
-        chosen = index[step, :, :widest]
-        real = torch.arange(widest) < sizes[step][:, None]
-        yield [x[chosen], y[chosen]], active[step], real / sizes[step].clamp(min=1)[:, None]
+        chosen = index[:, step, : widest[step]]
+        yield [x[chosen], y[chosen]], active[step], share[:, step, : widest[step]]
 
 
 class RoundBatches:
@@ -200,7 +202,8 @@ class RoundBatches:
             yield from self._together(turns[start : start + size], size > 1, start + size >= len(turns))
 
     def _together(self, turns: list[Turn], cohort: bool, last_group: bool) -> Iterator[Any]:
-        parts = sorted((self._part(turn) for turn in turns), key=lambda part: -len(part[3]))
+        drawn = zip(turns, self._data(turns), strict=True)
+        parts = sorted((self._part(turn, data) for turn, data in drawn), key=lambda part: -len(part[3]))
         turns, data, pools, plans = (list(column) for column in zip(*parts, strict=True))
         steps = len(plans[0])
         sequence: Iterator[tuple[Any, int, Tensor | None]]
@@ -213,17 +216,22 @@ class RoundBatches:
             self.slots.append(Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight))
             yield batch
 
-    def _data(self, turn: Turn) -> Any:
-        indices = self.stream.plan.train[turn.round][turn.client]
+    def _data(self, turns: Sequence[Turn]) -> list[Any]:
+        """Each client's samples of this round."""
+        indices = [self.stream.plan.train[turn.round][turn.client] for turn in turns]
         if not self.stream.draws:
-            return self.stream.take(indices)
+            x, y = self.stream.take(np.concatenate(indices))
+            sizes = [len(rows) for rows in indices]
+            return [list(pair) for pair in zip(x.split(sizes), y.split(sizes), strict=True)]
         # The samples are drawn ahead of the training, but must not depend on who trains before.
-        with isolate_rng():
-            start_randomness(self.seed, turn.client, turn.round, "data")
-            return self.stream.take(indices)
+        data = []
+        for turn, rows in zip(turns, indices, strict=True):
+            with isolate_rng():
+                start_randomness(self.seed, turn.client, turn.round, "data")
+                data.append(self.stream.take(rows))
+        return data
 
-    def _part(self, turn: Turn) -> tuple[Turn, Any, Any, list[Tensor]]:
-        data = self._data(turn)
+    def _part(self, turn: Turn, data: Any) -> tuple[Turn, Any, Any, list[Tensor]]:
         extra = self.rehearsed(turn)
         pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
         generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, "batches"))

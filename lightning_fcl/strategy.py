@@ -115,6 +115,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._batches: RoundBatches | None = None
         self._slot: Slot | None = None
         self._memories: list[list[Memory]] = []
+        self._loss_sum, self._loss_samples = torch.zeros(()), torch.zeros(())
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
 
@@ -253,8 +254,12 @@ class FederatedStrategy(SingleDeviceStrategy):
         weight = slot.weight.to(x.device)
         losses, task_losses = self.cohort.loss(x, y, weight)
         samples = (weight > 0).sum(dim=1)
-        mean = (task_losses.detach() * samples).sum() / samples.sum()
-        self.lightning_module.log("train/loss", mean, batch_size=int(samples.sum()), on_step=False, on_epoch=True)
+        self._loss_sum = self._loss_sum + (task_losses.detach() * samples).sum()
+        self._loss_samples = self._loss_samples + samples.sum()
+        if slot.last:  # once for all steps: logging costs as much as a small model's step
+            mean, number = self._loss_sum / self._loss_samples, int(self._loss_samples)
+            self.lightning_module.log("train/loss", mean, batch_size=number, on_step=False, on_epoch=True)
+            self._loss_sum, self._loss_samples = torch.zeros(()), torch.zeros(())
         return losses.sum()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -416,6 +421,8 @@ class FederatedStrategy(SingleDeviceStrategy):
         own = {name: value.detach() for name, value in entries(module).items()}
         states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
         taken = self.federation.upload(slot.turns, states)
+        if not (methods or self.keep_optimizer or self.federation.personal or self._listeners("on_client_end")):
+            return  # nothing stays with the clients, and nobody looks at them
         for row, turn in enumerate(slot.turns):
             if not taken[row]:
                 continue
@@ -441,6 +448,11 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._tell("on_round_end")
         self.federation.begin_round()
 
+    def _listeners(self, event: str) -> list[Callback]:
+        assert self.lightning_module is not None
+        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        return [callback for callback in callbacks if hasattr(callback, event)]
+
     def settle(self) -> None:
         """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""
         assert self.lightning_module is not None
@@ -456,8 +468,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Call a federation's own event on the callbacks that have it, the client's state in the module."""
         module = self.lightning_module
         assert module is not None
-        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
-        listeners = [callback for callback in callbacks if hasattr(callback, event)]
+        listeners = self._listeners(event)
         if listeners and state is not None:
             load_entries(module, state)
         for callback in listeners:
