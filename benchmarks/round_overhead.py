@@ -110,13 +110,13 @@ def main():
     """Run both cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
-    compare("100 x 15 digits, MLP", digits_case(), 20, options.repeats)
+    compare("100 x 15 digits, MLP", digits_case(), 60, options.repeats)
     compare("20 x 600 windows, HAR-CNN", har_case(), 1, max(2, options.repeats // 2))
 
 

@@ -164,13 +164,18 @@ class Cohort:
 
     def loss(self, x: Tensor, y: Tensor, weight: Tensor, randomness: str = "different") -> tuple[Tensor, Tensor]:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""
-        in_dims = ({name: 0 for name in self.params}, 0, 0, 0, 0, 0, 0, 0)
-        args = (self.rest, self.received, self.memories, self.active, x, y, weight)
-        step = vmap(self._client_loss, in_dims=in_dims, randomness=randomness)
-        losses: tuple[Tensor, Tensor] = step(dict(self.params), *args)
-        return losses
+        module: Any = self.module
+        step = vmap(self._client_output, randomness=randomness)
+        outputs, extra = step(dict(self.params), self.rest, self.received, self.memories, self.active, x, weight)
+        # Outside of vmap, on the samples of all clients in a row, the loss is a single call.
+        samples: Tensor = module.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
+        task = (samples * weight).sum(dim=1)
+        scale: Tensor | float = 1.0
+        for method, applies in zip(self.methods, self.active, strict=True):
+            scale = scale * (1 + applies * (method.task_weight() - 1))
+        return scale * task + extra, task
 
-    def _client_loss(
+    def _client_output(
         self,
         params: Mapping[str, Tensor],
         rest: State,
@@ -178,19 +183,15 @@ class Cohort:
         memories: list[Memory],
         active: list[Tensor],
         x: Tensor,
-        y: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        module: Any = self.module
-        output: Tensor = functional_call(module, {**params, **rest}, (x,))
-        step = Step(params, received, x, output, teacher_of(module), weight)
-        task = step.mean(module.sample_loss(output, y))
-        scale: Tensor | float = 1.0
-        extra: Tensor | float = 0.0
+        """One client's output, and what its methods add to its loss."""
+        output: Tensor = functional_call(self.module, {**params, **rest}, (x,))
+        step = Step(params, received, x, output, teacher_of(self.module), weight)
+        extra = torch.zeros((), device=weight.device)
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
-            scale = scale * (1 + applies * (method.task_weight() - 1))
             extra = extra + applies * method.penalty(memory, step)
-        return scale * task + extra, task
+        return output, extra
 
     def freeze(self, active: int) -> State:
         """A copy of the parameters of the clients that are done, to be given to `thaw` after the step."""

@@ -372,9 +372,12 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:
         assert self.lightning_module is not None
+        methods = [method for method in methods_of(self.lightning_module.trainer) if method.rehearses]
+        if not methods:
+            return []
         kept = self.federation.store[turn.client]
-        methods = [method for method in methods_of(self.lightning_module.trainer) if method.applies_to(turn)]
-        pairs = [pair for m in methods if (pair := m.rehearse(kept.get(section_of(m), {}))) is not None]
+        remembered = [m.rehearse(kept.get(section_of(m), {})) for m in methods if m.applies_to(turn)]
+        pairs = [pair for pair in remembered if pair is not None]
         return [torch.cat(values) for values in zip(*pairs, strict=True)]
 
     def begin_clients(self, slot: Slot) -> None:
@@ -418,7 +421,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         methods = methods_of(module.trainer)
         cohort, self.cohort = self.cohort, None
         self.optimizers = self._base_optimizers
-        own = {name: value.detach() for name, value in entries(module).items()}
+        own = {name: value.detach() for name, value in entries(module).items()} if cohort is None else {}
         states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
         taken = self.federation.upload(slot.turns, states)
         if not (methods or self.keep_optimizer or self.federation.personal or self._listeners("on_client_end")):
