@@ -115,7 +115,6 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._batches: RoundBatches | None = None
         self._slot: Slot | None = None
         self._memories: list[list[Memory]] = []
-        self._loss_sum, self._loss_samples = torch.zeros(()), torch.zeros(())
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
 
@@ -254,12 +253,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         weight = slot.weight.to(x.device)
         losses, task_losses = self.cohort.loss(x, y, weight)
         samples = (weight > 0).sum(dim=1)
-        self._loss_sum = self._loss_sum + (task_losses.detach() * samples).sum()
-        self._loss_samples = self._loss_samples + samples.sum()
-        if slot.last:  # once for all steps: logging costs as much as a small model's step
-            mean, number = self._loss_sum / self._loss_samples, int(self._loss_samples)
-            self.lightning_module.log("train/loss", mean, batch_size=number, on_step=False, on_epoch=True)
-            self._loss_sum, self._loss_samples = torch.zeros(()), torch.zeros(())
+        self.cohort.module.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

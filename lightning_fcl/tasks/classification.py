@@ -37,6 +37,7 @@ class Classifier(L.LightningModule):
         self.model = model
         self.num_classes = num_classes
         self.optimizer = optimizer
+        self._loss_sum, self._loss_samples = torch.zeros(()), 0
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -53,8 +54,19 @@ class Classifier(L.LightningModule):
         """Mean cross-entropy of a batch."""
         x, y = batch
         loss = self.sample_loss(self(x), y).mean()
-        self.log("train/loss", loss.detach(), batch_size=len(y), on_step=False, on_epoch=True)
+        self.count_loss(loss.detach() * len(y), len(y))
         return loss
+
+    def count_loss(self, total: Tensor, samples: int) -> None:
+        """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
+        self._loss_sum = self._loss_sum + total
+        self._loss_samples += samples
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
+        if self._loss_samples:
+            self.log("train/loss", self._loss_sum / self._loss_samples, batch_size=1)
+        self._loss_sum, self._loss_samples = torch.zeros(()), 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy."""
