@@ -31,7 +31,7 @@ types: .venv/ready
 
 recipes: .venv/ready ## the smallest run of every recipe (those on UCI HAR where the data is there)
 	$(BIN)/lightning-fcl fit --config recipes/quickstart.yaml --out runs/smoke/quickstart
-	if $(BIN)/lightning-fcl data check ucihar; then $(BIN)/lightning-fcl reproduce flwf --scale smoke --out runs/smoke/flwf; else echo "skipped recipes/flwf: no data"; fi
+	if $(BIN)/lightning-fcl data check ucihar; then $(BIN)/lightning-fcl reproduce flwf --scale smoke --out runs/smoke/flwf && $(BIN)/lightning-fcl reproduce flwf-as-written --scale smoke --out runs/smoke/flwf-as-written; else echo "skipped recipes/flwf: no data"; fi
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py
