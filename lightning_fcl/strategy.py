@@ -115,6 +115,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._batches: RoundBatches | None = None
         self._slot: Slot | None = None
         self._memories: list[list[Memory]] = []
+        self._rehearsing: list[Method] = []
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
 
@@ -194,6 +195,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             self.stream = dataloader.stream
             self._check_stream()
             self.cohort_clients = self._clients_per_step(self.lightning_module)
+            self._rehearsing = [method for method in methods_of(trainer) if method.rehearses]
             self._batches = RoundBatches(
                 self.stream,
                 lambda: current_round(trainer),
@@ -365,12 +367,10 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:
-        assert self.lightning_module is not None
-        methods = [method for method in methods_of(self.lightning_module.trainer) if method.rehearses]
-        if not methods:
+        if not self._rehearsing:
             return []
         kept = self.federation.store[turn.client]
-        remembered = [m.rehearse(kept.get(section_of(m), {})) for m in methods if m.applies_to(turn)]
+        remembered = [m.rehearse(kept.get(section_of(m), {})) for m in self._rehearsing if m.applies_to(turn)]
         pairs = [pair for pair in remembered if pair is not None]
         return [torch.cat(values) for values in zip(*pairs, strict=True)]
 
