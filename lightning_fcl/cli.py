@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -119,14 +120,15 @@ def machine() -> str:
 def write_csv(path: Path, record: Mapping[str, Any]) -> None:
     """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire."""
     totals = record["totals"]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["round", "model", "accuracy", *record["groups"], "upload_bytes", "download_bytes"])
-        for entry in record["rounds"]:
-            for model, correct in entry["correct"].items():
-                groups = [c / n if n else "" for c, n in zip(correct, totals, strict=True)]
-                wire = [entry[key].get(model, "") for key in ("upload_bytes", "download_bytes")]
-                writer.writerow([entry["round"], model, sum(correct) / sum(totals), *groups, *wire])
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["round", "model", "accuracy", *record["groups"], "upload_bytes", "download_bytes"])
+    for entry in record["rounds"]:
+        for model, correct in entry["correct"].items():
+            groups = [c / n if n else "" for c, n in zip(correct, totals, strict=True)]
+            wire = [entry[key].get(model, "") for key in ("upload_bytes", "download_bytes")]
+            writer.writerow([entry["round"], model, sum(correct) / sum(totals), *groups, *wire])
+    write_whole(path, text.getvalue())
 
 
 def run(arguments: Sequence[str]) -> FederatedCLI:
@@ -165,7 +167,6 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 def start_over(out: Path) -> None:
     """Remove what an earlier, different run has left in a folder."""
-    for name in ("checkpoints", "plots"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
     for name in ("results.json", "metrics.csv"):
         (out / name).unlink(missing_ok=True)

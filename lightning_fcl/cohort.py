@@ -97,7 +97,8 @@ def _trial(module: Classifier, optimizer: Optimizer, stream: FederatedStream) ->
     weight = torch.full((2, len(y)), 1 / len(y), device=module.device)
     with isolate_rng(), torch.enable_grad():
         try:
-            cohort = Cohort(copied, [state, state], optimizer_for(optimizer, module, copied), [], [[], []], [[], []])
+            twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
+            cohort = Cohort(copied, [state, state], with_parameters(optimizer, twins), [], [[], []], [[], []])
             cohort.loss(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, randomness="error")
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -108,10 +109,12 @@ def _trial(module: Classifier, optimizer: Optimizer, stream: FederatedStream) ->
     return None
 
 
-def optimizer_for(optimizer: Optimizer, module: nn.Module, copied: nn.Module) -> Optimizer:
-    """The same optimizer for a copy of a module."""
-    twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
-    groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:
+    """The same optimizer for other parameters: ``twins`` by the `id` of those that they stand for."""
+    groups = [
+        {**group, "params": [twins[id(p)] for p in group["params"] if id(p) in twins]}
+        for group in optimizer.param_groups
+    ]
     return type(optimizer)(groups)  # type: ignore[call-arg]
 
 
@@ -147,20 +150,13 @@ class Cohort:
         self.received = _stack(received)
         self.params = {name: nn.Parameter(v.clone()) for name, v in self.received.items() if name in trainable}
         self.rest = {name: v.clone() for name, v in self.received.items() if name not in trainable}
-        self.optimizer = self._stacked(optimizer)
+        stacks = {id(p): self.params[name] for name, p in module.named_parameters() if name in self.params}
+        self.optimizer = with_parameters(optimizer, stacks)
         used = [i for i, method in enumerate(methods) if method.shapes_loss and any(row[i] for row in active)]
         self.methods = [methods[i] for i in used]
         self.memories = [_stack([row[i] for row in memories]) for i in used]
         device = next(iter(self.params.values())).device
         self.active = [torch.tensor([float(row[i]) for row in active], device=device) for i in used]
-
-    def _stacked(self, optimizer: Optimizer) -> Optimizer:
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        groups = [
-            {**group, "params": [self.params[names[id(p)]] for p in group["params"] if names[id(p)] in self.params]}
-            for group in optimizer.param_groups
-        ]
-        return type(optimizer)(groups)  # type: ignore[call-arg]
 
     def loss(self, x: Tensor, y: Tensor, weight: Tensor, randomness: str = "different") -> tuple[Tensor, Tensor]:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""

@@ -142,17 +142,19 @@ class Federation:
         self._download_bytes = sum(value.nbytes for value in down)
         self._all_travel = len(down) == len(state)
 
-    def download(self, client: str) -> State:
-        """The state that a client starts a round from: the server's, and what it has kept of its own."""
+    def download(self, client: str) -> tuple[State, ClientState]:
+        """The state that a client starts a round from (the server's, and its own entries), and all that it has kept."""
         self.log.download_bytes[client] = self._download_bytes
+        kept = self.store[client]
         if self._all_travel:
-            return self.state
-        own = self.store[client].get("model", {})
+            return self.state, kept
+        own = kept.get("model", {})
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
-        return {
+        state = {
             name: own[name].to(value.device) if name in own else neutral(value, self.reductions[name])
             for name, value in self.state.items()
         }
+        return state, kept
 
     def upload(self, turns: Sequence[Turn], states: Mapping[str, Tensor]) -> list[bool]:
         """Take in clients' states; a client with a number that is not finite is refused.

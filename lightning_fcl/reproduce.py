@@ -161,12 +161,13 @@ def demo(out: Path) -> None:
     finetuning = out / "fine-tuning.yaml"
     out.mkdir(parents=True, exist_ok=True)
     content = yaml.safe_load(recipe.read_text())
+    label = content["recipe"]["row"]
     content["trainer"]["callbacks"] = []
     content["recipe"]["row"] = "fine-tuning"
     finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
     jobs = [
         Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
-        Job(yaml.safe_load(recipe.read_text())["recipe"]["row"], (recipe,), 0, out / "flwf-2t-replay"),
+        Job(label, (recipe,), 0, out / "flwf-2t-replay"),
     ]
     run_jobs(jobs, workers=1)
     results: dict[str, Any] = {job.label: json.loads((job.out / "results.json").read_text()) for job in jobs}

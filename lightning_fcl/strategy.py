@@ -363,7 +363,6 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Take the module's state as the server's."""
         assert self.lightning_module is not None
         self.federation.begin(self.lightning_module, self.reductions)
-        self.cohort = None  # an earlier fit may have been cut off within one
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:
@@ -381,8 +380,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.between_rounds = self._round_done = False
         start_randomness(self.seed, *(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
-        received = [self.federation.download(turn.client) for turn in slot.turns]
-        kept = [self.federation.store[turn.client] for turn in slot.turns]
+        received, kept = zip(*(self.federation.download(turn.client) for turn in slot.turns), strict=True)
         memories = [
             [self._moved(method.begin(own.get(section_of(method), {}), state, turn)) for method in methods]
             for turn, state, own in zip(slot.turns, received, kept, strict=True)

@@ -63,18 +63,23 @@ def make_task():
 
 
 @pytest.fixture
-def fit():
+def quiet():
+    """Arguments of a Trainer that shows and writes nothing."""
+    return {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+
+
+@pytest.fixture
+def fit(quiet):
     """Fits silently and gives the Trainer back."""
 
     def run(task, stream, callbacks=(), strategy=None, max_epochs=None, ckpt_path=None, trainer_args=None, **kwargs):
-        options = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "accelerator": "cpu",
-            **(trainer_args or {}),
-        }
+        options = {**quiet, **(trainer_args or {})}
         if max_epochs is None:
             stream.setup("fit")
             max_epochs = stream.plan.rounds

@@ -20,19 +20,11 @@ def samples():
 
 
 @pytest.fixture
-def train():
+def train(quiet):
     """Fits in a plain Trainer, in the order of the data."""
 
     def run(task, callbacks, data, epochs=2, collate=None, ckpt_path=None, **kwargs):
-        options = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "accelerator": "cpu",
-            **kwargs,
-        }
-        trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **options)
+        trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})
         trainer.fit(task, DataLoader(TensorDataset(*data), batch_size=8, collate_fn=collate), ckpt_path=ckpt_path)
         return trainer
 
