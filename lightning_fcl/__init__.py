@@ -13,15 +13,25 @@ if TYPE_CHECKING:
     from lightning_fcl.strategy import FederatedStrategy
     from lightning_fcl.stream import FederatedStream
     from lightning_fcl.tasks.classification import Classifier, HARClassifier
+    from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
 
 _HOMES = {
     "FederatedStrategy": "lightning_fcl.strategy",
     "FederatedStream": "lightning_fcl.stream",
     "Classifier": "lightning_fcl.tasks.classification",
     "HARClassifier": "lightning_fcl.tasks.classification",
+    "ReservoirClassifier": "lightning_fcl.tasks.reservoir",
+    "ReservoirRegressor": "lightning_fcl.tasks.reservoir",
 }
 
-__all__ = ["Classifier", "FederatedStrategy", "FederatedStream", "HARClassifier"]
+__all__ = [
+    "Classifier",
+    "FederatedStrategy",
+    "FederatedStream",
+    "HARClassifier",
+    "ReservoirClassifier",
+    "ReservoirRegressor",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,15 @@ Every entry of a module's state has one *reduction*:
 ``sum``                   a client starts each round at zero; the uploads are added to the server's value
 ``cat``                   a client starts each round empty; the uploads are appended to the server's value
 ``none``                  stays with the client: never uploaded, never downloaded
+``download``              the server's: clients receive it and send nothing back
+``fixed``                 the same everywhere from the start: it never travels (a reservoir's random weights)
 ``median``                coordinate-wise median of the uploads (unweighted)
 ``trimmed_mean``          coordinate-wise mean without the ``trim`` fraction at each end (unweighted)
 ``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together
 ========================  ===========================================================================================
 
-The first four stream: their memory does not grow with the number of clients (beyond what ``cat`` is asked to keep). The
-last three need all uploads of a round at once.
+All but the last three stream: their memory does not grow with the number of clients (beyond what ``cat`` is asked to
+keep). The last three need all uploads of a round at once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
-Reduction = Literal["mean", "sum", "cat", "none", "median", "trimmed_mean", "krum"]
+Reduction = Literal["mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum"]
 
 _ROBUST = ("median", "trimmed_mean", "krum")
 
@@ -100,7 +102,12 @@ def declare(state: Mapping[str, Tensor], *rules: Mapping[str, str]) -> dict[str,
 
 def travels_down(reduction: Reduction) -> bool:
     """Whether a client receives the server's value of an entry at the start of a round."""
-    return reduction not in ("none", "sum", "cat")
+    return reduction not in ("none", "sum", "cat", "fixed")
+
+
+def travels_up(reduction: Reduction) -> bool:
+    """Whether a client sends its value of an entry at the end of a round."""
+    return reduction not in ("none", "download", "fixed")
 
 
 def neutral(value: Tensor, reduction: Reduction) -> Tensor:
@@ -199,13 +206,14 @@ class Aggregator:
         """Take in one client's upload.
 
         Args:
-            upload: The client's state; entries whose reduction is ``none`` are ignored.
+            upload: The client's state; entries that do not travel up are ignored.
             weight: The client's weight in means, above 0.
 
         Raises:
             ValueError: If ``weight`` is not a positive number, or a shape differs from that of the earlier uploads.
         """
-        self.add_all({name: upload[name][None] for name, kind in self.reductions.items() if kind != "none"}, [weight])
+        travelling = {name: upload[name][None] for name, kind in self.reductions.items() if travels_up(kind)}
+        self.add_all(travelling, [weight])
 
     def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Take in several clients' uploads at once, stacked.
@@ -221,7 +229,7 @@ class Aggregator:
         if wrong:
             raise ValueError(f"Expected `weight` to be a positive number but got {wrong[0]}.")
         for name, reduction in self.reductions.items():
-            if reduction == "none":
+            if not travels_up(reduction):
                 continue
             value = uploads[name].detach()
             if reduction != "cat" and value.shape[1:] != self._shapes.setdefault(name, value.shape[1:]):
@@ -250,8 +258,8 @@ class Aggregator:
         """The new server state.
 
         Args:
-            server: The server state at the start of the round: the value of ``none`` entries, and what ``sum`` and
-                ``cat`` add to. Returned unchanged if no upload came.
+            server: The server state at the start of the round: the value of entries that do not travel up, and what
+                ``sum`` and ``cat`` add to. Returned unchanged if no upload came.
         """
         if not self.uploads:
             return dict(server)

@@ -38,6 +38,8 @@ class Turn:
         num_classes: Number of classes of the whole stream; 0 where unknown.
         last_round: Whether this is the last round of the client's experience.
         samples: Number of samples of this round.
+        stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
+        rehearsed: Number of remembered samples that join them.
     """
 
     client: str
@@ -47,6 +49,8 @@ class Turn:
     num_classes: int = 0
     last_round: bool = True
     samples: int = 0
+    stream_samples: int = 0
+    rehearsed: int = 0
 
     @property
     def balanced(self) -> bool:

@@ -157,6 +157,15 @@ class Cohort:
         self.memories = [_stack([row[i] for row in memories]) for i in used]
         device = next(iter(self.params.values())).device
         self.active = [torch.tensor([float(row[i]) for row in active], device=device) for i in used]
+        self.weight = torch.empty(0, device=device)  # of the batch at hand: see `Slot`
+
+    def training_step(self, batch: Any) -> Tensor:
+        """The clients' losses, added up."""
+        x, y = batch
+        losses, task_losses = self.loss(x, y, self.weight)
+        samples = (self.weight > 0).sum(dim=1)
+        self.module.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
+        return losses.sum()
 
     def loss(self, x: Tensor, y: Tensor, weight: Tensor, randomness: str = "different") -> tuple[Tensor, Tensor]:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""

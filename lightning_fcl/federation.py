@@ -20,12 +20,13 @@ from lightning_fcl.aggregation import (
     entries,
     neutral,
     travels_down,
+    travels_up,
 )
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
 
 log = logging.getLogger(__name__)
 
-ClientWeights = Literal["samples", "uniform"] | dict[str, float]
+ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -53,7 +54,8 @@ class Federation:
 
     Args:
         store: Keeps the clients' states.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
+            the remembered ones), ``"uniform"``, or a number each.
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
         byzantine: Number of lying clients that the ``krum`` reduction allows for.
@@ -78,9 +80,9 @@ class Federation:
         trim: float = 0.1,
         byzantine: int = 0,
     ) -> None:
-        if isinstance(client_weights, str) and client_weights not in ("samples", "uniform"):
+        if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
             raise ValueError(
-                'Expected `client_weights` to be "samples", "uniform" or a weight per client but got '
+                'Expected `client_weights` to be "samples", "trained", "uniform" or a weight per client but got '
                 f'"{client_weights}".'
             )
         self.store = store
@@ -104,22 +106,28 @@ class Federation:
         self._all_travel = True
 
     def begin(self, module: nn.Module, rules: Mapping[str, str] | None = None) -> None:
-        """Take a module's state as the server's.
+        """Begin a fit with a module's state as the server's. See `begin_round`."""
+        if self._server_optimizer is not None:  # of an earlier fit, which this one continues
+            self._restored = self._server_optimizer.state_dict()
+            self._server_optimizer = None
+        self.begin_round(module, rules)
+
+    def begin_round(self, module: nn.Module, rules: Mapping[str, str] | None = None) -> None:
+        """Take a module's state as the server's, and forget the uploads and the log of the round before.
 
         Args:
-            module: Its own ``reductions`` attribute, if it has one, declares its entries.
+            module: Its own ``reductions`` attribute, if it has one, declares its entries, in each round anew.
             rules: Pattern -> reduction, over the module's own.
         """
         state = entries(module)
         self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
         self._set_state({name: value.detach().clone() for name, value in state.items()})
-        moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_down(self.reductions[n])]
-        if self._server_optimizer is not None:  # of an earlier fit, which this one continues
-            self._restored = self._server_optimizer.state_dict()
-        self._server_optimizer = ServerOptimizer(self._factory, moved) if self._factory is not None else None
-        if self._server_optimizer is not None:
+        if self._factory is not None and self._server_optimizer is None:
+            moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
+            self._server_optimizer = ServerOptimizer(self._factory, moved)
             self._server_optimizer.load_state_dict(self._restored)
-        self.begin_round()
+        self.log = RoundLog()
+        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
     @property
     def has_server_optimizer(self) -> bool:
@@ -130,11 +138,6 @@ class Federation:
     def personal(self) -> bool:
         """Whether any entry stays with the clients."""
         return "none" in self.reductions.values()
-
-    def begin_round(self) -> None:
-        """Forget the uploads and the log of the round before."""
-        self.log = RoundLog()
-        self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -167,7 +170,8 @@ class Federation:
             Whether each client's upload was taken.
         """
         taken = [True] * len(turns)
-        numbers = {name: value for name, value in states.items() if value.is_floating_point() or value.is_complex()}
+        own = {name: value for name, value in states.items() if self.reductions[name] not in ("download", "fixed")}
+        numbers = {name: value for name, value in own.items() if value.is_floating_point() or value.is_complex()}
         # A sum that is finite has finite terms; only where one is not must every number be looked at.
         if not all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
             finite = {n: torch.isfinite(value).reshape(len(turns), -1).all(dim=1) for n, value in numbers.items()}
@@ -176,7 +180,7 @@ class Federation:
                 self._drop(turns[row], [name for name, fine in finite.items() if not fine[row]])
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
-            travelling = {name: value for name, value in states.items() if self.reductions[name] != "none"}
+            travelling = {name: value for name, value in states.items() if travels_up(self.reductions[name])}
             if len(rows) < len(turns):
                 travelling = {name: value[rows] for name, value in travelling.items()}
             self._aggregator.add_all(travelling, [self._weight(turns[row]) for row in rows])
@@ -192,6 +196,8 @@ class Federation:
     def _weight(self, turn: Turn) -> float:
         if self.client_weights == "samples":
             return float(turn.samples)
+        if self.client_weights == "trained":
+            return float(turn.samples + turn.rehearsed)
         return 1.0 if isinstance(self.client_weights, str) else self.client_weights[turn.client]
 
     def keep(self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory]) -> None:

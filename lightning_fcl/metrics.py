@@ -316,6 +316,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     models["clients"] = {name: _mean([metrics.get(name, np.nan) for metrics in clients]) for name in names}
     summary = {f"{name}/{model}": value for model, metrics in models.items() for name, value in metrics.items()}
     summary = {name: value for name, value in summary.items() if np.isfinite(value)}
+    if training := record.get("training"):
+        summary["training_accuracy/server"] = training["correct"] / training["total"]
     for way in ("upload_bytes", "download_bytes"):
         summary[f"{way}/total"] = float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"]))
     return summary

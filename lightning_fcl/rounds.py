@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -163,9 +163,10 @@ class RoundBatches:
         stream: Where the data is.
         current_round: Tells the round.
         participation: Share or number of clients per round.
-        local_epochs: Passes over a client's data per round.
+        local_epochs: Tells a client's passes over its data in the round.
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
+        stacked: Whether batches have a first dimension for the clients, even if it is one client.
         rehearsed: Tells a client's remembered samples ``[x, y]``, or nothing.
     """
 
@@ -174,9 +175,10 @@ class RoundBatches:
         stream: FederatedStream,
         current_round: Callable[[], int],
         participation: float | int,
-        local_epochs: int,
+        local_epochs: Callable[[Turn], int],
         seed: int,
         cohort_size: int,
+        stacked: bool,
         rehearsed: Callable[[Turn], list[Tensor]],
     ) -> None:
         self.stream = stream
@@ -185,6 +187,7 @@ class RoundBatches:
         self.local_epochs = local_epochs
         self.seed = seed
         self.cohort_size = cohort_size
+        self.stacked = stacked
         self.rehearsed = rehearsed
         self.slots: deque[Slot] = deque()
         self.skipped: list[str] = []
@@ -199,15 +202,15 @@ class RoundBatches:
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             turns.sort(key=lambda turn: -turn.samples)
         for start in range(0, len(turns), size):
-            yield from self._together(turns[start : start + size], size > 1, start + size >= len(turns))
+            yield from self._together(turns[start : start + size], start + size >= len(turns))
 
-    def _together(self, turns: list[Turn], cohort: bool, last_group: bool) -> Iterator[Any]:
+    def _together(self, turns: list[Turn], last_group: bool) -> Iterator[Any]:
         drawn = zip(turns, self._data(turns), strict=True)
         parts = sorted((self._part(turn, data) for turn, data in drawn), key=lambda part: -len(part[3]))
         turns, data, pools, plans = (list(column) for column in zip(*parts, strict=True))
         steps = len(plans[0])
         sequence: Iterator[tuple[Any, int, Tensor | None]]
-        if cohort:
+        if self.stacked:
             sequence = iter(cohort_batches(pools, plans))
         else:
             sequence = ((batch, 1, None) for batch in batches(pools[0], plans[0]))
@@ -235,8 +238,9 @@ class RoundBatches:
         extra = self.rehearsed(turn)
         pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
         generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, "batches"))
-        options = (turn.samples, self.stream.batch_size, self.local_epochs, self.stream.shuffle)
+        options = (turn.samples, self.stream.batch_size, self.local_epochs(turn), self.stream.shuffle)
         remembered = len(extra[1]) if extra else 0
+        turn = replace(turn, rehearsed=remembered)
         return turn, data, pool, plan_batches(*options, generator, remembered, self.stream.drop_last)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +44,12 @@ class Plan:
     def clients(self) -> tuple[str, ...]:
         """The clients' ids, in order."""
         return tuple(self.experiences)
+
+    @cached_property
+    def samples(self) -> dict[str, int]:
+        """The number of different samples that each client sees in all rounds."""
+        seen = {client: [current[client] for current in self.train if client in current] for client in self.clients}
+        return {client: len(np.unique(np.concatenate(rows))) if rows else 0 for client, rows in seen.items()}
 
     @property
     def rounds(self) -> int:

@@ -30,6 +30,7 @@ from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.reservoir import ReservoirCohort, ReservoirTask
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class FederatedStrategy(SingleDeviceStrategy):
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
             least one.
         local_epochs: Passes over a client's data per round.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, ``"uniform"``, or a number each.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
+            the remembered ones), ``"uniform"``, or a number each.
         reductions: Pattern of state entries -> reduction (`lightning_fcl.aggregation`), as in ``{"head.*": "none"}``.
             It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
@@ -107,7 +109,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.federation = Federation(ClientStore(client_store), client_weights, server_optimizer, trim, byzantine)
         self.stream: FederatedStream | None = None
         self.turn: Turn | None = None
-        self.cohort: Cohort | None = None
+        self.cohort: Cohort | ReservoirCohort | None = None
         self.cohort_clients = 1
         self.between_rounds = self._round_done = True
         self._seed = seed
@@ -200,9 +202,10 @@ class FederatedStrategy(SingleDeviceStrategy):
                 self.stream,
                 lambda: current_round(trainer),
                 self.participation,
-                self.local_epochs,
+                self._epochs,
                 self.seed,
                 self.cohort_clients,
+                isinstance(self.lightning_module, ReservoirTask) or self.cohort_clients > 1,
                 self._rehearsed,
             )
             return self._batches
@@ -231,6 +234,9 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of a "
                 "federation are not known beforehand. Count rounds, `trainer.max_epochs`."
             )
+        if isinstance(module, ReservoirTask):
+            module.check_federation(methods_of(module.trainer))
+            return module.clients_at_once() if self.cohort_size == "auto" else self.cohort_size
         if self.cohort_size == 1:
             return 1
         size = automatic_size(module) if self.cohort_size == "auto" else self.cohort_size
@@ -250,18 +256,13 @@ class FederatedStrategy(SingleDeviceStrategy):
         """One step of a client, as the module has it; or one of a whole cohort."""
         if self.cohort is None:
             return super().training_step(*args, **kwargs)
-        (x, y), slot = args[0], self._slot
-        assert slot is not None and slot.weight is not None and self.lightning_module is not None
-        weight = slot.weight.to(x.device)
-        losses, task_losses = self.cohort.loss(x, y, weight)
-        samples = (weight > 0).sum(dim=1)
-        self.cohort.module.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
-        return losses.sum()
+        return self.cohort.training_step(args[0])
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step; clients of a cohort that have no batches left stay as they are."""
         assert self._slot is not None
         cohort, active = self.cohort, self._slot.active
+        cohort = cohort if isinstance(cohort, Cohort) else None
         frozen = cohort.freeze(active) if cohort is not None and active < len(self._slot.turns) else None
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if cohort is not None and frozen is not None:
@@ -350,6 +351,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._slot = self._batches.slots.popleft()
         if self._slot.first:
             self.begin_clients(self._slot)
+        if self.cohort is not None:
+            assert self._slot.weight is not None
+            self.cohort.weight = self._slot.weight.to(self.root_device)
 
     def end_slot(self) -> None:
         """After a batch: perhaps its clients are done, perhaps the round."""
@@ -373,10 +377,17 @@ class FederatedStrategy(SingleDeviceStrategy):
         pairs = [pair for pair in remembered if pair is not None]
         return [torch.cat(values) for values in zip(*pairs, strict=True)]
 
+    def _epochs(self, turn: Turn) -> int:
+        assert self.lightning_module is not None
+        asked = [method.local_epochs(turn) for method in methods_of(self.lightning_module.trainer)]
+        return next((epochs for epochs in asked if epochs is not None), self.local_epochs)
+
     def begin_clients(self, slot: Slot) -> None:
         """Download: one client's state goes into the module, several into a new cohort."""
         module = self.lightning_module
         assert module is not None
+        if self._round_done:  # what a hook has changed in the module since the last round is the server's
+            self.federation.begin_round(module, self.reductions)
         self.between_rounds = self._round_done = False
         start_randomness(self.seed, *(turn.client for turn in slot.turns), slot.turns[0].round)
         methods = methods_of(module.trainer)
@@ -386,11 +397,14 @@ class FederatedStrategy(SingleDeviceStrategy):
             for turn, state, own in zip(slot.turns, received, kept, strict=True)
         ]
         active = [[method.applies_to(turn) for method in methods] for turn in slot.turns]
+        self._memories = memories
+        if isinstance(module, ReservoirTask):
+            self.cohort = module.make_cohort(received, slot.turns)
+            return
         if self.cohort_clients > 1:
             assert isinstance(module, Classifier)
             self.cohort = Cohort(module, received, self._base_optimizers[0], methods, memories, active)
             self.optimizers = [self.cohort.optimizer]
-            self._memories = memories
             return
         self.turn = slot.turns[0]
         load_entries(module, received[0])
@@ -438,10 +452,11 @@ class FederatedStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None and self._batches is not None
         self.turn = None
         load_entries(self.lightning_module, self.federation.finish_round())
+        if isinstance(self.lightning_module, ReservoirTask):
+            self.lightning_module.on_after_aggregation()
         self._round_done = True
         self.federation.log.skipped = self._batches.skipped
         self._tell("on_round_end")
-        self.federation.begin_round()
 
     def _listeners(self, event: str) -> list[Callback]:
         assert self.lightning_module is not None
@@ -456,7 +471,6 @@ class FederatedStrategy(SingleDeviceStrategy):
             self.cohort = self.turn = None
             self.optimizers = self._base_optimizers
             load_entries(self.lightning_module, self.federation.state)
-            self.federation.begin_round()
         self.between_rounds = self._round_done = True
 
     def _tell(self, event: str, turn: Turn | None = None, state: State | None = None) -> None:

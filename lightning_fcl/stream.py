@@ -48,8 +48,10 @@ class FederatedStream(L.LightningDataModule):
         batch_size: Samples per batch.
         shuffle: Whether each client's samples are shuffled every local epoch.
         drop_last: Whether an incomplete last batch is left out (batch normalisation cannot train on one sample).
-        test: Fraction of samples of each class in the test set, or ``"official"`` for the data set's own.
-        validation: Fraction of the training samples of each class in the validation set.
+        test: Fraction of samples of each class in the test set; ``"official"`` for the data set's own; or the owners
+            (subjects, users) whose samples make it up: clients that join later.
+        validation: Fraction of the training samples of each class in the validation set, or its owners.
+        owners: The owners whose samples are trained on; None: all that are left.
         partition_args: Further arguments of the partitioner, as in ``{"alpha": 0.5}``.
         scenario_args: Further arguments of a paper's scenario.
         data_args: Further arguments of the data set's loader.
@@ -81,8 +83,9 @@ class FederatedStream(L.LightningDataModule):
         batch_size: int = 32,
         shuffle: bool = True,
         drop_last: bool = False,
-        test: float | Literal["official"] = 0.2,
-        validation: float = 0.0,
+        test: float | Literal["official"] | list[str] = 0.2,
+        validation: float | list[str] = 0.0,
+        owners: list[str] | None = None,
         partition_args: dict[str, Any] | None = None,
         scenario_args: dict[str, Any] | None = None,
         data_args: dict[str, Any] | None = None,
@@ -115,6 +118,7 @@ class FederatedStream(L.LightningDataModule):
         self.drop_last = drop_last
         self.test = test
         self.validation = validation
+        self.owners = owners
         self.partition_args = partition_args or {}
         self.scenario_args = scenario_args or {}
         self.data_args = data_args or {}
@@ -193,14 +197,11 @@ class FederatedStream(L.LightningDataModule):
             check_arguments("scenario_args", self.scenario_args, scenarios.flwf)
             return scenarios.flwf(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
         rng = np.random.default_rng([self.seed, 0])
-        if self.test == "official":
-            if arrays.official_test is None:
-                raise ValueError(f'Expected `test` to be a fraction but got "official", which {self.data} has not.')
-            rest, test = np.flatnonzero(~arrays.official_test), np.flatnonzero(arrays.official_test)
-        else:
-            rest, test = scenarios.split(arrays.y, self.test, rng)
-        kept, validation = scenarios.split(arrays.y[rest], self.validation, rng)
-        train = rest[kept]
+        everything = np.arange(len(arrays.y))
+        rest, test = self._set_aside("test", self.test, everything, arrays, rng)
+        train, validation = self._set_aside("validation", self.validation, rest, arrays, rng)
+        if self.owners is not None:
+            train = self._set_aside("owners", self.owners, train, arrays, rng)[1]
         group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
         entries = scenarios.incremental(
             self.scenario,
@@ -215,7 +216,29 @@ class FederatedStream(L.LightningDataModule):
             history=self.history,
             seed=self.seed,
         )
-        return Plan(**entries, test=test, validation=rest[validation])
+        return Plan(**entries, test=test, validation=validation)
+
+    def _set_aside(
+        self, name: str, what: float | str | list[str], indices: IntArray, arrays: Arrays, rng: np.random.Generator
+    ) -> tuple[IntArray, IntArray]:
+        """Split samples into the rest and those that an argument asks for."""
+        if isinstance(what, list):
+            if arrays.client is None:
+                raise ValueError(f"Expected `{name}` to be a fraction but got {what}: {self.data} names no owners.")
+            present = arrays.client[indices].astype(str)
+            wanted = np.array([str(owner) for owner in what])
+            missing = sorted(set(wanted) - set(present))
+            if missing:
+                among = ", ".join(sorted(set(present)))
+                raise ValueError(f"Expected `{name}` to be among the owners {among} but got {', '.join(missing)}.")
+            chosen = np.isin(present, wanted)
+            return indices[~chosen], indices[chosen]
+        if what == "official":
+            if arrays.official_test is None:
+                raise ValueError(f'Expected `test` to be a fraction but got "official", which {self.data} has not.')
+            return indices[~arrays.official_test[indices]], indices[arrays.official_test[indices]]
+        kept, chosen = scenarios.split(arrays.y[indices], float(what), rng)
+        return indices[kept], indices[chosen]
 
     def _owners(self, arrays: Arrays, train: IntArray, rng: np.random.Generator) -> dict[str, IntArray]:
         if self.partition == "natural":
@@ -258,7 +281,8 @@ class FederatedStream(L.LightningDataModule):
         numbers = self.plan.experiences[client]
         last = round + 1 == self.plan.rounds or numbers[round + 1] != numbers[round]
         labels = torch.from_numpy(self.y[indices])
-        return Turn(client, round, numbers[round], labels, self.num_classes, last, len(indices))
+        total = self.plan.samples[client]
+        return Turn(client, round, numbers[round], labels, self.num_classes, last, len(indices), total)
 
     # Loaders, as any LightningDataModule has them.
 

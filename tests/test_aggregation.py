@@ -218,7 +218,8 @@ def test_later_rules_win():
 
 def test_unknown_reduction():
     message = (
-        "Expected the reduction of `w` to be one of mean, sum, cat, none, median, trimmed_mean, krum but got `average`."
+        "Expected the reduction of `w` to be one of mean, sum, cat, none, download, fixed, median, "
+        "trimmed_mean, krum but got `average`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         declare({"w": torch.zeros(1)}, {"w": "average"})

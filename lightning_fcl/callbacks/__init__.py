@@ -4,6 +4,7 @@ from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.method import Method, Step
+from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
 from lightning_fcl.callbacks.pretrain import Pretrain
 from lightning_fcl.callbacks.progress import FederatedProgressBar
 from lightning_fcl.callbacks.replay import Replay
@@ -14,6 +15,7 @@ __all__ = [
     "FLwF2T",
     "FedProx",
     "FederatedProgressBar",
+    "IntrinsicPlasticity",
     "LwF",
     "Method",
     "Pretrain",

@@ -6,6 +6,7 @@ import time
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -54,16 +55,18 @@ class ContinualMetrics(Callback):
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
+        training: Whether the server's last model is also tested on all training samples.
 
     Example:
         >>> ContinualMetrics(clients=["client1"]).clients
         ['client1']
     """
 
-    def __init__(self, clients: Literal["all", "none"] | list[str] = "all") -> None:
+    def __init__(self, clients: Literal["all", "none"] | list[str] = "all", training: bool = False) -> None:
         if isinstance(clients, str) and clients not in ("all", "none"):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
         self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
+        self.training = training
         self.record: dict[str, Any] = {}
         self._current: dict[str, list[int]] = {}
         self._test: tuple[Any, Tensor, Tensor] | None = None
@@ -105,6 +108,8 @@ class ContinualMetrics(Callback):
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
         """Test a client's model."""
+        if not getattr(pl_module, "local_models", True):
+            return
         if self.clients == "all" or (self.clients != "none" and turn.client in self.clients):
             self._current[turn.client] = self._count(pl_module)
 
@@ -112,7 +117,8 @@ class ContinualMetrics(Callback):
         """Test the server's model and close the round's entry."""
         plan = trainer.datamodule.plan  # type: ignore[attr-defined]
         strategy: Any = trainer.strategy
-        correct = {**self._current, "server": self._count(pl_module)}
+        adapting = getattr(pl_module, "adapting", False)  # its readout waits for a later round
+        correct = self._current if adapting else {**self._current, "server": self._count(pl_module)}
         self._current = {}
         experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
         now = time.monotonic()
@@ -133,16 +139,21 @@ class ContinualMetrics(Callback):
         values = {f"{name}/accuracy": sum(counts) / total for name, counts in correct.items()}
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
-    @torch.no_grad()
     def _count(self, module: L.LightningModule) -> list[int]:
+        """Correct predictions of each group on the test set; a model that predicts every time step has more of them."""
         assert self._test is not None
-        metric = GroupAccuracy(len(self.record["groups"])).to(module.device)
-        precision = module.trainer.precision_plugin
-        with evaluating(module), precision.forward_context():
-            for x, y, group in zip(*(part.split(512) for part in self._test), strict=True):
-                metric.update(module(precision.convert_input(x)).argmax(dim=-1), y, group)
-        counts: list[int] = metric.compute().tolist()
-        return counts
+        correct, steps = _correct(module, *self._test, len(self.record["groups"]))
+        self.record["totals"] = (torch.bincount(self._test[2], minlength=len(correct)) * steps).tolist()
+        return correct
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Test the server's last model on what the clients have learnt from."""
+        if self.training:
+            stream = trainer.datamodule  # type: ignore[attr-defined]
+            seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
+            x, y = (part.to(pl_module.device) for part in stream.take(seen)[:2])
+            correct, steps = _correct(pl_module, x, y, torch.zeros_like(y), 1)
+            self.record["training"] = {"correct": correct[0], "total": len(y) * steps}
 
     def state_dict(self) -> dict[str, Any]:
         """The record so far."""
@@ -151,3 +162,19 @@ class ContinualMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue an earlier record."""
         self.record = state_dict["record"]
+
+
+@torch.no_grad()
+def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups: int) -> tuple[list[int], int]:
+    """A model's correct predictions in each group of samples, and how many predictions it makes for each sample."""
+    metric, steps = GroupAccuracy(groups).to(module.device), 1
+    precision = module.trainer.precision_plugin
+    with evaluating(module), precision.forward_context():
+        for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
+            prediction = module(precision.convert_input(part)).argmax(dim=-1)
+            if prediction.dim() > 1:
+                steps = prediction.shape[1]
+                label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
+            metric.update(prediction.flatten(), label, where)
+    counts: list[int] = metric.compute().flatten().tolist()  # torchmetrics makes one group a scalar
+    return counts, steps

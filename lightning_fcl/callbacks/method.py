@@ -101,6 +101,10 @@ class Method(Callback):
             return not turn.balanced
         return self.clients == "all" or turn.client in self.clients
 
+    def local_epochs(self, turn: Turn) -> int | None:
+        """Passes over the client's data in this round; None: as many as the strategy says."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """The method's arguments, by name."""
         plain = (bool, int, float, str, list)

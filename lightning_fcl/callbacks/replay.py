@@ -24,7 +24,8 @@ class Replay(Method):
     a client remembers never travels.
 
     Args:
-        max_size: Number of samples kept; for ``"refresh"``, of each task (experience).
+        max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
+            a `FederatedStream`). For ``"refresh"``, of each task (experience).
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
             class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
             Usmanova et al. 2021, section 5.3).
@@ -42,14 +43,17 @@ class Replay(Method):
 
     def __init__(
         self,
-        max_size: int = 200,
+        max_size: int | float = 200,  # jsonargparse takes the first type that fits: 20 is a number, 0.05 a share
         policy: Policy = "class-balanced",
         update: Literal["round", "experience"] = "experience",
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
-        if max_size < 1:
-            raise ValueError(f"Expected `max_size` to be at least 1 but got {max_size}.")
+        if max_size <= 0 or (isinstance(max_size, float) and max_size > 1):
+            raise ValueError(
+                f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
+                f"{max_size}."
+            )
         if policy not in ("reservoir", "class-balanced", "refresh"):
             raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
         if update not in ("round", "experience"):
@@ -61,6 +65,16 @@ class Replay(Method):
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """All remembered samples."""
         return (memory["x"], memory["y"]) if memory else None
+
+    def _size(self, turn: Turn) -> int:
+        if isinstance(self.max_size, int):
+            return self.max_size
+        if not turn.stream_samples:
+            raise ValueError(
+                f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
+                "`FederatedStream` tells how many samples there will be."
+            )
+        return max(1, round(self.max_size * turn.stream_samples))
 
     def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
         """In a plain Trainer, whose epochs are not planned: as many as the batch has, one window after the next."""
@@ -74,17 +88,18 @@ class Replay(Method):
         if len(data) != 2:
             raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
         x, y = data
+        size = self._size(turn)
         memory = {name: value.to(x.device) for name, value in memory.items()}
         tasks = torch.full_like(y, turn.experience)
         if self.policy == "refresh":
-            chosen = torch.randperm(len(y), generator=generator)[: self.max_size]
+            chosen = torch.randperm(len(y), generator=generator)[:size]
             kept = memory["task"] != turn.experience if memory else None
             new = {"x": x[chosen], "y": y[chosen], "task": tasks[chosen]}
             return {n: torch.cat([memory[n][kept], v]) for n, v in new.items()} if kept is not None else new
         if memory:
             x, y, tasks = (torch.cat([memory[n], v]) for n, v in (("x", x), ("y", y), ("task", tasks)))
         old = memory.get("priority", torch.empty(0))
-        chosen, priority = _select(y.cpu(), old.cpu(), self.policy, self.max_size, generator)
+        chosen, priority = _select(y.cpu(), old.cpu(), self.policy, size, generator)
         return {"x": x[chosen], "y": y[chosen], "task": tasks[chosen], "priority": priority}
 
 

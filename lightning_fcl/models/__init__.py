@@ -1,6 +1,8 @@
 """Plain ``nn.Module`` networks of the papers, one file each."""
 
+from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.mlp import MLP
+from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
 
-__all__ = ["HARCNN", "MLP"]
+__all__ = ["HARCNN", "MLP", "EchoStateNetwork", "RidgeReadout", "RidgeStatistics"]

@@ -175,7 +175,10 @@ def test_a_batch_that_is_no_list(make_task, samples, train):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_size": 0}, "Expected `max_size` to be at least 1 but got 0."),
+        (
+            {"max_size": 0},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
+        ),
         ({"policy": "best"}, 'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "best".'),
         ({"update": "never"}, 'Expected `update` to be "round" or "experience" but got "never".'),
     ],

@@ -1,0 +1,152 @@
+"""Intrinsic plasticity: reservoirs that adapt to what drives them, without labels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.callbacks.method import Method
+from lightning_fcl.clients import Turn
+from lightning_fcl.stream import FederatedStream
+from lightning_fcl.tasks.reservoir import ReservoirTask
+
+log = logging.getLogger(__name__)
+
+
+class IntrinsicPlasticity(Method):
+    """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
+
+    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the server
+    averages them; in the last one they send the statistics of the readout. Over several experiences it is FedCLIP,
+    with `Replay` or without; with one client that holds all data, IP and CLIP. In a plain Trainer all epochs of a fit
+    but the last adapt.
+
+    Args:
+        sigma: Standard deviation of the activations aimed at.
+        mu: Their mean.
+        eta: Step size.
+        local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
+        normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
+            ``eta`` must be very small: gains diverge at 0.01.
+        restart: Whether each experience begins with gain 1 and bias 0 (joint training from scratch).
+        min_gain: Gains stay at least this large; where one is driven below, a warning says so.
+
+    Raises:
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
+
+    Example:
+        >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
+        0.01
+    """
+
+    def __init__(
+        self,
+        sigma: float = 0.1,
+        mu: float = 0.0,
+        eta: float = 0.01,
+        local_epochs: int = 1,
+        normalize_grad: bool = True,
+        restart: bool = False,
+        min_gain: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Expected `{name}` to be above 0 and finite but got {value}.")
+        if local_epochs < 1:
+            raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
+        self.sigma = sigma
+        self.mu = mu
+        self.eta = eta
+        self.epochs = local_epochs
+        self.normalize_grad = normalize_grad
+        self.restart = restart
+        self.min_gain = min_gain
+        self._warned = False
+
+    def local_epochs(self, turn: Turn) -> int | None:
+        """Several passes to adapt, one for the readout."""
+        return 1 if turn.last_round else self.epochs
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a module without a reservoir."""
+        if not isinstance(pl_module, ReservoirTask):
+            raise ValueError(
+                f"Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
+                f"`{type(pl_module).__name__}`, which has no reservoir."
+            )
+        super().setup(trainer, pl_module, stage)
+        pl_module.plastic = True
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Adapt in this epoch, or leave it to the readout."""
+        super().on_train_epoch_start(trainer, pl_module)
+        assert isinstance(pl_module, ReservoirTask)
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        first, last = trainer.current_epoch == 0, trainer.current_epoch + 1 == trainer.max_epochs
+        if isinstance(stream, FederatedStream):
+            numbers = next(iter(stream.plan.experiences.values()))
+            round = trainer.current_epoch
+            first = round == 0 or numbers[round] != numbers[round - 1]
+            last = stream.turn(stream.plan.clients[0], round).last_round
+        if self.restart and first:
+            pl_module.reservoir.reset_plasticity()
+        pl_module.adapting = not last
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Move gain and bias by one step, for one client or several."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        assert isinstance(pl_module, ReservoirTask)
+        if not pl_module.adapting:
+            return
+        reservoir, cohort = pl_module.reservoir, getattr(trainer.strategy, "cohort", None)
+        if cohort is None:
+            directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
+            dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
+            gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
+            with torch.no_grad():
+                reservoir.gain.copy_(gain[0])
+                reservoir.bias.copy_(bias[0])
+            return
+        x, real = batch[0], cohort.weight > 0
+        owner = real.nonzero()[:, 0]
+        rows = reservoir.plasticity(x[real], self.mu, self.sigma, cohort.gain[owner], cohort.bias[owner])
+        active = real.any(dim=1)
+        counts = real.sum(dim=1, keepdim=True)[active]
+        sums = [torch.zeros_like(cohort.gain).index_add_(0, owner, row)[active] for row in rows]
+        moved = self.step(
+            cohort.gain[active], cohort.bias[active], sums[0] / counts, sums[1] / counts, reservoir.layers
+        )
+        cohort.gain[active], cohort.bias[active] = moved
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
+        """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
+        if self.normalize_grad:
+            dg, db = (F.normalize(d.view(len(d), layers, -1), dim=2).flatten(1) for d in (dg, db))
+        gain, bias = gain + self.eta * dg, bias + self.eta * db
+        if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
+            raise ValueError(
+                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}. "
+                "Lower `eta`, raise `sigma`, or set `normalize_grad=True`."
+            )
+        low = gain < self.min_gain
+        if low.any():
+            gain = gain.clamp(min=self.min_gain)
+            if not self._warned:
+                log.warning(
+                    "%d gains were driven below `min_gain`=%g (a unit of gain 0 is dead) and are kept there. Lower "
+                    "`eta` (%g) or raise `sigma` (%g).",
+                    int(low.sum()),
+                    self.min_gain,
+                    self.eta,
+                    self.sigma,
+                )
+            self._warned = True
+        return gain, bias

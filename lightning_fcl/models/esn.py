@@ -1,0 +1,337 @@
+"""Echo state networks: recurrent networks whose random weights are never trained (Jaeger 2001)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+# Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
+BLOCK = 64
+
+
+class EchoStateNetwork(nn.Module):
+    """A reservoir of leaky-integrator units, single or deep (De Caro et al., eq. 1; Bacciu et al. 2021, eq. 1).
+
+    ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, from ``x = 0`` at the start of every
+    sequence. The layers of a deep reservoir are stacked, each driven by the states of the one below; their states side
+    by side are the network's. ``gain`` (g) and ``bias`` (b), both of shape (N_R,), are 1 and 0 until
+    intrinsic plasticity adapts them (`lightning_fcl.callbacks.IntrinsicPlasticity`); all else stays as it was drawn.
+
+    Args:
+        in_features: Size of the input at each step.
+        units: Units of each layer; N_R is ``layers * units``.
+        layers: Layers.
+        spectral_radius: Largest absolute eigenvalue of each layer's recurrent weights, to which they are rescaled.
+        leaking_rate: Share ``a`` of the new activation in the state, above 0 and up to 1.
+        input_scaling: Input weights are uniform between minus and plus this.
+        input_connectivity: Inputs that each unit sees: a float is a share (1.0: all), an int a number.
+        recurrent_connectivity: Units of its layer that each unit sees: likewise.
+        bias_scaling: The constant input b_rec of each unit is uniform between minus and plus this.
+        washout: First steps of each sequence whose states are left out.
+        seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
+
+    Raises:
+        ValueError: If an argument is out of range, or the recurrent weights have no cycle and so no spectral radius.
+
+    Example:
+        >>> reservoir = EchoStateNetwork(3, units=50, leaking_rate=0.5, seed=0)
+        >>> reservoir(torch.zeros(2, 10, 3)).shape
+        torch.Size([2, 10, 50])
+    """
+
+    gain: nn.Parameter
+    bias: nn.Parameter
+    recurrent_bias: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        units: int = 100,
+        layers: int = 1,
+        spectral_radius: float = 0.9,
+        leaking_rate: float = 1.0,
+        input_scaling: float = 1.0,
+        input_connectivity: int | float = 1.0,  # jsonargparse takes the first type that fits
+        recurrent_connectivity: int | float = 1.0,
+        bias_scaling: float = 0.0,
+        washout: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, count, least in (
+            ("in_features", in_features, 1),
+            ("units", units, 1),
+            ("layers", layers, 1),
+            ("washout", washout, 0),
+        ):
+            if count < least:
+                raise ValueError(f"Expected `{name}` to be at least {least} but got {count}.")
+        if not 0 < leaking_rate <= 1:
+            raise ValueError(f"Expected `leaking_rate` to be above 0 and up to 1 but got {leaking_rate}.")
+        for name, scale in (("spectral_radius", spectral_radius), ("input_scaling", input_scaling)):
+            if not 0 < scale < float("inf"):
+                raise ValueError(f"Expected `{name}` to be above 0 and finite but got {scale}.")
+        if not 0 <= bias_scaling < float("inf"):
+            raise ValueError(f"Expected `bias_scaling` to be at least 0 and finite but got {bias_scaling}.")
+        self.in_features = in_features
+        self.units = units
+        self.layers = layers
+        self.leaking_rate = leaking_rate
+        self.washout = washout
+        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        for layer in range(layers):
+            inputs = in_features if layer == 0 else units
+            drive = torch.rand(units, inputs, generator=generator) * 2 - 1
+            drive *= input_scaling * _mask(units, inputs, input_connectivity, "input_connectivity", generator)
+            recurrent = torch.randn(units, units, generator=generator)
+            recurrent *= _mask(units, units, recurrent_connectivity, "recurrent_connectivity", generator)
+            self.register_buffer(f"input_weight_{layer}", drive)
+            self.register_buffer(f"recurrent_weight_{layer}", _rescaled(recurrent, spectral_radius))
+        noise = torch.rand(self.features, generator=generator) * 2 - 1
+        self.register_buffer("recurrent_bias", bias_scaling * noise)
+        self.gain = nn.Parameter(torch.ones(self.features))
+        self.bias = nn.Parameter(torch.zeros(self.features))
+
+    @property
+    def features(self) -> int:
+        """N_R: the size of the state, all layers together."""
+        return self.layers * self.units
+
+    def reset_plasticity(self) -> None:
+        """Set gain to 1 and bias to 0 again."""
+        with torch.no_grad():
+            self.gain.fill_(1)
+            self.bias.zero_()
+
+    def tag(self) -> int:
+        """A number that stands for these very weights, gain and bias: states of other reservoirs do not fit to it."""
+        digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
+        for value in self.state_dict().values():
+            digest.update(value.detach().cpu().numpy().tobytes())
+        return int.from_bytes(digest.digest()[:7], "little")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features).
+
+        Raises:
+            ValueError: If the input has the wrong shape, is not finite, or is no longer than the washout.
+        """
+        return torch.cat(list(self.blocks(x))).transpose(0, 1)
+
+    @torch.no_grad()
+    def blocks(self, x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
+        """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
+
+        Nothing but the current block is held.
+
+        Args:
+            x: Inputs, shape (batch, time, in_features).
+            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
+            bias: Biases, likewise.
+
+        Raises:
+            ValueError: As `forward` does.
+        """
+        x = self.checked(x)
+        gain = self.gain if gain is None else gain
+        bias = self.bias if bias is None else bias
+        weights = [self._effective(layer, gain, bias) for layer in range(self.layers)]
+        states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
+        for start in range(0, x.shape[1], BLOCK):
+            drive = x[:, start : start + BLOCK].transpose(0, 1)
+            outputs = []
+            for layer, effective in enumerate(weights):
+                drive, states[layer] = self._run(effective, drive, states[layer])
+                outputs.append(drive)
+            if start + len(drive) > self.washout:
+                whole = outputs[0] if self.layers == 1 else torch.cat(outputs, dim=-1)
+                yield whole[max(0, self.washout - start) :]
+
+    def _effective(
+        self, layer: int, gain: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """A layer's weights with gain and bias worked in; per-sequence gains cannot be, and come along."""
+        part = slice(layer * self.units, (layer + 1) * self.units)
+        drive, recurrent = self.weights(layer)
+        g, b, constant = gain[..., part], bias[..., part], self.recurrent_bias[part]
+        if g.dim() == 1:
+            return g[:, None] * drive, g[:, None] * recurrent, b + g * constant, g, None
+        return drive, recurrent, b + g * constant, g, g
+
+    def weights(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's input weights, shape (units, inputs), and recurrent weights, shape (units, units)."""
+        return getattr(self, f"input_weight_{layer}"), getattr(self, f"recurrent_weight_{layer}")
+
+    def _run(
+        self, effective: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], u: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """States of one layer over a block of inputs (steps, batch, inputs), in place of its activations."""
+        w_in, w, constant, _, gain = effective
+        flat = u.reshape(-1, u.shape[-1])
+        if gain is None:
+            out = torch.addmm(constant, flat, w_in.t()).view(*u.shape[:2], -1)
+        else:
+            out = (flat @ w_in.t()).view(*u.shape[:2], -1).mul_(gain).add_(constant)
+            product = torch.empty_like(state)
+        transposed, leak = w.t(), self.leaking_rate
+        for step in out.unbind(0):
+            if gain is None:
+                step.addmm_(state, transposed).tanh_()
+            else:
+                step.addcmul_(torch.mm(state, transposed, out=product), gain).tanh_()
+            if leak != 1:
+                torch.lerp(state, step, leak, out=step)
+            state = step
+        return out, state.clone()
+
+    @torch.no_grad()
+    def plasticity(
+        self,
+        x: Tensor,
+        mu: float,
+        sigma: float,
+        gain: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Each sequence's descent direction of KL(activations || N(mu, sigma)) (Schrauwen et al. 2008).
+
+        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed,
+        ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro
+        et al., eq. 4, with what is lost in its printed form.
+
+        Args:
+            x: Inputs, shape (batch, time, in_features).
+            mu: Mean of the target distribution.
+            sigma: Its standard deviation.
+            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
+            bias: Biases, likewise.
+
+        Returns:
+            The directions of gain and bias, both of shape (batch, N_R), without a step size.
+        """
+        x = self.checked(x)
+        gain = self.gain.detach() if gain is None else gain
+        bias = self.bias.detach() if bias is None else bias
+        directions = [(x.new_zeros(len(x), self.units), x.new_zeros(len(x), self.units)) for _ in range(self.layers)]
+        states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
+        for start in range(0, x.shape[1], BLOCK):
+            drive = x[:, start : start + BLOCK].transpose(0, 1)
+            for layer in range(self.layers):
+                part = slice(layer * self.units, (layer + 1) * self.units)
+                g, b = gain[..., part], bias[..., part]
+                net, h, drive, states[layer] = self._activations(layer, g, b, drive, states[layer])
+                kept = max(0, self.washout - start)
+                net, h = net[kept:], h[kept:]
+                variance = sigma**2
+                shift = h.square().neg_().add_(1 + 2 * variance)
+                if mu:
+                    shift.add_(h, alpha=mu)
+                db = shift.mul_(h).sub_(mu).div_(-variance)
+                directions[layer][0].add_((net * db).sum(dim=0) + len(h) / g)
+                directions[layer][1].add_(db.sum(dim=0))
+        dg, db = (torch.cat(columns, dim=-1) for columns in zip(*directions, strict=True))
+        return dg, db
+
+    def _activations(
+        self, layer: int, gain: Tensor, bias: Tensor, u: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Over a block: each unit's input, its activation, and the states; then the last state."""
+        w_in, w = self.weights(layer)
+        part = slice(layer * self.units, (layer + 1) * self.units)
+        constant = self.recurrent_bias[part]
+        net = torch.addmm(constant, u.reshape(-1, u.shape[-1]), w_in.t()).view(*u.shape[:2], -1)
+        h, states = torch.empty_like(net), torch.empty_like(net)
+        transposed = w.t()
+        for t in range(len(net)):
+            net[t].addmm_(state, transposed)
+            torch.addcmul(bias, net[t], gain, out=h[t]).tanh_()
+            state = torch.lerp(state, h[t], self.leaking_rate, out=states[t])
+        return net, h, states, state.clone()
+
+    def checked(self, x: Tensor) -> Tensor:
+        """The input in the reservoir's precision, if it is one.
+
+        Raises:
+            ValueError: As `forward` does.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}. Set the "
+                "reservoir's `in_features` to the data's number of features, and put time before features."
+            )
+        if x.shape[1] <= self.washout:
+            raise ValueError(
+                f"Expected sequences longer than the washout of {self.washout} steps but got {x.shape[1]} steps. Lower "
+                "`washout` or cut longer sequences."
+            )
+        x = x.to(self.gain.dtype)
+        if not torch.isfinite(x.sum()):
+            bad = (~torch.isfinite(x)).flatten(1).any(dim=1).nonzero().flatten()
+            if len(bad):  # a sum of finite numbers may overflow
+                raise ValueError(
+                    f"Expected finite sequences but {len(bad)} of {len(x)} hold NaN or infinite values, the first of "
+                    f"them number {int(bad[0])} of the batch. Mend or drop these sequences."
+                )
+        return x
+
+    def baked(self) -> EchoStateNetwork:
+        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal.
+
+        Example:
+            >>> reservoir = EchoStateNetwork(1, units=2, seed=0).requires_grad_(False)
+            >>> reservoir.gain += 0.5
+            >>> x = torch.ones(1, 3, 1)
+            >>> torch.allclose(reservoir(x), reservoir.baked()(x))
+            True
+        """
+        other = EchoStateNetwork(self.in_features, self.units, self.layers, washout=self.washout, seed=0)
+        other = other.to(self.gain.device, self.gain.dtype)
+        other.leaking_rate = self.leaking_rate
+        with torch.no_grad():
+            for layer in range(self.layers):
+                drive, recurrent, _, _, _ = self._effective(layer, self.gain, self.bias)
+                for target, value in zip(other.weights(layer), (drive, recurrent), strict=True):
+                    target.copy_(value)
+            other.recurrent_bias.copy_(self.bias + self.gain * self.recurrent_bias)
+        return other
+
+    def spectral_radii(self) -> list[float]:
+        """The spectral radius of each layer's recurrent weights with the gains worked in; plasticity lets it drift."""
+        with torch.no_grad():
+            effective = [self._effective(layer, self.gain, self.bias)[1] for layer in range(self.layers)]
+        return [_radius(weight) for weight in effective]
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
+
+
+def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:
+    """Which columns each row sees: the same number in every row, drawn at random."""
+    count = max(1, round(connectivity * columns)) if isinstance(connectivity, float) else connectivity
+    if connectivity <= 0 or not 1 <= count <= columns or (isinstance(connectivity, float) and connectivity > 1):
+        raise ValueError(
+            f"Expected `{name}` to be a share above 0 and up to 1.0, or a number between 1 and {columns}, but got "
+            f"{connectivity}."
+        )
+    if count == columns:
+        return torch.ones(rows, columns)
+    chosen = torch.rand(rows, columns, generator=generator).argsort(dim=1)[:, :count]
+    return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
+
+
+def _radius(weight: Tensor) -> float:
+    return float(torch.linalg.eigvals(weight.double()).abs().max())
+
+
+def _rescaled(weight: Tensor, radius: float) -> Tensor:
+    current = _radius(weight)
+    if current < 1e-9:
+        raise ValueError(
+            "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have "
+            "none. Raise `recurrent_connectivity` or `units`, or take another `seed`."
+        )
+    return (weight.double() * (radius / current)).to(weight.dtype)

@@ -1,0 +1,256 @@
+"""Ridge regression from sums: a linear readout that is trained in one pass, merged, and unlearned exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+# Rows that are turned to double precision at once: they stay in the cache until they are multiplied.
+PIECE = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class RidgeStatistics:
+    """What a readout must know of its data: ``A = Y S^T``, ``B = S S^T`` and the number of samples.
+
+    Bacciu et al. 2021, eq. 6-9 and 11-12, with the regulariser left out: it is added once, in the solution. Two of them
+    add up to those of their data together, and one can be taken away again.
+
+    Args:
+        A: Shape (outputs, features), float64.
+        B: Shape (features, features), or its upper triangle, row by row: (features * (features + 1) / 2,); float64.
+        n: Number of samples.
+        tag: Number of the reservoir whose states they are (`EchoStateNetwork.tag`).
+
+    Raises:
+        ValueError: On adding or taking away statistics of another reservoir or shape.
+
+    Example:
+        >>> one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), n=3, tag=7)
+        >>> (one + one).n, (one + one - one).n
+        (6, 3)
+    """
+
+    A: Tensor
+    B: Tensor
+    n: int
+    tag: int
+
+    def __add__(self, other: RidgeStatistics) -> RidgeStatistics:
+        self._check(other)
+        return RidgeStatistics(self.A + other.A, self.B + other.B, self.n + other.n, self.tag)
+
+    def __sub__(self, other: RidgeStatistics) -> RidgeStatistics:
+        self._check(other)
+        if other.n > self.n:
+            raise ValueError(
+                f"Expected statistics of at most {self.n} samples to take away but got {other.n}, never added."
+            )
+        return RidgeStatistics(self.A - other.A, self.B - other.B, self.n - other.n, self.tag)
+
+    def _check(self, other: RidgeStatistics) -> None:
+        if self.tag != other.tag:
+            raise ValueError(
+                f"Expected statistics of the reservoir {self.tag:x} but got those of {other.tag:x}: other weights, "
+                "gain or bias. Compute them again with this reservoir."
+            )
+        if self.A.shape != other.A.shape or self.B.shape != other.B.shape:
+            raise ValueError(
+                f"Expected A and B of shapes {tuple(self.A.shape)} and {tuple(self.B.shape)} but got "
+                f"{tuple(other.A.shape)} and {tuple(other.B.shape)}."
+            )
+
+
+class RidgeReadout(nn.Module):
+    """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al. 2021, eq. 10).
+
+    Args:
+        in_features: Size of the states, N_R.
+        out_features: Size of the outputs, N_Y.
+        beta: Regulariser, above or equal 0. It is no part of the statistics: added to each client's B, as in the
+            paper's eq. 7 and 9, it would count once per client.
+        symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
+
+    Raises:
+        ValueError: If ``beta`` is below 0.
+
+    Example:
+        >>> readout = RidgeReadout(2, 1, beta=0.0)
+        >>> states = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+        >>> readout.partial_fit(states, targets=states @ torch.tensor([[2.0], [3.0]]))
+        >>> readout.solve()
+        >>> [[round(value, 6) for value in row] for row in readout.weight.tolist()]
+        [[2.0, 3.0]]
+    """
+
+    A: Tensor
+    B: Tensor
+    n: Tensor
+    tag: Tensor
+    weight: Tensor
+
+    def __init__(self, in_features: int, out_features: int, beta: float = 1e-3, symmetric: bool = False) -> None:
+        super().__init__()
+        if not 0 <= beta < float("inf"):
+            raise ValueError(f"Expected `beta` to be at least 0 and finite but got {beta}.")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.beta = beta
+        self.symmetric = symmetric
+        size = (in_features * (in_features + 1) // 2,) if symmetric else (in_features, in_features)
+        self.register_buffer("A", torch.zeros(out_features, in_features, dtype=torch.float64))
+        self.register_buffer("B", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("n", torch.zeros((), dtype=torch.long))
+        self.register_buffer("tag", torch.zeros((), dtype=torch.long))
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.float64))
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        """Follow the module to another device, but stay in double precision."""
+        wide = {name: getattr(self, name) for name in ("A", "B", "weight")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in wide.items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Outputs of shape (..., out_features), float64, from states of shape (..., in_features)."""
+        return states.double() @ self.weight.t()
+
+    @property
+    def statistics(self) -> RidgeStatistics:
+        """A copy of what has been added up so far."""
+        return RidgeStatistics(self.A.clone(), self.B.clone(), int(self.n), int(self.tag))
+
+    def reset(self, tag: int = 0) -> None:
+        """Forget all statistics, to begin with those of another reservoir; the weights stay until the next `solve`."""
+        for value in (self.A, self.B, self.n):
+            value.zero_()
+        self.tag.fill_(tag)
+
+    def partial_fit(self, states: Tensor, targets: Tensor) -> None:
+        """Add samples: states of shape (n, in_features) and targets of shape (n, out_features)."""
+        accumulate(self.A, self.B, states, targets)
+        self.n += len(states)
+
+    def merge(self, statistics: RidgeStatistics) -> None:
+        """Add another's statistics.
+
+        Raises:
+            ValueError: If they are another reservoir's, or of another shape.
+        """
+        self._take(self.statistics + statistics)
+
+    def remove(self, statistics: RidgeStatistics) -> None:
+        """Take statistics away that were added before: unlearning.
+
+        Raises:
+            ValueError: As `merge` does, or if they are of more samples than there are.
+        """
+        self._take(self.statistics - statistics)
+
+    def _take(self, statistics: RidgeStatistics) -> None:
+        self.A.copy_(statistics.A)
+        self.B.copy_(statistics.B)
+        self.n.fill_(statistics.n)
+
+    def solve(self) -> None:
+        """Set the weights from the statistics."""
+        self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
+
+    def solutions(self, betas: Sequence[float]) -> Tensor:
+        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
+        values, vectors = torch.linalg.eigh(square(self.B, self.in_features))
+        projected = self.A @ vectors
+        scales = values.clamp(min=0) + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
+        inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
+        weights: Tensor = (projected * inverse[:, None, :]) @ vectors.t()
+        return weights
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        return f"{self.in_features}, {self.out_features}, beta={self.beta}, symmetric={self.symmetric}"
+
+
+def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
+    """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision.
+
+    Args:
+        a: Shape (outputs, features), float64.
+        b: Shape (features, features), or packed (features * (features + 1) / 2,), float64.
+        states: Shape (n, features).
+        targets: Shape (n, outputs).
+
+    Example:
+        >>> a, b = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+        >>> accumulate(a, b, torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
+        >>> a.tolist(), b.tolist()
+        ([[3.0, 6.0]], [1.0, 2.0, 4.0])
+    """
+    full = b if b.dim() == 2 else torch.zeros(states.shape[1], states.shape[1], dtype=b.dtype, device=b.device)
+    for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
+        wide = part.double()
+        full.addmm_(wide.t(), wide)
+        a.addmm_(wanted.double().t(), wide)
+    if full is not b:
+        rows, columns = torch.triu_indices(*full.shape, device=b.device)
+        b += full[rows, columns]
+
+
+def square(b: Tensor, size: int) -> Tensor:
+    """A symmetric matrix from its packed upper triangle; a square one is returned as it is.
+
+    Example:
+        >>> square(torch.tensor([1.0, 2.0, 4.0]), size=2).tolist()
+        [[1.0, 2.0], [2.0, 4.0]]
+    """
+    if b.dim() == 2:
+        return b
+    full = b.new_zeros(size, size)
+    rows, columns = torch.triu_indices(size, size, device=b.device)
+    full[rows, columns] = b
+    full[columns, rows] = b
+    return full
+
+
+def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """``a (b + beta I)^-1`` in double precision, by Cholesky; by eigenvalues where that is not possible.
+
+    Args:
+        a: Shape (outputs, features).
+        b: Shape (features, features), symmetric, positive semi-definite.
+        beta: Regulariser.
+
+    Raises:
+        ValueError: If a number is not finite.
+
+    Example:
+        >>> solve(torch.tensor([[2.0, 8.0]]), torch.diag(torch.tensor([0.0, 3.0])), beta=1.0)
+        tensor([[2., 2.]], dtype=torch.float64)
+    """
+    a, b = a.double(), b.double()
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ValueError("Expected finite statistics but they hold NaN or infinite values. Leave out whose they are.")
+    shifted = b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device)
+    factor, failed = torch.linalg.cholesky_ex(shifted)
+    if not failed:
+        return torch.cholesky_solve(a.t(), factor).t()
+    log.warning(
+        "B + beta I is not positive definite (beta = %g): solved by eigenvalues, the smallest of them left out. Raise "
+        "`beta` to have one solution only.",
+        beta,
+    )
+    values, vectors = torch.linalg.eigh(shifted)
+    inverse = torch.where(values > _cut_off(values), 1 / values, 0.0)
+    weight: Tensor = (a @ vectors * inverse) @ vectors.t()
+    return weight
+
+
+def _cut_off(values: Tensor) -> Tensor:
+    """Below it an eigenvalue is nothing but rounding errors."""
+    return values.abs().max() * len(values) * torch.finfo(values.dtype).eps

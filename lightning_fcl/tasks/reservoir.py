@@ -1,0 +1,499 @@
+"""Reservoir tasks: a random recurrent network and a readout that is solved, not descended to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fcl.aggregation import State, entries
+from lightning_fcl.clients import Turn
+from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.models.ridge import RidgeReadout, accumulate, solve, square
+
+log = logging.getLogger(__name__)
+
+Features = Literal["steps", "last", "mean"]
+Share = Literal["statistics", "weights"]
+
+# Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
+COHORT_BYTES = 128 * 2**20
+
+
+class ReservoirTask(L.LightningModule):
+    """An echo state network with a ridge readout: local training is one pass that adds up statistics.
+
+    In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
+    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. Rounds with new data
+    or new clients are added without looking at the old ones again; the same data in two rounds count twice. With
+    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain Trainer
+    the last epoch of each fit adds its data.
+
+    `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before.
+
+    What (A, B) reveals: of a client with fewer samples than the reservoir has units, the span of its states, and of one
+    with a single sample that sample itself. Hence ``min_samples``; adding up under secure aggregation is the remedy.
+
+    Args:
+        reservoir: The network whose states the readout sees.
+        outputs: Size of the output.
+        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round
+            (all of them from one eigendecomposition).
+        readout: What the readout sees: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
+            ``"mean"``.
+        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
+        symmetric: Whether only one half of B is kept and sent.
+        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        reservoir: EchoStateNetwork,
+        outputs: int,
+        beta: float | list[float] = 1e-3,
+        readout: Features = "steps",
+        share: Share = "statistics",
+        symmetric: bool = False,
+        min_samples: int | None = None,
+    ) -> None:
+        super().__init__()
+        if readout not in ("steps", "last", "mean"):
+            raise ValueError(f'Expected `readout` to be "steps", "last" or "mean" but got "{readout}".')
+        if share not in ("statistics", "weights"):
+            raise ValueError(f'Expected `share` to be "statistics" or "weights" but got "{share}".')
+        if outputs < 1:
+            raise ValueError(f"Expected the number of outputs to be at least 1 but got {outputs}.")
+        self.betas = [beta] if isinstance(beta, int | float) else list(beta)
+        if not self.betas:
+            raise ValueError("Expected `beta` to be a number or several but got an empty list.")
+        self.automatic_optimization = False
+        self.reservoir = reservoir
+        self.readout = RidgeReadout(reservoir.features, outputs, self.betas[0], symmetric)
+        for beta in self.betas[1:]:
+            RidgeReadout(1, 1, beta)  # refuses what is no regulariser
+        self.features = readout
+        self.share = share
+        self.min_samples = reservoir.features if min_samples is None else min_samples
+        self.adapting = False
+        self.plastic = False
+        self._warned: set[str] = set()
+
+    @property
+    def reductions(self) -> dict[str, str]:
+        """What travels in the round at hand: gain and bias while the reservoir is adapted, else the readout's part."""
+        own = "sum" if self.share == "statistics" else "none"
+        solved = "download" if self.share == "statistics" else "mean"
+        return {
+            "*": "fixed",
+            "reservoir.gain": "mean" if self.adapting else "download" if self.plastic else "fixed",
+            "reservoir.bias": "mean" if self.adapting else "download" if self.plastic else "fixed",
+            **dict.fromkeys(("readout.A", "readout.B", "readout.n"), "fixed" if self.adapting else own),
+            "readout.tag": "none" if own == "none" and not self.adapting else "fixed",
+            "readout.weight": "fixed" if self.adapting else solved,
+        }
+
+    # What becomes of a batch.
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of sequences of shape (batch, time, features): (batch, steps, outputs), or (batch, outputs)."""
+        outputs = torch.cat([self.readout(states) for states in self.pooled(x)])
+        return outputs.transpose(0, 1) if self.features == "steps" else outputs[0]
+
+    def pooled(self, x: Tensor) -> Iterator[Tensor]:
+        """What the readout sees: blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R)."""
+        blocks = self.reservoir.blocks(x)
+        if self.features == "steps":
+            yield from blocks
+        elif self.features == "last":
+            for block in blocks:
+                last = block[-1:]
+            yield last
+        else:
+            sums, steps = [], 0
+            for block in blocks:
+                sums.append(block.sum(dim=0, dtype=torch.float64))
+                steps += len(block)
+            yield torch.stack(sums).sum(dim=0, keepdim=True) / steps
+
+    def targets(self, y: Tensor) -> Tensor:
+        """What the readout should say: (batch, outputs), or (batch, time, outputs) for labels of every step."""
+        raise NotImplementedError
+
+    def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the readout sees and should say: (steps, batch, N_R) and (steps, batch, outputs), block after block."""
+        targets = self.targets(y)
+        per_step = targets.dim() == 3
+        if per_step and self.features == "mean":
+            raise ValueError('Expected a label for each sequence with `readout="mean"` but got one for each step.')
+        if per_step and self.features == "last":
+            targets, per_step = targets[:, -1], False
+        start = self.reservoir.washout
+        for states in self.pooled(x):
+            if per_step:
+                yield states, targets[:, start : start + len(states)].transpose(0, 1)
+            else:
+                yield states, targets.expand(len(states), *targets.shape)
+            start += len(states)
+
+    def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Add several clients' sequences to their statistics.
+
+        Args:
+            a: A of each client, shape (clients, outputs, N_R).
+            b: B of each client: (clients, N_R, N_R), or packed.
+            x: All sequences, client after client: (batch, time, features).
+            y: Their labels.
+            sizes: How many sequences each client has.
+
+        Returns:
+            The number of samples (steps, or sequences) of each client.
+        """
+        samples = 0
+        for states, wanted in self.pairs(x, y):
+            samples += len(states)
+            parts = zip(*(torch.split(values, list(sizes), dim=1) for values in (states, wanted)), strict=True)
+            for row, (mine, said) in enumerate(parts):
+                if mine.numel():
+                    accumulate(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
+        return [samples * size for size in sizes]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the statistics, in a plain Trainer's last epoch."""
+        trainer, plain = self.trainer, self._plain()
+        if not self.adapting and not (plain and trainer.current_epoch + 1 != trainer.max_epochs):
+            x, y = batch
+            self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
+        self.count_step()
+
+    def count_step(self) -> None:
+        """Move nothing, as no gradient is there: Lightning's checkpoints count optimizer steps."""
+        self.optimizers().step()  # type: ignore[union-attr]
+
+    def on_train_start(self) -> None:
+        """Refuse to count data more than once."""
+        epochs = getattr(self.trainer.strategy, "local_epochs", 1)
+        if epochs != 1:
+            raise ValueError(
+                f"Expected the strategy's `local_epochs` to be 1 for a `{type(self).__name__}`, whose readout takes "
+                f"one pass, but got {epochs}. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
+            )
+
+    def on_train_epoch_start(self) -> None:
+        """Begin anew with the statistics if they are another reservoir's."""
+        if self.adapting:
+            return
+        tag = self.reservoir.tag()
+        if int(self.readout.tag) != tag:
+            self.readout.reset(tag)
+
+    def on_train_epoch_end(self) -> None:
+        """Solve, in a plain Trainer; in a federation that is done when the round is aggregated."""
+        if self._plain() and not self.adapting and self.trainer.current_epoch + 1 == self.trainer.max_epochs:
+            self.on_after_aggregation()
+
+    def _plain(self) -> bool:
+        from lightning_fcl.strategy import FederatedStrategy
+
+        return not isinstance(self.trainer.strategy, FederatedStrategy)
+
+    def on_after_aggregation(self) -> None:
+        """Solve for the server's readout from the sums."""
+        if self.adapting or self.share == "weights":
+            return
+        if len(self.betas) > 1:
+            self._choose_beta()
+        else:
+            self.readout.solve()
+
+    @torch.no_grad()
+    def _choose_beta(self) -> None:
+        """Take the regulariser whose readout is right most often on the validation samples."""
+        loader: Any = self.trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+        if not loader:
+            raise ValueError(
+                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
+                "has none. Set the stream's `validation`, or one `beta`."
+            )
+        solutions = self.readout.solutions(self.betas)
+        right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
+        for x, y in loader:
+            for states, wanted in self.pairs(x.to(self.device), y.to(self.device)):
+                outputs = states.double() @ solutions.flatten(0, 1).t()
+                right += self.score(outputs.view(*outputs.shape[:-1], *solutions.shape[:2]), wanted)
+        best = int(right.argmax())
+        self.readout.beta = self.betas[best]
+        self.readout.weight.copy_(solutions[best])
+
+    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+        """How good each readout is, the more the better: outputs (..., readouts, outputs), wanted (..., outputs)."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Optimizer:
+        """One that moves nothing. See `count_step`."""
+        return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
+
+    # What a federation asks for.
+
+    def clients_at_once(self) -> int:
+        """How many clients to run side by side: their statistics are held together."""
+        return int(max(1, min(256, COHORT_BYTES // self.readout.B.nbytes)))
+
+    @property
+    def local_models(self) -> bool:
+        """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
+        return self.share == "weights" and not self.adapting
+
+    def check_federation(self, methods: Sequence[Any]) -> None:
+        """Refuse what a federation of reservoirs would pass over in silence.
+
+        Raises:
+            ValueError: If a method adds to a loss, or a subclass has its own training step.
+        """
+        shaping = [type(method).__name__ for method in methods if method.shapes_loss]
+        if shaping:
+            raise ValueError(
+                f"Expected no `{shaping[0]}` with a `{type(self).__name__}`: it adds to a loss, and a reservoir is "
+                "trained without one. Remove it."
+            )
+        if type(self).training_step is not ReservoirTask.training_step:
+            raise ValueError(
+                f"Expected `{type(self).__name__}` not to override `training_step`: in a federation clients run "
+                "through the reservoir side by side. Override `pairs` or `targets` instead."
+            )
+
+    def make_cohort(self, received: Sequence[State], turns: Sequence[Turn]) -> ReservoirCohort:
+        """Clients that run through the reservoir together."""
+        return ReservoirCohort(self, received, turns)
+
+    def warn_of_few(self, client: str, samples: int) -> None:
+        """Warn, once for each client, of statistics that may reveal their data."""
+        if samples < self.min_samples and client not in self._warned:
+            self._warned.add(client)
+            log.warning(
+                "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. Wait "
+                "for more, or add them up under secure aggregation.",
+                client,
+                samples,
+                self.min_samples,
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the regulariser that was chosen."""
+        checkpoint["beta"] = self.readout.beta
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the regulariser that was chosen."""
+        self.readout.beta = checkpoint.get("beta", self.readout.beta)
+
+
+class ReservoirCohort:
+    """Several clients in one run through the reservoir: they share its weights, and each has its own gain and bias.
+
+    Args:
+        module: The task.
+        received: The state that each client starts from.
+        turns: The clients' parts in the round.
+    """
+
+    def __init__(self, module: ReservoirTask, received: Sequence[State], turns: Sequence[Turn]) -> None:
+        self.module = module
+        self.received = received
+        self.turns = turns
+        self.weight = torch.empty(0)  # of the batch at hand: see `Slot`
+        clients = len(received)
+        first = received[0]
+        if module.adapting:
+            self.gain, self.bias = (
+                torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")
+            )
+        else:
+            self.a, self.b = (self._own(name, first[f"readout.{name}"]) for name in ("A", "B"))
+            self.n = [self._earlier(state) for state in received]
+        self.clients = clients
+
+    def _own(self, name: str, server: Tensor) -> Tensor:
+        """Where each client's statistics are added up: from nothing, or from its own earlier ones."""
+        started = torch.zeros(len(self.received), *server.shape, dtype=server.dtype, device=server.device)
+        for row, state in enumerate(self.received):
+            if self._earlier(state):
+                started[row] = state[f"readout.{name}"]
+        return started
+
+    def _earlier(self, state: State) -> int:
+        """Samples of a client's own earlier statistics, where these stay with the client and fit the reservoir."""
+        same = self.module.share == "weights" and torch.equal(state["readout.tag"], self.module.readout.tag)
+        return int(state["readout.n"]) if same else 0
+
+    def training_step(self, batch: Any) -> None:
+        """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
+        if not self.module.adapting:
+            x, y = batch
+            real = self.weight > 0
+            added = self.module.add(self.a, self.b, x[real], y[real], real.sum(dim=1).tolist())
+            self.n = [before + new for before, new in zip(self.n, added, strict=True)]
+        self.module.count_step()
+
+    def states(self) -> State:
+        """The clients' states, every entry of shape (clients, ...)."""
+        module = self.module
+        stacked = {name: value.expand(self.clients, *value.shape) for name, value in entries(module).items()}
+        if module.adapting:
+            return {**stacked, "reservoir.gain": self.gain, "reservoir.bias": self.bias}
+        for turn, n in zip(self.turns, self.n, strict=True):
+            if module.share == "statistics":
+                module.warn_of_few(turn.client, n)
+        stacked |= {"readout.A": self.a, "readout.B": self.b, "readout.n": torch.tensor(self.n, device=self.a.device)}
+        if module.share == "weights":
+            solved = [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in zip(self.a, self.b, strict=True)]
+            stacked["readout.weight"] = torch.stack(solved)
+        return stacked
+
+
+class ReservoirClassifier(ReservoirTask):
+    """Classification of sequences: one-hot targets, the largest output wins.
+
+    Args:
+        reservoir: The network whose states the readout sees.
+        num_classes: Number of classes.
+        targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
+        beta: See `ReservoirTask`; and all else.
+        readout: What the readout sees.
+        share: What a client sends.
+        symmetric: Whether only one half of B is kept and sent.
+        min_samples: Clients whose statistics are of fewer samples are warned of.
+
+    Raises:
+        ValueError: If an argument is out of range, or, in a step, a label is.
+
+    Example:
+        >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
+        >>> task(torch.zeros(5, 10, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        reservoir: EchoStateNetwork,
+        num_classes: int,
+        beta: float | list[float] = 1e-3,
+        readout: Features = "steps",
+        share: Share = "statistics",
+        targets: Literal["0/1", "-1/1"] = "0/1",
+        symmetric: bool = False,
+        min_samples: int | None = None,
+    ) -> None:
+        super().__init__(reservoir, num_classes, beta, readout, share, symmetric, min_samples)
+        if targets not in ("0/1", "-1/1"):
+            raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
+        self.num_classes = num_classes
+        self.signed = targets == "-1/1"
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def targets(self, y: Tensor) -> Tensor:
+        """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
+            wrong = y[(y < 0) | (y >= self.num_classes)][0]
+            raise ValueError(
+                f"Expected labels between 0 and {self.num_classes - 1} but got {int(wrong)}. Set `num_classes` to the "
+                "data's number of classes."
+            )
+        one_hot = F.one_hot(y.long(), self.num_classes).double()
+        return one_hot * 2 - 1 if self.signed else one_hot
+
+    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+        """Number of right answers of each readout."""
+        right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
+        return right.double().flatten(0, -2).sum(dim=0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the accuracy."""
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the accuracy."""
+        self._evaluate(batch, "test", self.test_accuracy)
+
+    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
+        x, y = batch
+        prediction = self(x).argmax(dim=-1)
+        metric(prediction, y if y.dim() == prediction.dim() else y[:, None].expand_as(prediction))
+        self.log(f"{stage}/accuracy", metric, batch_size=len(y))
+
+
+class ReservoirRegressor(ReservoirTask):
+    """Regression from sequences: targets of shape (batch, outputs), or (batch, time, outputs) for every step.
+
+    Args:
+        reservoir: The network whose states the readout sees.
+        outputs: Size of the target.
+        beta: See `ReservoirTask`; and all else.
+        readout: What the readout sees.
+        share: What a client sends.
+        symmetric: Whether only one half of B is kept and sent.
+        min_samples: Clients whose statistics are of fewer samples are warned of.
+
+    Example:
+        >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), outputs=1)
+        >>> task(torch.zeros(5, 10, 1)).shape
+        torch.Size([5, 10, 1])
+    """
+
+    def __init__(
+        self,
+        reservoir: EchoStateNetwork,
+        outputs: int,
+        beta: float | list[float] = 1e-3,
+        readout: Features = "steps",
+        share: Share = "statistics",
+        symmetric: bool = False,
+        min_samples: int | None = None,
+    ) -> None:
+        super().__init__(reservoir, outputs, beta, readout, share, symmetric, min_samples)
+        self.val_error = MeanSquaredError()
+        self.test_error = MeanSquaredError()
+
+    def targets(self, y: Tensor) -> Tensor:
+        """The targets as they are.
+
+        Raises:
+            ValueError: If they are not finite, or not of the output's size.
+        """
+        if y.dim() not in (2, 3) or y.shape[-1] != self.readout.out_features:
+            raise ValueError(
+                f"Expected targets of shape (batch, {self.readout.out_features}), or (batch, time, "
+                f"{self.readout.out_features}), but got {tuple(y.shape)}. Set `outputs` to the target's size."
+            )
+        if not torch.isfinite(y).all():
+            raise ValueError("Expected finite targets but got NaN or infinite values. Mend or drop these sequences.")
+        return y.double()
+
+    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
+        """Minus the squared error of each readout."""
+        return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the squared error."""
+        self._evaluate(batch, "val", self.val_error)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the squared error."""
+        self._evaluate(batch, "test", self.test_error)
+
+    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
+        x, y = batch
+        output = self(x)
+        wanted = y if y.dim() == output.dim() else y[:, None].expand_as(output)
+        metric(output.float().contiguous(), wanted[:, -output.shape[1] :].float().contiguous())
+        self.log(f"{stage}/error", metric, batch_size=len(y))
