@@ -231,8 +231,8 @@ class FederatedStream(L.LightningDataModule):
             if missing:
                 among = ", ".join(sorted(set(present)))
                 raise ValueError(f"Expected `{name}` to be among the owners {among} but got {', '.join(missing)}.")
-            chosen = np.isin(present, wanted)
-            return indices[~chosen], indices[chosen]
+            among_them = np.isin(present, wanted)
+            return indices[~among_them], indices[among_them]
         if what == "official":
             if arrays.official_test is None:
                 raise ValueError(f'Expected `test` to be a fraction but got "official", which {self.data} has not.')
