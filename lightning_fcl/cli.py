@@ -77,12 +77,17 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
+            if config["max_epochs"] is None:
+                kwargs["max_epochs"] = -1  # as many as the stream has: see `before_fit`
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def before_fit(self) -> None:
-        """Note when the fit began."""
+        """Train for all rounds of the stream where the recipe does not say; note when the fit began."""
+        if self.config["fit"]["trainer"]["max_epochs"] is None:
+            self.datamodule.setup("fit")
+            self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds  # type: ignore[attr-defined]
         self._began = time.monotonic()
 
     def after_fit(self) -> None:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -58,18 +59,41 @@ def recipes_folder() -> Path:
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
-def paper_rows(folder: Path, rows: Sequence[str] | None) -> tuple[Path, dict[str, Path]]:
-    """What all rows of a paper's table share, and the recipe of every row, or of the ``rows`` asked for."""
+@dataclass(frozen=True)
+class Row:
+    """A row of a paper's table.
+
+    Args:
+        configs: Its recipe: the files of which it is put together, later ones over earlier ones.
+        expected: The paper's numbers, where they are not in the files.
+        words: What else its command line says.
+    """
+
+    configs: tuple[Path, ...]
+    expected: Mapping[str, float] | None = None
+    words: tuple[str, ...] = ()
+
+
+def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
+    """The recipe of every row of a paper's table, or of the ``rows`` asked for, from ``rows.yaml``.
+
+    There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
+    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers.
+    """
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    base, order = folder / content["base"], content["rows"]
-    if rows is None:
-        return base, {row: folder / name for row, name in order.items()}
-    for row in rows:
+    order = content["rows"]
+    for row in rows or ():
         if row not in order:
             near = get_close_matches(row, order, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
-    return base, {row: folder / order[row] for row in rows}
+    result = {}
+    for row in rows or order:
+        entry = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
+        names = [content["base"], *entry["configs"]]
+        words = [w for name, value in entry.get("set", {}).items() for w in (f"--{name}", json.dumps(value))]
+        result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
+    return result
 
 
 def reproduce(
@@ -87,13 +111,18 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
     out = out or Path("runs") / f"{paper}-{scale}"
-    base, recipes = paper_rows(folder, rows)
-    scaling = [base.with_name(f"scale-{scale}.yaml")] if scale != "paper" else []
-    jobs = [
-        Job(f"{row}, seed {seed}", (base, path, *scaling), seed, out / path.stem / f"seed-{seed}")
-        for row, path in recipes.items()
-        for seed in range(seeds)
-    ]
+    recipes = paper_rows(folder, rows)
+    jobs = []
+    for row, recipe in recipes.items():
+        scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
+        extra = recipe.words
+        if recipe.expected is not None:
+            extra = (*extra, "--recipe.row", row, "--recipe.expected", json.dumps(recipe.expected))
+        place = out / re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+        if recipe.expected is None:
+            place = out / recipe.configs[-1].stem
+        for seed in range(seeds):
+            jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
     run_jobs(jobs, workers)
     results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
     metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
