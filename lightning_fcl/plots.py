@@ -223,11 +223,12 @@ def search_figure(
             panel.set_xlim(-0.6, len(axis) - 0.4)
         panel.scatter(x[1:], values[1:], s=18, color=_COLOURS[0], alpha=0.5, linewidths=0, label="trial")
         panel.scatter(x[:1], values[:1], s=90, color=_COLOURS[1], marker="*", zorder=3, label="best trial")
-        panel.set_xlabel("\n".join(textwrap.wrap(name.replace(".", ". "), 40)).replace(". ", "."), fontsize=9)
+        panel.set_xlabel("\n".join(textwrap.wrap(name.replace(".", ". "), 56)).replace(". ", "."), fontsize=8)
         panel.grid(axis="y", alpha=0.3)
     for panel in panels[:, 0]:
         panel.set_ylabel(objective)
-    handles = dict(zip(*panels[0, 0].get_legend_handles_labels()[::-1], strict=True))
+    shown = [panel.get_legend_handles_labels() for panel in panels.flat]
+    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=3, frameon=False)
     return figure
 

@@ -70,7 +70,7 @@ class Search:
                 raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {value}.")
         if self.trials is None and self.sampler != "grid":
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
-        if not isinstance(self.space, dict) or not self.space:
+        if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
             raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
 
     @classmethod
@@ -104,7 +104,7 @@ class Search:
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
         """The space in Optuna's terms."""
-        return {str(key): distribution(str(key), what) for key, what in self.space.items()}
+        return {key: distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
         """Every point of the space, the last setting varying fastest."""

@@ -157,7 +157,7 @@ def run_trials(
 ) -> None:
     """Run what belongs to some trials, and tell the study of each trial that is done."""
     problems: dict[Job, str] = {}
-    with closing(side_by_side(attempt, list(jobs), min(workers or os.cpu_count() or 1, len(jobs)))) as done:
+    with closing(side_by_side(attempt, list(jobs), max(1, min(workers or os.cpu_count() or 1, len(jobs))))) as done:
         for job, problem in done:
             problems[job] = problem
             runs = [other for other, number in jobs.items() if number == jobs[job]]

@@ -33,7 +33,9 @@ def error_of(capsys, words):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["tune", "--help"], ["data", "--help"]]
+)
 def test_help_does_not_wait_for_torch(words):
     code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.main import main\ntry: main()\n"
     code += "finally: assert 'torch' not in sys.modules"
