@@ -8,18 +8,20 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.report import compare_plot, table, write_table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
             raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
     result = {}
     for row in rows or order:
-        entry = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
+        entry: dict[str, Any] = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
         names = [content["base"], *entry["configs"]]
         words = [w for name, value in entry.get("set", {}).items() for w in (f"--{name}", json.dumps(value))]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
@@ -134,7 +136,7 @@ def reproduce(
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     """Run jobs side by side; each continues where an interruption left it."""
-    todo = [job for job in jobs if not _finished(job)]
+    todo = [job for job in jobs if not finished(job)]
     if len(todo) < len(jobs):
         print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
     workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
@@ -143,14 +145,25 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
             print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
             run_job(job)
         return
+    with tqdm(total=len(todo), unit="run") as bar:
+        for job, _ in side_by_side(run_job, todo, workers):
+            bar.set_description_str(f"done: {job.label}")
+            bar.update()
+
+
+def side_by_side(
+    function: Callable[[Job], T], jobs: Sequence[Job], workers: int
+) -> Generator[tuple[Job, T], None, None]:
+    """Call a function on each job, here or in several processes, and hand back what is done first."""
+    if workers == 1:
+        yield from ((job, function(job)) for job in jobs)
+        return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool, tqdm(total=len(todo), unit="run") as bar:
-        futures = {pool.submit(run_job, job): job for job in todo}
+    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool:
+        futures = {pool.submit(function, job): job for job in jobs}
         try:
             for future in as_completed(futures):
-                future.result()
-                bar.set_description_str(f"done: {futures[future].label}")
-                bar.update()
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -163,7 +176,8 @@ def _quiet_worker() -> None:
     os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
 
 
-def _finished(job: Job) -> bool:
+def finished(job: Job) -> bool:
+    """Whether a job's results are there, and are of this very job."""
     stamp = job.out / "fingerprint"
     return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
 

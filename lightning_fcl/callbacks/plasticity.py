@@ -33,8 +33,8 @@ class IntrinsicPlasticity(Method):
         local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
         normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
             ``eta`` must be very small: gains diverge at 0.01.
-        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history`` brings
-            all earlier data back (joint training, from scratch).
+        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
+            brings all earlier data back (joint training, from scratch).
         min_gain: Gains stay at least this large; where one is driven below, a warning says so.
 
     Raises:
