@@ -110,7 +110,7 @@ class EchoStateNetwork(nn.Module):
         """A number that stands for these very weights, gain and bias: states of other reservoirs do not fit to it."""
         digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
         for value in self.state_dict().values():
-            digest.update(value.detach().cpu().numpy().tobytes())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())  # bfloat16 too
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
