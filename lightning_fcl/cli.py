@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
+from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
 from lightning_fcl.metrics import summarize
 from lightning_fcl.report import write_report, write_whole
 from lightning_fcl.stream import FederatedStream
@@ -115,6 +115,9 @@ class FederatedCLI(LightningCLI):
             "seconds": round(time.monotonic() - self._began, 1),
             "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
         }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ActivationDensity):
+                results["densities"] = callback.record
         write_csv(self.out / "metrics.csv", metrics.record)
         write_whole(self.out / "results.json", json.dumps(results, indent=1))
         write_report(self.out)

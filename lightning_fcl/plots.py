@@ -24,7 +24,8 @@ def model_name(model: str) -> str:
     return names.get(model, f"client {model}" if model.isdigit() else model).replace("|", "\\|")
 
 
-def _figure(width: float, height: float) -> "Figure":
+def blank_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches that needs no display."""
     # A bare Figure is drawn by Agg and, unlike pyplot, touches neither a display nor global state.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -44,11 +45,11 @@ def compare_figure(results_by_label: Mapping[str, Mapping[str, Any]]) -> "Figure
     every = {label: curves(results["record"]) for label, results in results_by_label.items()}
     if without := [label for label, models in every.items() if "server" not in models]:
         raise ValueError(f"Expected a record of the server in `results_by_label` but {', '.join(without)} has none.")
-    figure = _figure(12, 4.6)
+    figure = blank_figure(12, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for index, (label, models) in enumerate(every.items()):
         curve = models["server"]
-        left.plot(curve.rounds + 1, curve.overall, label=label, **_style(index))
+        left.plot(curve.rounds + 1, curve.overall, label=label, **style(index))
     longest = max(
         (results["record"] for results in results_by_label.values()), key=lambda record: len(record["rounds"])
     )
@@ -68,7 +69,7 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
         return None
     columns, names = min(2, len(models)), record["groups"]
     rows = -(-len(models) // columns)
-    figure = _figure(12, 3.6 * rows + 0.3)
+    figure = blank_figure(12, 3.6 * rows + 0.3)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for panel in panels.flat[len(models) :]:
         panel.set_axis_off()
@@ -89,7 +90,7 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
 
 def _lines(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
     for group, name in enumerate(names):
-        panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **_style(group))
+        panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **style(group))
     panel.plot(curve.rounds + 1, curve.overall, color="black", linestyle=":", linewidth=2, label="whole test set")
     panel.set_ylim(-0.04, 1.04)
     panel.grid(axis="y", alpha=0.3)
@@ -145,7 +146,7 @@ def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
         return None
     columns = min(2, len(models))
     rows = -(-len(models) // columns)
-    figure = _figure(8.2, 5.6) if columns == 1 else _figure(12, 4.6 * rows)
+    figure = blank_figure(8.2, 5.6) if columns == 1 else blank_figure(12, 4.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel in panels.flat[len(models) :]:
         panel.set_axis_off()
@@ -176,7 +177,7 @@ def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     sums = [[sum(entry.get(f"{way}_bytes", {}).values()) / 1e6 for entry in record["rounds"]] for way in ways]
     if not np.any(sums):
         return None
-    figure = _figure(10, 3.2)
+    figure = blank_figure(10, 3.2)
     panel = figure.subplots()
     for index, (way, megabytes) in enumerate(zip(ways, sums, strict=True)):
         label, colour = f"{way}s of all clients", _COLOURS[index]
@@ -206,7 +207,7 @@ def search_figure(
     """
     columns = min(3, len(axes))
     rows = -(-len(axes) // columns)
-    figure = _figure(4.2 * columns + 0.6, 3.2 * rows)
+    figure = blank_figure(4.2 * columns + 0.6, 3.2 * rows)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for panel in panels.flat[len(axes) :]:
         panel.set_axis_off()
@@ -250,7 +251,7 @@ def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
             value = values.get(f"{name}/server")
             x = position + (index - (len(metrics) - 1) / 2) * width
             panel.bar(
-                x, value or 0, width=0.92 * width, color=_style(index)["color"], label=label if not position else None
+                x, value or 0, width=0.92 * width, color=style(index)["color"], label=label if not position else None
             )
             text = "n/a" if value is None else f"{value:.2f}"
             panel.annotate(text, (x, max(value or 0, 0)), (0, 2), textcoords="offset points", ha="center", fontsize=8)
@@ -262,7 +263,8 @@ def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
     panel.set_axisbelow(True)
 
 
-def _style(index: int) -> dict[str, Any]:
+def style(index: int) -> dict[str, Any]:
+    """The look of the line of this number."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from lightning_fcl.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ def write_report(folder: str | Path) -> Path:
     figures = {
         "accuracy": ("Accuracy per round", accuracy_figure(record)),
         "matrices": ("Accuracy on each task after each task", matrix_figure(record)),
+        "stream_accuracy": ("Stream accuracy after each experience", stream_accuracy_figure(record)),
+        "densities": (
+            "Density of the reservoir's activations on the test samples after each experience",
+            density_figure(results["densities"]) if "densities" in results else None,
+        ),
         "traffic": ("Traffic per round", traffic_figure(record)),
     }
     parts = [_head(results), *_against_paper(results), _metrics_section(results["metrics"])]

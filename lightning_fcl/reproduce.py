@@ -19,6 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
+from lightning_fcl.figures import check_figures, write_figures
 from lightning_fcl.report import compare_plot, table, write_table
 
 T = TypeVar("T")
@@ -103,8 +104,10 @@ def reproduce(
 ) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
+    The figures that ``rows.yaml`` describes under ``figures`` are drawn too: see `lightning_fcl.figures.write_figures`.
+
     Raises:
-        ValueError: If the paper, a row or a number is not known.
+        ValueError: If the paper, a row, a number or a figure is not known.
     """
     folder = recipes_folder() / paper
     if not (folder / "rows.yaml").is_file():
@@ -114,6 +117,8 @@ def reproduce(
         raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
     out = out or Path("runs") / f"{paper}-{scale}"
     recipes = paper_rows(folder, rows)
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    check_figures(content.get("figures", []), content["rows"])
     jobs = []
     for row, recipe in recipes.items():
         scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
@@ -130,7 +135,11 @@ def reproduce(
     metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
     rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
     _, markdown = write_table(out, rows_of, metrics)
+    results_by_row = {row: results[i * seeds : (i + 1) * seeds] for i, row in enumerate(recipes)}
+    figures = write_figures(out, content.get("figures", []), results_by_row)
     print(markdown.read_text())
+    if figures:
+        print(f"Figures: {', '.join(map(str, figures))}")
     print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
 
 

@@ -1,6 +1,7 @@
 """Callbacks: the methods, and what watches a federation."""
 
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
+from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.method import Method, Step
@@ -11,6 +12,7 @@ from lightning_fcl.callbacks.replay import Replay
 from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
+    "ActivationDensity",
     "ContinualMetrics",
     "FLwF",
     "FLwF2T",

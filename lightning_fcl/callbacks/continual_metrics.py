@@ -101,8 +101,7 @@ class ContinualMetrics(Callback):
         self._current = {}
         groups = torch.from_numpy(plan.groups[samples])
         self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))
-        number = int(plan.groups.max()) + 1
-        names = list(stream.classes) if number == stream.num_classes else [str(g) for g in range(number)]
+        names = stream.group_names
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
@@ -112,7 +111,7 @@ class ContinualMetrics(Callback):
         if not self.record or trainer.current_epoch == 0:
             self.record = {
                 "groups": names,
-                "totals": torch.bincount(groups, minlength=number).tolist(),
+                "totals": torch.bincount(groups, minlength=len(names)).tolist(),
                 "tasks": tasks,
                 "rounds": [],
             }
