@@ -29,7 +29,8 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
         ValueError: If an entry is missing or not known, a kind is not known, or a row does not exist.
 
     Example:
-        >>> check_figures([{"file": "a.png", "kind": "stream_accuracy", "panels": {"": {"FedIP": "FedIPP"}}}], ["FedIP"])
+        >>> figure = {"file": "a.png", "kind": "stream_accuracy", "panels": {"": {"FedIP": "FedIPP"}}}
+        >>> check_figures([figure], ["FedIP"])
         Traceback (most recent call last):
         ValueError: Expected the rows of figure a.png to be among FedIP but got FedIPP. Did you mean FedIP?
     """
