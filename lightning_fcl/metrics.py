@@ -308,9 +308,7 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
     if model not in record["tasks"]:
         raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
     counts, totals, experience, tasks = _history(record, model)
-    return (
-        stream_accuracy(counts, totals, experience, tasks) if counts else np.full(len(record["tasks"][model]), np.nan)
-    )
+    return stream_accuracy(counts, totals, experience, tasks) if counts else np.full(len(tasks), np.nan)
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, float]:
