@@ -97,7 +97,7 @@ def load(
         >>> import tempfile
         >>> root = Path(tempfile.mkdtemp())
         >>> x = np.random.default_rng(0).normal(size=(2, 3, 128)).astype(np.float32)
-        >>> np.savez(root / "windows.npz", x=x, y=[0, 5], user=[0, 8])
+        >>> np.savez(root / "windows.npz", X=x, y=[0, 5], user=[0, 8])
         >>> data = load(root, chunk=64)
         >>> data.x.shape, data.client.tolist()
         ((4, 64, 3), ['a', 'a', 'i', 'i'])
@@ -242,7 +242,7 @@ def _load_windows(path: Path, chunk: int, devices: Sequence[str] | None, feature
             f"Expected `chunk` to divide {_WINDOW}, the time steps of a window in {path}, but got {chunk}. Pass, for "
             "example, 128."
         )
-    wanted_arrays = {"x": ("f", ("n", 3, _WINDOW)), "y": ("iu", ("n",)), "user": ("iu", ("n",))}
+    wanted_arrays = {"X": ("f", ("n", 3, _WINDOW)), "y": ("iu", ("n",)), "user": ("iu", ("n",))}
     arrays = read_npz(path, wanted_arrays)
     user = arrays["user"]
     wrong = np.flatnonzero((user < 0) | (user >= len(_USERS)))
@@ -253,7 +253,7 @@ def _load_windows(path: Path, chunk: int, devices: Sequence[str] | None, feature
         )
     pieces = _WINDOW // chunk
     return Arrays(
-        x=arrays["x"].transpose(0, 2, 1).astype(np.float32).reshape(-1, chunk, 3),
+        x=arrays["X"].transpose(0, 2, 1).astype(np.float32).reshape(-1, chunk, 3),
         y=np.repeat(arrays["y"].astype(np.int64), pieces),
         client=np.repeat(np.array(_USERS)[user], pieces),
         classes=_CLASSES,
