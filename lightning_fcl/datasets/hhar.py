@@ -97,7 +97,7 @@ def load(
         >>> import tempfile
         >>> root = Path(tempfile.mkdtemp())
         >>> x = np.random.default_rng(0).normal(size=(2, 3, 128)).astype(np.float32)
-        >>> np.savez(root / "windows.npz", x=x, y=[0, 5], user=[0, 8])
+        >>> np.savez(root / "windows.npz", X=x, y=[0, 5], user=[0, 8])
         >>> data = load(root, chunk=64)
         >>> data.x.shape, data.client.tolist()
         ((4, 64, 3), ['a', 'a', 'i', 'i'])
