@@ -313,7 +313,7 @@ class _Plasticity:
         h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
         for t, step in enumerate(net.unbind(0)):
             step.addmm_(self.state, self.recurrent)
-            torch.addcmul(self.bias, step, self.gain, out=h).tanh_()
+            _tanh_(torch.addcmul(self.bias, step, self.gain, out=h))
             if t >= skip:
                 # h (1 + 2 s2 - h^2 + mu h) - mu, which is -s2 db
                 torch.mul(h, h, out=shift).neg_().add_(1 + 2 * self.variance)
