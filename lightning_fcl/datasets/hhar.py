@@ -56,7 +56,7 @@ _Owner = tuple[str, str, str]
 
 def load(
     root: str | Path | None = None,
-    chunk: int = 200,
+    chunk: int | None = None,
     rate: float = 100.0,
     devices: Sequence[str] | None = None,
     features: Literal["raw", "statistics"] = "raw",
@@ -71,7 +71,7 @@ def load(
     Args:
         root: Folder below which to look, see `lightning_fcl.datasets.data_root`.
         chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. It must divide 128 for
-            ``windows.npz``.
+            ``windows.npz``. None is 200, and 128 there.
         rate: Samples per second after interpolation.
         devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
             nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
@@ -102,8 +102,11 @@ def load(
         >>> data.x.shape, data.client.tolist()
         ((4, 64, 3), ['a', 'a', 'i', 'i'])
     """
-    chosen = _require_options(chunk, rate, devices, features, normalize)
+    chosen = _require_options(rate, devices, features, normalize)
     layout, path = _find(data_root(root))
+    if chunk is None:
+        chunk = _WINDOW if layout == "phone windows" else 200
+    require_chunk(chunk)
     if layout == "phone windows":
         return _load_windows(path, chunk, devices, features, normalize)
     x, y, client, group = [], [], [], []
@@ -197,10 +200,7 @@ def fetch(root: str | Path | None = None) -> Path:
     return _find(data_root(root))[1]
 
 
-def _require_options(
-    chunk: int, rate: float, devices: Sequence[str] | None, features: str, normalize: str
-) -> tuple[str, ...]:
-    require_chunk(chunk)
+def _require_options(rate: float, devices: Sequence[str] | None, features: str, normalize: str) -> tuple[str, ...]:
     require_normalize(normalize)
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1000:
         raise ValueError(f"Expected `rate` to be above 0 and at most 1000 Hz but got {rate!r}. Pass, for example, 100.")

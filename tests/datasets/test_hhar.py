@@ -281,7 +281,7 @@ def test_the_real_windows_have_the_known_counts(data_folder):
         pytest.skip(str(error))
     if "phone windows" not in found:
         pytest.skip("another layout of HHAR comes first")
-    data = hhar.load(data_folder, chunk=128)
+    data = hhar.load(data_folder)
     assert data.x.shape == (4436, 128, 3)
     assert np.bincount(data.y).tolist() == [854, 630, 733, 736, 648, 835]
     assert np.unique(data.client).tolist() == list("abcdefghi")
