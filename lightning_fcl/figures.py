@@ -29,7 +29,8 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
         ValueError: If an entry is missing or not known, a kind is not known, or a row does not exist.
 
     Example:
-        >>> check_figures([{"file": "a.png", "kind": "stream_accuracy", "panels": {"": {"FedIP": "FedIPP"}}}], ["FedIP"])
+        >>> figure = {"file": "a.png", "kind": "stream_accuracy", "panels": {"WESAD": {"with plasticity": "FedIPP"}}}
+        >>> check_figures([figure], ["FedIP"])
         Traceback (most recent call last):
         ValueError: Expected the rows of figure a.png to be among FedIP but got FedIPP. Did you mean FedIP?
     """
@@ -44,6 +45,12 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
             raise ValueError(f"Expected `kind` of figure {name} to be {' or '.join(_KINDS)} but got {figure['kind']}.")
         if Path(name).name != name or Path(name).suffix != ".png":
             raise ValueError(f"Expected `file` of figures to be a name that ends in .png but got {name}.")
+        panels = figure["panels"]
+        if not panels or not isinstance(panels, Mapping) or not all(isinstance(of, Mapping) for of in panels.values()):
+            raise ValueError(
+                f"Expected `panels` of figure {name} to give for each panel's title its lines, label: row, but got "
+                f"{panels}."
+            )
         for panel in _panels(figure).values():
             for row in panel["lines"].values():
                 if row not in known:
