@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.metrics import stream_accuracies
-from lightning_fcl.panels import Density, density_panels, experience_names, stream_accuracy_panels
+from lightning_fcl.panels import Density, density_panels, experience_labels, experience_names, stream_accuracy_panels
 from lightning_fcl.report import Results, save_figure
 
 __all__ = ["check_figures", "write_figures"]
@@ -137,11 +137,9 @@ def _draw_density(title: str, panels: Mapping[str, Any], results_by_row: Mapping
             if not panel["experiences"]:
                 drawn[name][label] = _mean(row, results, last, panel["of"])
                 continue
-            names = experience_names(results[0]["record"])
-            if any(experience_names(one["record"]) != names for one in results):
-                names = [f"experience {number + 1}" for number in range(len(names))]
+            names = experience_labels([one["record"] for one in results])
             for number in range(last + 1):
-                drawn[name][f"after {names[number]}"] = _mean(row, results, number, panel["of"])
+                drawn[name][names[number]] = _mean(row, results, number, panel["of"])
     return density_panels(drawn, title, ordered=all(panel["experiences"] for panel in panels.values()))
 
 

@@ -39,8 +39,7 @@ def error_of(capsys, words):
     "words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["tune", "--help"], ["data", "--help"]]
 )
 def test_help_does_not_wait_for_torch(words):
-    code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.datasets import Arrays, load
-from lightning_fcl.main import main\ntry: main()\n"
+    code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.main import main\ntry: main()\n"
     code += "finally: assert 'torch' not in sys.modules"
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)

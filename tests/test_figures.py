@@ -6,7 +6,13 @@ import pytest
 
 from lightning_fcl import panels
 from lightning_fcl.figures import check_figures, write_figures
-from lightning_fcl.panels import density_figure, density_panels, experience_names, stream_accuracy_figure
+from lightning_fcl.panels import (
+    density_figure,
+    density_panels,
+    experience_labels,
+    experience_names,
+    stream_accuracy_figure,
+)
 
 EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
 
@@ -144,7 +150,10 @@ def test_figures_whose_rows_were_not_run_are_left_out(tmp_path, rows, capsys):
         ({"panels": {"x": "A"}}, "`panels` of figure a.png to give"),
         ({"panles": {}}, "figure a.png to have experiences, file, .* but got panles"),
         ({"file": "../a.png"}, r"`file` of figures to be a name that ends in .png but got \.\./a\.png"),
-        ({"experiences": True, "panels": {"": {"a": "A", "b": "B"}}}, "one row in each panel of figure a.png .* a, b"),
+        (
+            {"experiences": True, "panels": {"": {"a": "A", "b": "B"}}},
+            "one row in each panel of figure a.png, .* a, b",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_runs(change, message):
@@ -156,9 +165,7 @@ def test_what_is_wrong_is_named_before_anything_runs(change, message):
 
 
 def test_what_the_results_lack_is_named(tmp_path, rows):
-    with pytest.raises(
-        ValueError, match="`of` to be one of all, sit, walk, run, 2, ann, 2, as row A has them, but got"
-    ):
+    with pytest.raises(ValueError, match="`of` to be one of all, sit, walk, run, 2, ann, 2, as row A has them"):
         write_figures(tmp_path, [figure(of="bob")], rows)
     with pytest.raises(ValueError, match="`of` to be `group 2` or `owner 2`, as row A has both, but got 2"):
         write_figures(tmp_path, [figure(of=2)], rows)
@@ -171,8 +178,9 @@ def test_a_runs_own_figures(drawn):
     run = results()
     stream_accuracy_figure(run["record"])
     assert list(lines(drawn[0].axes[0])) == ["server"]
-    density_figure(run["densities"])
+    density_figure(run["densities"], run["record"])
     shown = drawn[1].axes[:5]
+    assert list(steps(shown[0])) == ["after sit", "after walk", "after run", "after 2"]
     assert [panel.get_title("left") for panel in shown] == ["all test samples", "sit", "walk", "run", "2"]
     for panel, name in zip(shown[1:], run["record"]["groups"], strict=True):
         for values, entry in zip(steps(panel).values(), run["densities"]["experiences"], strict=True):
@@ -191,6 +199,9 @@ def test_a_runs_own_figures(drawn):
 def test_names_of_experiences():
     record = {"groups": ["a", "b", "c" * 30], "tasks": {"server": [[0], [1]]}}
     assert experience_names(record) == ["a", "b"]
+    other = {**record, "tasks": {"server": [[1], [0]]}}
+    assert experience_labels([record, record]) == ["after a", "after b"]
+    assert experience_labels([record, other]) == ["after experience 1", "after experience 2"]
     for tasks in ([[0], [0]], [[0], [2]]):
         assert experience_names({**record, "tasks": {"server": tasks}}) == ["1", "2"]
 
