@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.metrics import stream_accuracies
-from lightning_fcl.panels import Density, density_panels, experience_names, stream_accuracy_panels
+from lightning_fcl.panels import Density, density_panels, experience_labels, experience_names, stream_accuracy_panels
 from lightning_fcl.report import Results, save_figure
 
 __all__ = ["check_figures", "write_figures"]
@@ -29,7 +29,7 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
         ValueError: If an entry is missing or not known, a kind is not known, or a row does not exist.
 
     Example:
-        >>> figure = {"file": "a.png", "kind": "stream_accuracy", "panels": {"": {"FedIP": "FedIPP"}}}
+        >>> figure = {"file": "a.png", "kind": "stream_accuracy", "panels": {"WESAD": {"with plasticity": "FedIPP"}}}
         >>> check_figures([figure], ["FedIP"])
         Traceback (most recent call last):
         ValueError: Expected the rows of figure a.png to be among FedIP but got FedIPP. Did you mean FedIP?
@@ -45,6 +45,12 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
             raise ValueError(f"Expected `kind` of figure {name} to be {' or '.join(_KINDS)} but got {figure['kind']}.")
         if Path(name).name != name or Path(name).suffix != ".png":
             raise ValueError(f"Expected `file` of figures to be a name that ends in .png but got {name}.")
+        panels = figure["panels"]
+        if not panels or not isinstance(panels, Mapping) or not all(isinstance(of, Mapping) for of in panels.values()):
+            raise ValueError(
+                f"Expected `panels` of figure {name} to give for each panel's title its lines, label: row, but got "
+                f"{panels}."
+            )
         for panel in _panels(figure).values():
             for row in panel["lines"].values():
                 if row not in known:
@@ -131,11 +137,9 @@ def _draw_density(title: str, panels: Mapping[str, Any], results_by_row: Mapping
             if not panel["experiences"]:
                 drawn[name][label] = _mean(row, results, last, panel["of"])
                 continue
-            names = experience_names(results[0]["record"])
-            if any(experience_names(one["record"]) != names for one in results):
-                names = [f"experience {number + 1}" for number in range(len(names))]
+            names = experience_labels([one["record"] for one in results])
             for number in range(last + 1):
-                drawn[name][f"after {names[number]}"] = _mean(row, results, number, panel["of"])
+                drawn[name][names[number]] = _mean(row, results, number, panel["of"])
     return density_panels(drawn, title, ordered=all(panel["experiences"] for panel in panels.values()))
 
 

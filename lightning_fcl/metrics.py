@@ -307,8 +307,8 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
     """
     if model not in record["tasks"]:
         raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
-    counts, totals, experience, tasks = _history(record, model)
-    return stream_accuracy(counts, totals, experience, tasks) if counts else np.full(len(tasks), np.nan)
+    counts, sizes, experience, tasks = _history(record, model)
+    return stream_accuracy(counts, sizes, experience, tasks) if counts else np.full(len(tasks), np.nan)
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, float]:

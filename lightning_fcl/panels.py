@@ -29,6 +29,16 @@ def experience_names(record: Mapping[str, Any]) -> list[str]:
     return names if distinct else [str(number + 1) for number in range(len(names))]
 
 
+def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands for each experience of several runs: by name, if it is the same in all of them."""
+    names = experience_names(records[0])
+    if names != [str(number + 1) for number in range(len(names))] and all(
+        experience_names(r) == names for r in records
+    ):
+        return [f"after {name}" for name in names]
+    return [f"after experience {number + 1}" for number in range(len(names))]
+
+
 def stream_accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
     """Stream accuracy of the server and of the clients of a run; nothing where there is only one experience.
 
@@ -57,7 +67,7 @@ def stream_accuracy_panels(
         experiences: Names of the experiences.
         title: Above all panels.
     """
-    figure, axes = _grid(panels, 3.1, title)
+    figure, axes = _grid(panels, 3.1, title, "after experience", "stream accuracy")
     order = _order(panels)
     for panel, lines in zip(axes, panels.values(), strict=False):
         for label, values in lines.items():
@@ -67,8 +77,8 @@ def stream_accuracy_panels(
         slanted = max(len(line) for tick in ticks for line in tick.split("\n")) * len(ticks) > 4 * letters
         panel.set_xticks(range(1, len(ticks) + 1), ticks, fontsize=8, rotation=30 if slanted else 0)
         panel.set_xlim(0.7, len(ticks) + 0.3)
-        panel.set_ylim(-0.02, 1.02)
-    _label(figure, axes, len(panels), "after experience", "stream accuracy")
+        panel.set_ylim(-0.04, 1.04)
+    _legend(figure, axes[: len(panels)])
     return figure
 
 
@@ -85,12 +95,18 @@ def _band(panel: "Axes", values: FloatArray, label: str, look: dict[str, Any]) -
         panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
 
 
-def density_figure(densities: Mapping[str, Any]) -> "Figure | None":
-    """The record of an `ActivationDensity`: a line per experience, a panel for all test samples and for each group."""
+def density_figure(densities: Mapping[str, Any], record: Mapping[str, Any]) -> "Figure | None":
+    """The densities of a run: a line per experience, a panel for all test samples and for each group.
+
+    Args:
+        densities: The record of its `ActivationDensity`.
+        record: That of its `ContinualMetrics`.
+    """
     entries = densities["experiences"]
     if not entries:
         return None
-    names = {f"experience {entry['experience'] + 1}": entry for entry in entries}
+    labels = experience_labels([record])
+    names = {labels[entry["experience"]]: entry for entry in entries}
     groups = list(entries[-1]["groups"])[: _PANELS - 1]
     panels = {"all test samples": {name: (densities["edges"], entry["all"]) for name, entry in names.items()}}
     for group in groups if len(groups) > 1 else ():
@@ -106,14 +122,17 @@ def density_panels(panels: Mapping[str, Mapping[str, Density]], title: str = "",
         title: Above all panels.
         ordered: Whether the lines follow one another in time: they then go from dark to light.
     """
-    figure, axes = _grid(panels, 2.7, title)
+    figure, axes = _grid(panels, 2.7, title, "activation", "density")
     order = _order(panels)
     for panel, lines in zip(axes, panels.values(), strict=False):
         for label, (edges, density) in lines.items():
-            panel.stairs(density, edges, label=label, **_outline(order[label], len(order) if ordered else 0))
+            panel.stairs(
+                density, edges, baseline=None, label=label, **_outline(order[label], len(order) if ordered else 0)
+            )
         panel.set_xlim(-1, 1)
+        panel.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes[0].set_ylim(bottom=0)
-    _label(figure, axes, len(panels), "activation", "density")
+    _legend(figure, axes[: len(panels)])
     return figure
 
 
@@ -122,31 +141,35 @@ def _outline(index: int, ordered: int) -> dict[str, Any]:
 
     look = style(index)
     colour = colormaps["viridis"](0.88 * index / max(ordered - 1, 1)) if ordered else look["color"]
-    return {"color": colour, "linestyle": "-" if ordered else look["linestyle"], "linewidth": 1.4}
+    return {"color": colour, "linestyle": "-" if ordered else look["linestyle"], "linewidth": 1.3, "alpha": 0.9}
 
 
-def _grid(panels: Mapping[str, Any], height: float, title: str) -> tuple["Figure", list["Axes"]]:
+def _grid(panels: Mapping[str, Any], height: float, title: str, x: str, y: str) -> tuple["Figure", list["Axes"]]:
+    """Panels side by side, with shared axes that are named at the margin."""
     number = len(panels)
     columns = number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4
     rows = -(-number // columns)
-    figure = blank_figure({1: 7.5, 2: 10.5}.get(columns, 12), height * rows + 0.9)
+    figure = blank_figure({1: 8.5, 2: 10.5}.get(columns, 12), height * rows + 0.9)
     axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     for panel, name in zip(axes, panels, strict=False):
         panel.set_title(name, fontsize=10, fontweight="bold", loc="left")
         panel.grid(axis="y", alpha=0.3)
-    for above, panel in zip(axes, axes[columns:], strict=False):
-        above.tick_params(labelbottom=axes.index(panel) >= number)  # nothing stands below it
+    for place, panel in enumerate(axes[:number]):
+        if place % columns == 0:
+            panel.set_ylabel(y)
+        if place + columns >= number:  # no panel stands below it
+            panel.set_xlabel(x)
+            panel.tick_params(labelbottom=True)
     for panel in axes[number:]:
         panel.set_axis_off()
-    figure.suptitle(title, fontsize=12)
+    if title:
+        figure.suptitle(title, fontsize=12)
     return figure, axes
 
 
-def _label(figure: "Figure", axes: Sequence["Axes"], number: int, x: str, y: str) -> None:
-    """Name the axes once, and all lines in one legend below the panels."""
-    figure.supxlabel(x, fontsize=10)
-    figure.supylabel(y, fontsize=10)
-    shown = [panel.get_legend_handles_labels() for panel in axes[:number]]
+def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """Name the lines of all panels once, below them."""
+    shown = [panel.get_legend_handles_labels() for panel in panels]
     handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
     step = -(-len(handles) // _LINES)
     names = [name for place, name in enumerate(handles) if place % step == 0 or place == len(handles) - 1]

@@ -95,7 +95,7 @@ def write_report(folder: str | Path) -> Path:
         "stream_accuracy": ("Stream accuracy after each experience", stream_accuracy_figure(record)),
         "densities": (
             "Density of the reservoir's activations on the test samples after each experience",
-            density_figure(results["densities"]) if "densities" in results else None,
+            density_figure(results["densities"], record) if "densities" in results else None,
         ),
         "traffic": ("Traffic per round", traffic_figure(record)),
     }

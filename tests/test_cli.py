@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.main import main
 from lightning_fcl.reproduce import paper_rows, recipes_folder
 from lightning_fcl.search import Search, check
@@ -174,6 +175,58 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     assert "3 of 4 runs are there already" in capsys.readouterr().err
     assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
     assert json.loads((tmp_path / "table.json").read_text()) == table
+
+
+RESERVOIR = """
+model:
+  class_path: lightning_fcl.ReservoirClassifier
+  init_args:
+    reservoir:
+      class_path: lightning_fcl.models.EchoStateNetwork
+      init_args: {in_features: 8, units: 5, seed: 0}
+    num_classes: 10
+    readout: last
+trainer:
+  strategy: {class_path: lightning_fcl.FederatedStrategy}
+  callbacks:
+    - {class_path: lightning_fcl.callbacks.ActivationDensity, init_args: {bins: 10}}
+  enable_progress_bar: false
+  enable_checkpointing: false
+  logger: false
+data: {data: rows, clients: 2, experiences: 2}
+recipe: {paper: toy, row: one}
+"""
+FIGURES = """
+base: base.yaml
+rows: {one: one.yaml, two: two.yaml}
+figures:
+  - {file: accuracy.png, kind: stream_accuracy, title: Accuracy, panels: {all: {one: one}}}
+  - {file: density.png, kind: activation_density, panels: {all: {one: one}}, experiences: true}
+  - {file: both.png, kind: activation_density, panels: {all: {one: one, two: two}}}
+"""
+
+
+def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys):
+    digits = load("digits")
+    rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
+    monkeypatch.setattr("lightning_fcl.stream.load", lambda name, root: rows)
+    monkeypatch.setattr("lightning_fcl.reproduce.recipes_folder", lambda: tmp_path)
+    folder, out = tmp_path / "toy", tmp_path / "out"
+    folder.mkdir()
+    (folder / "base.yaml").write_text(RESERVOIR)
+    (folder / "one.yaml").write_text("recipe: {expected: {stream_accuracy/server: 1.0}}")
+    (folder / "rows.yaml").write_text(FIGURES)
+    main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
+    said = capsys.readouterr()
+    assert f"Figures: {out}/accuracy.png, {out}/density.png" in said.out
+    assert "Figure both.png is left out: not run: two." in said.err
+    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png"}
+    results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
+    assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 10
+    assert (out / "one" / "seed-1" / "densities.png").exists()
+    (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
+    message = "Expected the rows of figure both.png to be among one, two but got three."
+    assert message in error_of(capsys, ["reproduce", "toy", "--rows", "one", "--out", str(out)])
 
 
 def test_data_commands(capsys, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from lightning_fcl.metrics import (
     general_accuracy,
     matrices,
     personal_accuracy,
+    stream_accuracies,
     stream_accuracy,
     summarize,
 )
@@ -185,6 +186,29 @@ def test_matrix_by_hand():
     np.testing.assert_allclose(stream_accuracy(*arguments), [0.75, 0.5])
     assert general_accuracy(*arguments[:2]) == pytest.approx(0.5)
     assert personal_accuracy(*arguments) == pytest.approx((0.25 + 0.75 + 0.5) / 3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stream_accuracies_equal_slow_reference(seed):
+    record = random_record(seed)
+    for model, tasks in record["tasks"].items():
+        ours, expected = stream_accuracies(record, model), []
+        for number in range(len(tasks)):
+            rounds = [e for e in record["rounds"] if model in e["correct"] and e["experience"][model] == number]
+            seen = {group for groups in tasks[: number + 1] for group in groups}
+            right = sum(rounds[-1]["correct"][model][group] for group in seen) if rounds else math.nan
+            expected.append(right / sum(record["totals"][group] for group in seen))
+        np.testing.assert_allclose(ours, expected, atol=1e-12)
+        if np.isfinite(ours).any():
+            last = ours[np.isfinite(ours)][-1]
+            assert summarize(record)[f"stream_accuracy/{model}"] == pytest.approx(last)
+
+
+def test_stream_accuracies_of_a_model_that_was_not_tested():
+    record = {**fine_tuning_record(), "rounds": []}
+    assert np.isnan(stream_accuracies(record)).tolist() == [True, True]
+    with pytest.raises(ValueError, match="`model` to be one of client1, generalized, server but got client2"):
+        stream_accuracies(record, "client2")
 
 
 def test_a_group_counts_once_however_often_it_is_listed():

@@ -87,9 +87,9 @@ def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
     assert "upload: 16.500 MB, download: 22.000 MB" in text
     assert "- round 5, generalized: non-finite weights" in text
     assert {file.name for file in tmp_path.iterdir()} == {
-        "results.json", "report.md", "accuracy.png", "matrices.png", "traffic.png",
+        "results.json", "report.md", "accuracy.png", "matrices.png", "stream_accuracy.png", "traffic.png",
     }  # fmt: skip
-    for name in ("accuracy", "matrices", "traffic"):
+    for name in ("accuracy", "matrices", "stream_accuracy", "traffic"):
         assert f"({name}.png)" in text
         assert_is_plot(tmp_path / f"{name}.png")
 
@@ -104,7 +104,7 @@ def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
 )
 def test_plots_of_other_shapes(tmp_path, shape):
     write_report(save(tmp_path, results(row=None, **shape)))
-    for name in ("accuracy", "matrices", "traffic"):
+    for name in ("accuracy", "matrices", "stream_accuracy", "traffic"):
         assert_is_plot(tmp_path / f"{name}.png")
 
 
@@ -115,6 +115,18 @@ def test_report_of_one_task_without_traffic_has_only_the_accuracy_plot(tmp_path)
     text = write_report(save(tmp_path, content)).read_text()
     assert "accuracy.png" in text and "matrices.png" not in text and "traffic.png" not in text
     assert "Against the paper" not in text and "Dropped" not in text
+
+
+def test_report_shows_the_densities_of_activations(tmp_path):
+    one = {"all": [0.5, 1.0, 0.5, 0.0], "groups": {key: [0.5] * 4 for key in "abcd"}, "owners": {}}
+    content = results(tasks=1)
+    entries = [{"experience": 0, **one}]
+    content["densities"] = {"edges": [-1.0, -0.5, 0.0, 0.5, 1.0], "experiences": entries}
+    text = write_report(save(tmp_path, content)).read_text()
+    assert "(densities.png)" in text and "stream_accuracy.png" not in text
+    assert_is_plot(tmp_path / "densities.png")
+    content["densities"]["experiences"] = []  # stopped before an experience had ended
+    assert "densities.png" not in write_report(save(tmp_path, content)).read_text()
 
 
 def test_report_with_a_client_that_finishes_early(tmp_path):
