@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import ReservoirClassifier, ReservoirRegressor
-from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF, Replay
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF
 from lightning_fcl.models import EchoStateNetwork
 
 
