@@ -242,7 +242,7 @@ def test_rounds_that_adapt_leave_the_readout(fit, make_series_stream, make_reser
     assert torch.equal(gains[2], gains[1]) and torch.equal(gains[5], gains[4]) and not torch.equal(gains[3], gains[2])
 
 
-def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoir_task, fedip):
+def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoir_task):
     """By ``"samples"`` the remembered ones do not count, by ``"trained"`` they do."""
     results = {}
     for weights in ("samples", "trained"):
@@ -369,7 +369,7 @@ def test_gains_that_are_driven_down_warn_once_and_stay(
     with caplog.at_level(logging.WARNING, "lightning_fcl"):
         fit(task, stream, [method], **({} if federated else {"strategy": "auto"}))
     assert_plasticity(task.reservoir, fedip(start, stream, method, range(3)))
-    assert task.reservoir.gain.min() >= 0.4 and (federated or task.reservoir.gain.min() == 0.4)
+    assert task.reservoir.gain.min().item() == pytest.approx(0.4, abs=1e-12)  # the mean of 0.4 and 0.4 is rounded
     warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
     assert len(warned) == 1
     assert re.match(
