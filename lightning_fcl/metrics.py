@@ -25,6 +25,7 @@ __all__ = [
     "general_accuracy",
     "matrices",
     "personal_accuracy",
+    "stream_accuracies",
     "stream_accuracy",
     "summarize",
 ]
@@ -283,6 +284,31 @@ def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean"
     """
     several = [model for model in curves(record) if len(record["tasks"][model]) > 1]
     return {model: accuracy_matrix(*_history(record, model), rounds=rounds) for model in several}
+
+
+def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> FloatArray:
+    """How a model's `stream_accuracy` went as experiences passed, shape (T,).
+
+    Args:
+        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
+        model: Whose: ``"server"``, or a client's id.
+
+    Returns:
+        The accuracies, with NaN for an experience in whose rounds the model was not tested.
+
+    Raises:
+        ValueError: If the record knows no such model, or the counts do not fit together.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 5 * r, 30 * r]}} for r in range(2)]
+        >>> record = {"groups": ["x", "y"], "totals": [10, 30], "tasks": {"a": [[0], [1], [1]]}, "rounds": rounds}
+        >>> stream_accuracies(record, "a")
+        array([1.   , 0.875,   nan])
+    """
+    if model not in record["tasks"]:
+        raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
+    counts, totals, experience, tasks = _history(record, model)
+    return stream_accuracy(counts, totals, experience, tasks) if counts else np.full(len(tasks), np.nan)
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, float]:

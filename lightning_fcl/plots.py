@@ -24,7 +24,8 @@ def model_name(model: str) -> str:
     return names.get(model, f"client {model}" if model.isdigit() else model).replace("|", "\\|")
 
 
-def _figure(width: float, height: float) -> "Figure":
+def blank_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches that needs no display."""
     # A bare Figure is drawn by Agg and, unlike pyplot, touches neither a display nor global state.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -44,11 +45,11 @@ def compare_figure(results_by_label: Mapping[str, Mapping[str, Any]]) -> "Figure
     every = {label: curves(results["record"]) for label, results in results_by_label.items()}
     if without := [label for label, models in every.items() if "server" not in models]:
         raise ValueError(f"Expected a record of the server in `results_by_label` but {', '.join(without)} has none.")
-    figure = _figure(12, 4.6)
+    figure = blank_figure(12, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for index, (label, models) in enumerate(every.items()):
         curve = models["server"]
-        left.plot(curve.rounds + 1, curve.overall, label=label, **_style(index))
+        left.plot(curve.rounds + 1, curve.overall, label=label, **style(index))
     longest = max(
         (results["record"] for results in results_by_label.values()), key=lambda record: len(record["rounds"])
     )
@@ -68,7 +69,7 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
         return None
     columns, names = min(2, len(models)), record["groups"]
     rows = -(-len(models) // columns)
-    figure = _figure(12, 3.6 * rows + 0.3)
+    figure = blank_figure(12, 3.6 * rows + 0.3)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for panel in panels.flat[len(models) :]:
         panel.set_axis_off()
@@ -89,7 +90,7 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
 
 def _lines(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
     for group, name in enumerate(names):
-        panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **_style(group))
+        panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **style(group))
     panel.plot(curve.rounds + 1, curve.overall, color="black", linestyle=":", linewidth=2, label="whole test set")
     panel.set_ylim(-0.04, 1.04)
     panel.grid(axis="y", alpha=0.3)
@@ -145,7 +146,7 @@ def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
         return None
     columns = min(2, len(models))
     rows = -(-len(models) // columns)
-    figure = _figure(8.2, 5.6) if columns == 1 else _figure(12, 4.6 * rows)
+    figure = blank_figure(8.2, 5.6) if columns == 1 else blank_figure(12, 4.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel in panels.flat[len(models) :]:
         panel.set_axis_off()
@@ -176,7 +177,7 @@ def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     sums = [[sum(entry.get(f"{way}_bytes", {}).values()) / 1e6 for entry in record["rounds"]] for way in ways]
     if not np.any(sums):
         return None
-    figure = _figure(10, 3.2)
+    figure = blank_figure(10, 3.2)
     panel = figure.subplots()
     for index, (way, megabytes) in enumerate(zip(ways, sums, strict=True)):
         label, colour = f"{way}s of all clients", _COLOURS[index]
@@ -194,6 +195,53 @@ def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     return figure
 
 
+def search_figure(
+    ranked: Sequence[tuple[float, Mapping[str, Any]]], axes: Mapping[str, Sequence[Any] | bool], objective: str
+) -> "Figure":
+    """The objective of a search's trials against each setting, a panel per setting.
+
+    Args:
+        ranked: Objective and settings of each trial, the best first.
+        axes: Each setting's choices, or whether its axis is logarithmic.
+        objective: Name of the objective.
+    """
+    columns = min(3, len(axes))
+    rows = -(-len(axes) // columns)
+    figure = blank_figure(4.2 * columns + 0.6, 3.2 * rows)
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel in panels.flat[len(axes) :]:
+        panel.set_axis_off()
+    values = [value for value, _ in ranked]
+    for panel, (name, axis) in zip(panels.flat, axes.items(), strict=False):
+        if isinstance(axis, bool):
+            x = [settings[name] for _, settings in ranked]
+            panel.set_xscale("log" if axis else "linear")
+        else:
+            x = _beside(panel, [axis.index(settings[name]) for _, settings in ranked], values)
+            labels = [textwrap.shorten(str(choice), 24, placeholder="...") for choice in axis]
+            slanted = len(axis) > 1 and len(axis) * max(map(len, labels)) > 45
+            panel.set_xticks(range(len(axis)), labels, fontsize=8, rotation=30 if slanted else 0)
+            panel.set_xlim(-0.6, len(axis) - 0.4)
+        panel.scatter(x[1:], values[1:], s=18, color=_COLOURS[0], alpha=0.5, linewidths=0, label="trial")
+        panel.scatter(x[:1], values[:1], s=90, color=_COLOURS[1], marker="*", zorder=3, label="best trial")
+        panel.set_xlabel("\n".join(textwrap.wrap(name.replace(".", ". "), 56)).replace(". ", "."), fontsize=8)
+        panel.grid(axis="y", alpha=0.3)
+    for panel in panels[:, 0]:
+        panel.set_ylabel(objective)
+    shown = [panel.get_legend_handles_labels() for panel in panels.flat]
+    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=3, frameon=False)
+    return figure
+
+
+def _beside(panel: "Axes", places: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Mark the mean of each choice; where the points go, so that those of one choice lie side by side."""
+    for place in sorted(set(places)):
+        of_it = [value for other, value in zip(places, values, strict=True) if other == place]
+        panel.hlines(np.mean(of_it), place - 0.3, place + 0.3, color="0.35", linewidth=1.6, label="mean of a choice")
+    return [place + 0.05 * (index * 3 % 7 - 3) for index, place in enumerate(places)]
+
+
 def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
     """Final accuracy and forgetting of the server, a bar per run."""
     names = ("final_accuracy", "forgetting")
@@ -203,7 +251,7 @@ def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
             value = values.get(f"{name}/server")
             x = position + (index - (len(metrics) - 1) / 2) * width
             panel.bar(
-                x, value or 0, width=0.92 * width, color=_style(index)["color"], label=label if not position else None
+                x, value or 0, width=0.92 * width, color=style(index)["color"], label=label if not position else None
             )
             text = "n/a" if value is None else f"{value:.2f}"
             panel.annotate(text, (x, max(value or 0, 0)), (0, 2), textcoords="offset points", ha="center", fontsize=8)
@@ -215,7 +263,8 @@ def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
     panel.set_axisbelow(True)
 
 
-def _style(index: int) -> dict[str, Any]:
+def style(index: int) -> dict[str, Any]:
+    """The look of the line of this number."""
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],

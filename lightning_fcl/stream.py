@@ -12,6 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
@@ -127,6 +128,7 @@ class FederatedStream(L.LightningDataModule):
         self._samples: Tensor | Dataset[Any] | None = None
         self.y: IntArray = scenarios.EMPTY
         self.classes: tuple[str, ...] = ()
+        self.owner: NDArray[Any] | None = None
 
     @classmethod
     def from_arrays(
@@ -183,8 +185,14 @@ class FederatedStream(L.LightningDataModule):
     def _name(self) -> str:
         return self.data if isinstance(self.data, str) else "the data"
 
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the plan's test groups: the classes, or the numbers of the domains."""
+        number = int(self.plan.groups.max()) + 1
+        return list(self.classes) if number == self.num_classes else [str(group) for group in range(number)]
+
     def setup(self, stage: str) -> None:
-        """Load the data and draw the plan, once."""
+        """Load the data and draw the plan, once; ``owner`` then holds the owner of every sample, if they have any."""
         if len(self.y):
             return
         arrays = load(self.data, self.root, **self.data_args) if isinstance(self.data, str) else self.data
@@ -194,7 +202,7 @@ class FederatedStream(L.LightningDataModule):
             raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
         if self._samples is None:
             self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
-        self.y, self.classes = arrays.y, arrays.classes
+        self.y, self.classes, self.owner = arrays.y, arrays.classes, arrays.client
 
     def _draw(self, arrays: Arrays) -> Plan:
         if self.scenario == "flwf":

@@ -1,6 +1,7 @@
 """Callbacks: the methods, and what watches a federation."""
 
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
+from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.method import Method, Step
@@ -8,8 +9,10 @@ from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
 from lightning_fcl.callbacks.pretrain import Pretrain
 from lightning_fcl.callbacks.progress import FederatedProgressBar
 from lightning_fcl.callbacks.replay import Replay
+from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
+    "ActivationDensity",
     "ContinualMetrics",
     "FLwF",
     "FLwF2T",
@@ -21,4 +24,5 @@ __all__ = [
     "Pretrain",
     "Replay",
     "Step",
+    "Unlearning",
 ]

@@ -21,7 +21,9 @@ __all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "
 
 _MODULES = {
     "digits": "lightning_fcl.datasets.digits",
+    "hhar": "lightning_fcl.datasets.hhar",
     "ucihar": "lightning_fcl.datasets.ucihar",
+    "wesad": "lightning_fcl.datasets.wesad",
 }
 
 
@@ -197,7 +199,7 @@ def describe() -> list[Description]:
 
     Example:
         >>> [entry.name for entry in describe()]
-        ['digits', 'ucihar']
+        ['digits', 'hhar', 'ucihar', 'wesad']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 
@@ -243,6 +245,7 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
     Raises:
         ValueError: If the name is unknown, or if the download is not the published file.
         ConnectionError: If the download fails.
+        FileNotFoundError: If the data set must be downloaded by hand; the message says from where and to which folder.
 
     Example:
         >>> fetch("digits").name

@@ -1,0 +1,148 @@
+"""How the activations of the server's reservoir are distributed, experience after experience."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.scenarios import IntArray
+from lightning_fcl.stream import FederatedStream
+
+# Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
+_BATCH = 128
+
+
+class ActivationDensity(Callback):
+    """After an experience's last round: takes the density of the server's reservoir on the stream's test samples.
+
+    The states, which lie between -1 and 1, are pooled over units, steps and samples: over all test samples, over those
+    of each group (a class, or a domain) and over those of each owner (the clients that join later, where the stream's
+    ``test`` names them). ``record`` holds the densities, as in figures 3 and 5 of De Caro et al. 2023,
+    "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
+
+    Args:
+        bins: Number of bins of equal width.
+
+    Raises:
+        ValueError: If `bins` is below 1, the module has no reservoir, or there is no stream with test samples.
+
+    Example:
+        >>> ActivationDensity(bins=4).edges.tolist()
+        [-1.0, -0.5, 0.0, 0.5, 1.0]
+    """
+
+    def __init__(self, bins: int = 100) -> None:
+        if bins < 1:
+            raise ValueError(f"Expected `bins` to be at least 1 but got {bins}.")
+        self.edges = np.linspace(-1, 1, bins + 1)
+        self.record: dict[str, Any] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a module without a reservoir."""
+        if not isinstance(getattr(pl_module, "reservoir", None), EchoStateNetwork):
+            raise ValueError(
+                "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
+                f"`{type(pl_module).__name__}`. Take a `ReservoirClassifier`, or leave the callback out."
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the record; a continued fit continues its own."""
+        from lightning_fcl.strategy import FederatedStrategy
+
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(stream, FederatedStream):
+            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
+        if not isinstance(trainer.strategy, FederatedStrategy):
+            raise ValueError(
+                'Expected a Trainer with `strategy="federated"` for `ActivationDensity` but got a plain one, which '
+                "has no rounds."
+            )
+        if not len(stream.plan.test):
+            raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
+        if not self.record or trainer.current_epoch == 0:
+            self.record = {"edges": self.edges.tolist(), "experiences": []}
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure, where this was the last round of the server's experience."""
+        plan, round = trainer.datamodule.plan, trainer.current_epoch  # type: ignore[attr-defined]
+        current, *after = (
+            max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
+        )
+        if after != [current]:
+            self.record["experiences"].append({"experience": current, **self._densities(trainer, pl_module)})
+
+    def _densities(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        stream: FederatedStream = trainer.datamodule  # type: ignore[attr-defined]
+        test, names = stream.plan.test, stream.group_names
+        owned = np.zeros(len(test), dtype=np.int64)
+        owners: list[str] = []
+        if stream.owner is not None:
+            ids, owned = np.unique(stream.owner[test], return_inverse=True)
+            owners = [str(owner) for owner in ids]
+        cells = stream.plan.groups[test] * max(1, len(owners)) + owned
+        counts = self._counts(trainer, module, cells, len(names) * max(1, len(owners)))
+        table = counts.reshape(len(names), -1, counts.shape[-1])  # group, owner, bin
+        of_groups, of_owners = table.sum(axis=1), table.sum(axis=0)
+        return {
+            "all": self._density(of_groups.sum(axis=0)),
+            "groups": {name: self._density(of) for name, of in zip(names, of_groups, strict=True) if of.any()},
+            "owners": {name: self._density(of) for name, of in zip(owners, of_owners, strict=False)},
+        }
+
+    @torch.no_grad()
+    def _counts(self, trainer: L.Trainer, module: L.LightningModule, cells: IntArray, number: int) -> IntArray:
+        """How many states of each cell's test samples fall into each bin, shape (cells, bins)."""
+        stream: FederatedStream = trainer.datamodule  # type: ignore[attr-defined]
+        reservoir: Any = module.reservoir
+        precision, bins = trainer.precision_plugin, len(self.edges) - 1
+        counts = torch.zeros(number * bins, dtype=torch.int64, device=module.device)
+        test, cell = stream.plan.test, torch.from_numpy(cells).to(module.device)
+        # A data set's own code may draw random numbers, which training must not notice.
+        with isolate_rng(), evaluating(module), precision.forward_context():
+            for start in range(0, len(test), _BATCH):
+                x = stream.take(test[start : start + _BATCH])[0].to(module.device)
+                first = cell[None, start : start + _BATCH, None] * bins
+                for states in reservoir.blocks(precision.convert_input(x)):
+                    counts += torch.bincount((first + bin_of(states, bins)).flatten(), minlength=len(counts))
+        return counts.view(number, bins).cpu().numpy()
+
+    def _density(self, counts: IntArray) -> list[float]:
+        density: list[float] = (counts / (counts.sum() * np.diff(self.edges))).tolist()
+        return density
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record so far."""
+        return {"record": self.record}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue an earlier record.
+
+        Raises:
+            ValueError: If it has other bins.
+        """
+        edges = state_dict["record"].get("edges", self.edges.tolist())
+        if edges != self.edges.tolist():
+            raise ValueError(
+                f"Expected `bins` to be {len(edges) - 1}, as in the fit that is continued, but got "
+                f"{len(self.edges) - 1}."
+            )
+        self.record = state_dict["record"]
+
+
+def bin_of(states: Tensor, bins: int) -> Tensor:
+    """Which of ``bins`` equal parts of [-1, 1] each state lies in, from 0; as in `numpy.histogram`, 1 is in the last.
+
+    Example:
+        >>> bin_of(torch.tensor([-1.0, -0.1, 0.0, 0.5, 1.0]), bins=4)
+        tensor([0, 1, 2, 3, 3])
+    """
+    # In double precision no state crosses an edge by rounding.
+    return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

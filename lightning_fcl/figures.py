@@ -1,0 +1,173 @@
+"""The figures of a paper: what `rows.yaml` says of them, drawn from the results of its rows over seeds."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_fcl.metrics import stream_accuracies
+from lightning_fcl.panels import Density, density_panels, experience_names, stream_accuracy_panels
+from lightning_fcl.report import Results, save_figure
+
+__all__ = ["check_figures", "write_figures"]
+
+_KINDS = ("stream_accuracy", "activation_density")
+_KEYS = {"file", "kind", "title", "panels", "of", "experiences"}
+
+
+def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> None:
+    """Refuse figures that could not be drawn, before anything is run for them.
+
+    Args:
+        figures: What `write_figures` takes.
+        rows: Names of all rows of the paper.
+
+    Raises:
+        ValueError: If an entry is missing or not known, a kind is not known, or a row does not exist.
+
+    Example:
+        >>> figure = {"file": "a.png", "kind": "stream_accuracy", "panels": {"": {"FedIP": "FedIPP"}}}
+        >>> check_figures([figure], ["FedIP"])
+        Traceback (most recent call last):
+        ValueError: Expected the rows of figure a.png to be among FedIP but got FedIPP. Did you mean FedIP?
+    """
+    known = list(rows)
+    for figure in figures:
+        name = figure.get("file", "without `file`")
+        if missing := sorted({"file", "kind", "panels"} - figure.keys()):
+            raise ValueError(f"Expected figure {name} to have `{missing[0]}` but got {', '.join(figure)}.")
+        if unknown := sorted(figure.keys() - _KEYS):
+            raise ValueError(f"Expected figure {name} to have {', '.join(sorted(_KEYS))} but got {', '.join(unknown)}.")
+        if figure["kind"] not in _KINDS:
+            raise ValueError(f"Expected `kind` of figure {name} to be {' or '.join(_KINDS)} but got {figure['kind']}.")
+        if Path(name).name != name or Path(name).suffix != ".png":
+            raise ValueError(f"Expected `file` of figures to be a name that ends in .png but got {name}.")
+        for panel in _panels(figure).values():
+            for row in panel["lines"].values():
+                if row not in known:
+                    near = get_close_matches(str(row), known, 1)
+                    hint = f" Did you mean {near[0]}?" if near else ""
+                    raise ValueError(
+                        f"Expected the rows of figure {name} to be among {', '.join(known)} but got {row}.{hint}"
+                    )
+            if panel["experiences"] and len(panel["lines"]) != 1:
+                raise ValueError(
+                    f"Expected one row in each panel of figure {name}, whose lines are its experiences, but got "
+                    f"{', '.join(panel['lines'])}."
+                )
+
+
+def write_figures(
+    out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Sequence[Results]]
+) -> list[Path]:
+    """Draw the figures of a paper; one whose rows were not all run is left out, with a line on stderr.
+
+    Args:
+        out: Folder to write to.
+        figures: Each has ``file``, the name of a PNG; ``kind``; ``panels``: for each panel's title, the row behind each
+            line's label; and perhaps a ``title``. The kind ``stream_accuracy`` draws the server's after each
+            experience, mean and standard deviation over the seeds. The kind ``activation_density`` draws the mean over
+            the seeds of what `ActivationDensity` has recorded after the last experience: ``of: all`` test samples, or
+            those of a group or an owner by its name, or where both have that name ``of: group 1``. With
+            ``experiences: true`` it draws the row's density after each experience. A panel may have an ``of`` or an
+            ``experiences`` of its own, beside its ``lines``.
+        results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
+
+    Returns:
+        The paths of the figures.
+
+    Raises:
+        ValueError: If figures are not understood, or the results of a row lack what they show.
+    """
+    paths = []
+    for figure in figures:
+        panels = _panels(figure)
+        rows = dict.fromkeys(row for panel in panels.values() for row in panel["lines"].values())
+        if missing := [row for row in rows if not results_by_row.get(row)]:
+            print(f"Figure {figure['file']} is left out: not run: {', '.join(missing)}.", file=sys.stderr)
+            continue
+        draw = _draw_accuracy if figure["kind"] == "stream_accuracy" else _draw_density
+        paths.append(save_figure(draw(figure.get("title", ""), panels, results_by_row), out / figure["file"]))
+    return paths
+
+
+def _panels(figure: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every panel with its lines, and what it shows if not the figure's own."""
+    result = {}
+    for title, panel in figure["panels"].items():
+        own = panel if isinstance(panel.get("lines"), Mapping) else {"lines": panel}
+        of, experiences = own.get("of", figure.get("of", "all")), own.get("experiences", figure.get("experiences"))
+        lines = {str(label): row for label, row in own["lines"].items()}
+        result[str(title)] = {"lines": lines, "of": str(of), "experiences": bool(experiences)}
+    return result
+
+
+def _draw_accuracy(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+    rows = dict.fromkeys(row for panel in panels.values() for row in panel["lines"].values())
+    curves = {row: [stream_accuracies(one["record"]) for one in results_by_row[row]] for row in rows}
+    called = [experience_names(one["record"]) for row in rows for one in results_by_row[row]]
+    longest = max(called, key=len)
+    # Where the experiences are others in other runs, only their numbers are common to all.
+    same = all(names == longest[: len(names)] for names in called)
+    names = longest if same else [str(number + 1) for number in range(len(longest))]
+    pad = {
+        row: np.stack([np.pad(one, (0, len(names) - len(one)), constant_values=np.nan) for one in of])
+        for row, of in curves.items()
+    }
+    lines = {name: {label: pad[row] for label, row in panel["lines"].items()} for name, panel in panels.items()}
+    return stream_accuracy_panels(lines, names, title)
+
+
+def _draw_density(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+    drawn: dict[str, dict[str, Density]] = {}
+    for name, panel in panels.items():
+        drawn[name] = {}
+        for label, row in panel["lines"].items():
+            results = results_by_row[row]
+            last = min(len(_entries(row, one)) for one in results) - 1
+            if not panel["experiences"]:
+                drawn[name][label] = _mean(row, results, last, panel["of"])
+                continue
+            names = experience_names(results[0]["record"])
+            if any(experience_names(one["record"]) != names for one in results):
+                names = [f"experience {number + 1}" for number in range(len(names))]
+            for number in range(last + 1):
+                drawn[name][f"after {names[number]}"] = _mean(row, results, number, panel["of"])
+    return density_panels(drawn, title, ordered=all(panel["experiences"] for panel in panels.values()))
+
+
+def _mean(row: str, results: Sequence[Results], number: int, of: str) -> Density:
+    """A density of a row after an experience, mean over its seeds."""
+    found = [_select(row, _entries(row, one)[number], of) for one in results]
+    return results[0]["densities"]["edges"], np.mean(found, axis=0)
+
+
+def _entries(row: str, results: Results) -> Sequence[Mapping[str, Any]]:
+    entries: Sequence[Mapping[str, Any]] = results.get("densities", {}).get("experiences", [])
+    if not entries:
+        raise ValueError(
+            f"Expected `densities` in the results of row {row} but got none. Add `ActivationDensity` to its callbacks "
+            "and train to the end of an experience."
+        )
+    return entries
+
+
+def _select(row: str, entry: Mapping[str, Any], of: str) -> list[float]:
+    """The density over all test samples, or those of a group or an owner."""
+    kinds = {"group": entry["groups"], "owner": entry["owners"]}
+    found = [(kind, kinds[kind][of]) for kind in kinds if of in kinds[kind]]
+    kind, _, name = of.partition(" ")
+    if of == "all":
+        found = [("", entry["all"])]
+    elif kind in kinds and name in kinds[kind]:
+        found = [(kind, kinds[kind][name])]
+    if not found:
+        names = ", ".join(["all", *entry["groups"], *entry["owners"]])
+        raise ValueError(f"Expected `of` to be one of {names}, as row {row} has them, but got {of}.")
+    if len(found) > 1:
+        raise ValueError(f"Expected `of` to be `group {of}` or `owner {of}`, as row {row} has both, but got {of}.")
+    density: list[float] = found[0][1]
+    return density

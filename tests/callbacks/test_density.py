@@ -1,0 +1,186 @@
+"""The densities of a reservoir's activations against histograms of all its states at once."""
+
+import json
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import Dataset
+
+from lightning_fcl import FederatedStream, ReservoirClassifier
+from lightning_fcl.callbacks import ActivationDensity, IntrinsicPlasticity
+from lightning_fcl.models import EchoStateNetwork
+
+OWNERS = np.array(["ann", "bob", "eve"])
+
+
+def sequences(samples=240, steps=70, features=3, classes=4):
+    """Noise around a level of each class; longer than a block of the reservoir."""
+    rng = np.random.default_rng(0)
+    y = np.arange(samples) % classes
+    return (rng.normal(size=(samples, steps, features)) * 0.4 + y[:, None, None] - 1.5).astype(np.float32), y
+
+
+@pytest.fixture
+def stream():
+    """Makes streams of sequences with three owners, two rounds per experience."""
+
+    def make(**kwargs):
+        x, y = sequences()
+        client = OWNERS[np.arange(len(y)) // 4 % 3]
+        settings = {"experiences": 2, "rounds_per_experience": 2, "test": 0.7, "batch_size": 16, "seed": 0}
+        return FederatedStream.from_arrays(x, y, client, **{**settings, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def task():
+    """Makes reservoirs of two layers with a washout."""
+
+    def make():
+        network = EchoStateNetwork(3, units=7, layers=2, leaking_rate=0.6, washout=4, seed=1)
+        return ReservoirClassifier(network, 4, beta=1e-2)
+
+    return make
+
+
+class AllStates(Callback):
+    """Keeps all states on the test samples after each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, pl_module):
+        stream = trainer.datamodule
+        self.rounds.append(pl_module.reservoir(stream.take(stream.plan.test)[0]).detach().numpy())
+
+
+def density(states, bins):
+    counts = np.histogram(states.astype(np.float64), bins=bins, range=(-1, 1), density=True)[0]
+    return pytest.approx(counts.tolist(), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("bins", [1, 10, 100])
+def test_densities_are_those_of_all_states_at_once(fit, stream, task, bins):
+    data, measured, states = stream(), ActivationDensity(bins), AllStates()
+    fit(task(), data, [IntrinsicPlasticity(sigma=0.3, eta=0.1), measured, states])
+    record = measured.record
+    assert record["edges"] == np.linspace(-1, 1, bins + 1).tolist()
+    assert [entry["experience"] for entry in record["experiences"]] == [0, 1]
+    test = data.plan.test
+    assert len(test) > 128  # more than one batch
+    for entry, after in zip(record["experiences"], (states.rounds[1], states.rounds[3]), strict=True):
+        assert entry["all"] == density(after, bins)
+        assert list(entry["groups"]) == list("0123") and list(entry["owners"]) == OWNERS.tolist()
+        for label in range(4):
+            assert entry["groups"][str(label)] == density(after[data.y[test] == label], bins)
+        for owner in OWNERS:
+            assert entry["owners"][owner] == density(after[data.owner[test] == owner], bins)
+        assert sum(entry["all"]) * 2 / bins == pytest.approx(1)
+    if bins > 1:
+        assert record["experiences"][0]["all"] != record["experiences"][1]["all"]
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_state_on_an_edge_is_counted_as_numpy_does():
+    from lightning_fcl.callbacks.density import bin_of
+
+    values = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.25, 0.04, np.nextafter(np.float32(0.5), np.float32(0))])
+    for bins in (1, 4, 100, 1000):
+        ours = torch.bincount(bin_of(values, bins), minlength=bins).tolist()
+        assert ours == np.histogram(values.double().numpy(), bins=bins, range=(-1, 1))[0].tolist()
+
+
+def test_only_owners_and_groups_of_test_samples_are_there(fit, stream, task):
+    data, measured = stream(test=["bob"]), ActivationDensity(10)
+    fit(task(), data, [measured])
+    last = measured.record["experiences"][-1]
+    assert list(last["owners"]) == ["bob"] and last["owners"]["bob"] == pytest.approx(last["all"])
+    assert list(data.plan.clients) == ["ann", "eve"]
+
+
+def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
+    x, y = sequences()
+    options = {"scenario": "domain-incremental", "clients": 2, "test": 0.5, "seed": 0}
+    data, measured = FederatedStream.from_arrays(x, y, group=np.arange(240) // 80, **options), ActivationDensity(10)
+    states = AllStates()
+    fit(task(), data, [measured, states])
+    assert len(measured.record["experiences"]) == 3
+    last = measured.record["experiences"][-1]
+    assert last["owners"] == {} and list(last["groups"]) == ["0", "1", "2"]
+    first = states.rounds[-1][data.plan.groups[data.plan.test] == 0]
+    assert last["groups"]["0"] == density(first, 10)
+
+
+def test_groups_without_test_samples_are_left_out(fit, task):
+    x, y = sequences()
+    client = np.where(y == 3, "ann", OWNERS[np.arange(240) // 4 % 3])
+    data, measured = (
+        FederatedStream.from_arrays(x, y, client, experiences=4, test=["bob"], seed=0),
+        ActivationDensity(4),
+    )
+    fit(task(), data, [measured])
+    assert list(measured.record["experiences"][-1]["groups"]) == ["0", "1", "2"]
+
+
+def test_measuring_does_not_change_the_fit(fit, task):
+    class Noisy(Dataset):
+        """Items that draw random numbers."""
+
+        def __init__(self):
+            self.x, self.targets = sequences()
+
+        def __len__(self):
+            return len(self.x)
+
+        def __getitem__(self, item):
+            return torch.from_numpy(self.x[item]) + torch.randn(()), int(self.targets[item])
+
+    results = []
+    for callbacks in ([], [ActivationDensity(10)]):
+        torch.manual_seed(0)
+        module, data = task(), FederatedStream.from_arrays(Noisy(), clients=2, experiences=2, seed=0)
+        fit(module, data, callbacks)
+        results.append(module.state_dict())
+        assert module.training
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_continued_fit_continues_the_record(fit, stream, task, tmp_path):
+    whole, first, second = (ActivationDensity(20) for _ in range(3))
+    path = tmp_path / "round.ckpt"
+    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), whole])
+    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), first], max_epochs=3).save_checkpoint(path)
+    assert first.record["experiences"] == whole.record["experiences"][:1]
+    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), second], ckpt_path=path)
+    assert second.record == whole.record
+    with pytest.raises(ValueError, match="`bins` to be 20, as in the fit that is continued, but got 30"):
+        fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), ActivationDensity(30)], ckpt_path=path)
+    fit(task(), stream(), [IntrinsicPlasticity(eta=0.1), whole])  # a new fit opens a new record
+    assert second.record == whole.record
+
+
+def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make_task, quiet):
+    with pytest.raises(ValueError, match=r"^Expected `bins` to be at least 1 but got 0\.$"):
+        ActivationDensity(0)
+    with pytest.raises(ValueError, match=r"`reservoir` is an `EchoStateNetwork` for .* but got a `Classifier`"):
+        fit(make_task(), make_stream(), [ActivationDensity()])
+    other = make_task()
+    other.reservoir = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="`reservoir` is an `EchoStateNetwork`"):
+        fit(other, make_stream(), [ActivationDensity()])
+    x, y = sequences()
+    with pytest.raises(ValueError, match="`test` to be above 0 but got no test samples"):
+        fit(task(), stream(test=0.0), [ActivationDensity()])
+    trainer = L.Trainer(max_epochs=2, callbacks=[ActivationDensity()], **quiet)
+    with pytest.raises(ValueError, match=re.escape('`strategy="federated"`')):
+        trainer.fit(task(), datamodule=FederatedStream.from_arrays(x, y, clients=1, experiences=2))
+    trainer = L.Trainer(max_epochs=1, callbacks=[ActivationDensity()], **quiet)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
+    with pytest.raises(ValueError, match="Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
+        trainer.fit(task(), loader)
