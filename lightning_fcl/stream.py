@@ -182,6 +182,10 @@ class FederatedStream(L.LightningDataModule):
         return len(self.classes)
 
     @property
+    def _name(self) -> str:
+        return self.data if isinstance(self.data, str) else "the data"
+
+    @property
     def group_names(self) -> list[str]:
         """Names of the plan's test groups: the classes, or the numbers of the domains."""
         number = int(self.plan.groups.max()) + 1
@@ -232,7 +236,8 @@ class FederatedStream(L.LightningDataModule):
         """Split samples into the rest and those that an argument asks for."""
         if isinstance(what, list):
             if arrays.client is None:
-                raise ValueError(f"Expected `{name}` to be a fraction but got {what}: {self.data} names no owners.")
+                wanted_instead = "no `owners`" if name == "owners" else f"`{name}` to be a fraction"
+                raise ValueError(f"Expected {wanted_instead} but got {what}: {self._name} names no owners.")
             present = arrays.client[indices].astype(str)
             wanted = np.array([str(owner) for owner in what])
             missing = sorted(set(wanted) - set(present))
@@ -243,7 +248,7 @@ class FederatedStream(L.LightningDataModule):
             return indices[~among_them], indices[among_them]
         if what == "official":
             if arrays.official_test is None:
-                raise ValueError(f'Expected `test` to be a fraction but got "official", which {self.data} has not.')
+                raise ValueError(f'Expected `test` to be a fraction but got "official", which {self._name} has not.')
             return indices[~arrays.official_test[indices]], indices[arrays.official_test[indices]]
         kept, chosen = scenarios.split(arrays.y[indices], float(what), rng)
         return indices[kept], indices[chosen]
@@ -251,7 +256,7 @@ class FederatedStream(L.LightningDataModule):
     def _owners(self, arrays: Arrays, train: IntArray, rng: np.random.Generator) -> dict[str, IntArray]:
         if self.partition == "natural":
             if arrays.client is None:
-                raise ValueError(f'Expected `partition` other than "natural": {self.data} names no clients.')
+                raise ValueError(f'Expected `partition` other than "natural": {self._name} names no clients.')
             check_arguments("partition_args", self.partition_args, None)
             parts = partitioners.by_client(arrays.client[train])
         elif self.partition == "iid":

@@ -17,10 +17,11 @@ from lightning_fcl.aggregation import (
     median,
     neutral,
     travels_down,
+    travels_up,
     trimmed_mean,
 )
 
-REDUCTIONS = ("mean", "sum", "cat", "none", "median", "trimmed_mean", "krum")
+REDUCTIONS = ("mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum")
 
 
 def random_uploads(clients, shape=(3, 4), seed=0):
@@ -69,8 +70,9 @@ def test_cat_appends_in_the_order_of_uploads():
     assert aggregate("cat", uploads, server=server)[:, 0].tolist() == [9, 2, 2, 1, 3, 3, 3]
 
 
-def test_none_is_neither_read_nor_changed():
-    aggregator = Aggregator({"head": "none", "w": "mean"})
+@pytest.mark.parametrize("reduction", ["none", "download", "fixed"])
+def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
+    aggregator = Aggregator({"head": reduction, "w": "mean"})
     aggregator.add({"w": torch.ones(1)}, weight=1)
     server = {"head": torch.tensor([5.0]), "w": torch.zeros(1)}
     assert aggregator.result(server) == {"head": server["head"], "w": torch.ones(1)}
@@ -200,9 +202,11 @@ def test_uploads_are_copied():
 
 def test_where_clients_start():
     value = torch.ones(3)
-    assert [r for r in REDUCTIONS if travels_down(r)] == ["mean", "median", "trimmed_mean", "krum"]
+    assert [r for r in REDUCTIONS if travels_down(r)] == ["mean", "download", "median", "trimmed_mean", "krum"]
+    assert [r for r in REDUCTIONS if travels_up(r)] == ["mean", "sum", "cat", "median", "trimmed_mean", "krum"]
     assert neutral(value, "sum").tolist() == [0, 0, 0] and neutral(value, "cat").tolist() == []
     assert neutral(value, "none") is value and neutral(value, "mean") is value
+    assert neutral(value, "download") is value and neutral(value, "fixed") is value
 
 
 def test_later_rules_win():

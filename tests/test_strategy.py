@@ -216,6 +216,40 @@ def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
     assert all(set(log.upload_bytes.values()) == set(log.download_bytes.values()) == {body} for log in logs)
 
 
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("reduction", "down"), [("download", 4 * (35 + 24)), ("fixed", 4 * 35)])
+def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, cohort_size):
+    task, stream, logs = make_task(), make_stream(), []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.federation.log)
+
+    start, server = copy.deepcopy(task), snapshot(task)
+    fit(task, stream, [Watch()], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
+    for round in range(2):  # each client trains the head too, from the server's
+        states = []
+        for client in stream.plan.train[round]:
+            local = copy.deepcopy(start)
+            local.load_state_dict(server)
+            states.append(local_training(local, stream, client, round, 1))
+        total = sum(n for _, n in states)
+        means = {name: sum(n * s[name].double() for s, n in states) / total for name in server}
+        server |= {name: value.float() for name, value in means.items() if not name.startswith("model.3.")}
+    assert close(task.state_dict(), server)
+    assert torch.equal(task.model[3].weight, start.model[3].weight)
+    for log in logs:
+        assert set(log.upload_bytes.values()) == {4 * 35} and set(log.download_bytes.values()) == {down}
+
+
+@pytest.mark.parametrize("reduction", ["download", "fixed"])
+def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, reduction):
+    task = make_task()
+    task.register_buffer("unknown", torch.full((3,), float("nan")))
+    trainer = fit(task, make_stream(), reductions={"unknown": reduction})
+    assert not trainer.strategy.federation.log.dropped and torch.isnan(task.unknown).all()
+
+
 def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
     logs = []
 

@@ -97,6 +97,73 @@ def test_arguments_of_the_partitioner():
     assert [len(np.unique(y[indices])) for indices in used(stream).values()] == [1, 1, 1, 1]
 
 
+NAMES = np.array(["ann", "bob", "cem", "dua", "eve"])[np.arange(120) % 5]
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid"])
+def test_owners_may_be_set_aside_by_name(partition):
+    x, y = arrays()
+    options = {"test": ["eve"], "validation": ["dua", "ann"], "partition": partition, "clients": 2}
+    stream = prepared(x, y, NAMES, **options)
+    assert stream.plan.test.tolist() == np.flatnonzero(NAMES == "eve").tolist()
+    assert stream.plan.validation.tolist() == np.flatnonzero(np.isin(NAMES, ["ann", "dua"])).tolist()
+    left = np.flatnonzero(np.isin(NAMES, ["bob", "cem"])).tolist()
+    assert sorted(np.concatenate([*used(stream).values()])) == left
+    assert stream.plan.clients == (("bob", "cem") if partition == "natural" else ("0", "1"))
+
+
+def test_owners_that_are_trained_on():
+    x, y = arrays()
+    stream = prepared(x, y, NAMES, test=["eve"], owners=["cem", "ann"])
+    assert stream.plan.clients == ("ann", "cem")
+    assert sorted(np.concatenate([*used(stream).values()])) == np.flatnonzero(np.isin(NAMES, ["ann", "cem"])).tolist()
+    # The fractions of a split are of all owners: who is trained on is chosen among what is left.
+    both = [prepared(x, y, NAMES, test=0.2, owners=owners) for owners in (["ann"], None)]
+    assert both[0].plan.test.tolist() == both[1].plan.test.tolist()
+    assert used(both[0])["ann"].tolist() == used(both[1])["ann"].tolist() and len(both[0].plan.clients) == 1
+
+
+def test_owners_that_are_numbers():
+    x, y = arrays()
+    owner = np.arange(120) % 12
+    for names in (["3", "10"], [3, 10]):
+        stream = prepared(x, y, owner, test=names)
+        assert stream.plan.test.tolist() == np.flatnonzero(np.isin(owner, [3, 10])).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"test": ["ann", "zoë"]},
+            "Expected `test` to be among the owners ann, bob, cem, dua, eve but got zoë.",
+        ),
+        (
+            {"test": ["eve"], "validation": ["eve"]},
+            "Expected `validation` to be among the owners ann, bob, cem, dua but got eve.",
+        ),
+        (
+            {"test": ["eve"], "validation": ["dua"], "owners": ["dua", "ann", "eve"]},
+            "Expected `owners` to be among the owners ann, bob, cem but got dua, eve.",
+        ),
+    ],
+)
+def test_unknown_owners_are_named(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays(), NAMES, **options)
+
+
+@pytest.mark.parametrize("option", ["test", "validation", "owners"])
+def test_data_without_owners(option):
+    for source, name in ((FederatedStream("digits", **{option: ["ann"]}), "digits"),
+                         (FederatedStream.from_arrays(*arrays(), **{option: ["ann"]}), "the data")):  # fmt: skip
+        message = f"Expected `{option}` to be a fraction but got ['ann']: {name} names no owners."
+        if option == "owners":
+            message = f"Expected no `owners` but got ['ann']: {name} names no owners."
+        with pytest.raises(ValueError, match=exactly(message)):
+            source.setup("fit")
+
+
 def test_official_test():
     x, y = arrays()
     official = np.arange(120) >= 90
@@ -149,6 +216,7 @@ def test_turn():
         indices = stream.plan.train[turn.round]["1"]
         assert turn.labels.tolist() == y[indices].tolist()
         assert turn.samples == len(indices) and turn.num_classes == 4
+        assert turn.stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
 
 
 def test_turn_of_a_client_without_data():

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.aggregation import State, entries
 from lightning_fcl.clients import Memory, Turn
-from lightning_fcl.stream import FederatedStream, current_round
+from lightning_fcl.stream import FederatedStream
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Method(Callback):
         """The only client of a plain Trainer."""
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(datamodule, FederatedStream):
-            return datamodule.turn(datamodule.plan.clients[0], current_round(trainer))
+            return datamodule.turn(datamodule.plan.clients[0], trainer.current_epoch)
         labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
         last = trainer.current_epoch + 1 == trainer.max_epochs
         return Turn("local", trainer.current_epoch, self._fits, labels, last_round=last, samples=len(labels))

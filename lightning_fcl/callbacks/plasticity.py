@@ -59,6 +59,8 @@ class IntrinsicPlasticity(Method):
         for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"Expected `{name}` to be above 0 and finite but got {value}.")
+        if not abs(mu) < float("inf"):
+            raise ValueError(f"Expected `mu` to be finite but got {mu}.")
         if local_epochs < 1:
             raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
         self.sigma = sigma
@@ -105,20 +107,13 @@ class IntrinsicPlasticity(Method):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Move gain and bias by one step, for one client or several."""
+        """Move gain and bias of several clients by one step, in a federation."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         assert isinstance(pl_module, ReservoirTask)
-        if not pl_module.adapting:
+        if not (pl_module.adapting and self._federated):
             return
-        reservoir, cohort = pl_module.reservoir, getattr(trainer.strategy, "cohort", None)
-        if cohort is None:
-            directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
-            dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
-            gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
-            with torch.no_grad():
-                reservoir.gain.copy_(gain[0])
-                reservoir.bias.copy_(bias[0])
-            return
+        strategy: Any = trainer.strategy
+        reservoir, cohort = pl_module.reservoir, strategy.cohort
         x, real = batch[0], cohort.weight > 0
         owner = real.nonzero()[:, 0]
         rows = reservoir.plasticity(x[real], self.mu, self.sigma, cohort.gain[owner], cohort.bias[owner])
@@ -129,6 +124,21 @@ class IntrinsicPlasticity(Method):
             cohort.gain[active], cohort.bias[active], sums[0] / counts, sums[1] / counts, reservoir.layers
         )
         cohort.gain[active], cohort.bias[active] = moved
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move gain and bias by one step, in a plain Trainer: by now the batch holds what any method rehearses."""
+        assert isinstance(pl_module, ReservoirTask)
+        if not pl_module.adapting or self._federated:
+            return
+        reservoir = pl_module.reservoir
+        directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
+        dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
+        gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
+        with torch.no_grad():
+            reservoir.gain.copy_(gain[0])
+            reservoir.bias.copy_(bias[0])
 
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
         """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""

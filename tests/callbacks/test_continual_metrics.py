@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
+from lightning_fcl.metrics import summarize
 
 
 def counts(task, stream, groups):
@@ -83,6 +84,49 @@ def test_groups_may_be_domains(fit, make_stream, make_task):
     fit(make_task(), stream, [metrics, by_hand])
     assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
     assert metrics.record["totals"] == np.bincount(group[stream.plan.test]).tolist()
+
+
+@pytest.mark.parametrize(("readout", "washout", "steps"), [("steps", 0, 9), ("steps", 4, 5), ("last", 0, 1)])
+def test_models_that_predict_every_step(
+    fit, make_series_stream, make_reservoir, make_reservoir_task, readout, washout, steps
+):
+    stream, metrics = make_series_stream(3, 2), ContinualMetrics(training=True)
+    task = make_reservoir_task(make_reservoir(washout=washout), readout=readout)
+    by_hand = []
+
+    class Count(Callback):
+        def on_round_end(self, trainer, pl_module):
+            x, y = stream.take(stream.plan.test)
+            groups, right = stream.plan.groups[stream.plan.test], [0, 0]
+            for i in range(len(y)):  # sequence by sequence, step by step
+                for output in pl_module(x[i : i + 1]).reshape(-1, 4):
+                    right[groups[i]] += int(output.argmax() == y[i])
+            by_hand.append({"server": right})
+
+    trainer = fit(task, stream, [metrics, Count()])
+    record = metrics.record
+    assert [entry["correct"] for entry in record["rounds"]] == by_hand
+    assert record["totals"] == (np.bincount(stream.plan.groups[stream.plan.test]) * steps).tolist()
+    accuracy = sum(by_hand[-1]["server"]) / (steps * len(stream.plan.test))
+    assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(accuracy)
+    x, y = stream.take(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
+    right = (task(x).reshape(len(y), -1, 4).argmax(-1) == y[:, None]).sum()
+    assert record["training"] == {"correct": int(right), "total": len(y) * steps}
+
+
+@pytest.mark.parametrize("rounds_per_experience", [1, 3])
+def test_training_samples_are_counted_once(fit, make_stream, make_task, rounds_per_experience):
+    stream, metrics, task = make_stream(rounds_per_experience=rounds_per_experience), ContinualMetrics(), make_task()
+    fit(task, stream, [metrics])
+    assert "training" not in metrics.record and "training_accuracy/server" not in summarize(metrics.record)
+    metrics = ContinualMetrics(training=True)
+    fit(task, stream, [metrics])
+    rows = sorted({int(i) for current in stream.plan.train for rows in current.values() for i in rows})
+    assert len(rows) == 240 - len(stream.plan.test)
+    x, y = stream.take(np.array(rows))
+    right = int((task.eval()(x).argmax(1) == y).sum())
+    assert metrics.record["training"] == {"correct": right, "total": len(rows)}
+    assert summarize(metrics.record)["training_accuracy/server"] == right / len(rows)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fcl.callbacks import FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.callbacks.method import Method
 
 METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
@@ -34,3 +35,20 @@ def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path
     train(make_task(), [*callbacks, ModelCheckpoint(tmp_path, "{epoch}")], samples(), enable_checkpointing=True)
     kept = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
     assert torch.equal(kept["Replay"]["memory"]["x"], callbacks[3].memory["x"])
+
+
+def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
+    class Turns(Method):
+        def begin(self, memory, server, turn):
+            turns.append(("begin", turn.round, turn.experience, turn.last_round))
+            return memory
+
+        def finish(self, memory, own, data, turn, generator):
+            turns.append(("end", turn.round, turn.experience, turn.last_round))
+            return memory
+
+    expected = [(r, r // 2, r % 2 == 1) for r in range(4)]
+    for strategy in (None, "auto"):
+        turns = []
+        fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
+        assert turns == [(when, *turn) for turn in expected for when in ("begin", "end")]

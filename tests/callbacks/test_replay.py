@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +82,41 @@ def test_reservoir_is_uniform_over_all_that_passed(policy):
     expected = draws * kept / 30
     chi_square = ((counts - expected) ** 2 / (expected * (1 - kept / 30))).sum() * 29 / 30
     assert 10 < chi_square < 58.3  # 29 degrees of freedom: 0.1 % above, 0.05 % below
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
+@pytest.mark.parametrize(("share", "size"), [(0.25, 10), (0.05, 2), (1.0, 40), (0.001, 1)])
+def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
+    method, memory = Replay(share, policy, "round"), {}
+    for round in range(4):
+        turn = Turn("a", round, 0, samples=10, stream_samples=40)
+        memory = method.finish(memory, {}, data([0, 1] * 5, 10 * round), turn, generator())
+    assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
+
+
+def test_one_sample_is_not_the_share_of_all():
+    turn = Turn("a", 0, samples=10, stream_samples=10)
+    for size, kept in ((1, 1), (1.0, 10)):
+        assert len(Replay(size, "reservoir").finish({}, {}, data([0] * 10), turn, generator())["y"]) == kept
+
+
+def test_each_client_of_a_federation_keeps_its_share(fit, make_stream, make_task):
+    owners = np.array(["a", "b", "b", "b"])[np.arange(240) // 4 % 4]
+    stream = make_stream(client=owners)
+    trainer = fit(make_task(), stream, [Replay(0.1, "reservoir")])
+    for client in "ab":
+        samples = sum(len(current[client]) for current in stream.plan.train)
+        assert len(trainer.strategy.federation.store[client]["Replay"]["y"]) == round(samples / 10)
+    assert stream.plan.samples["b"] > 2 * stream.plan.samples["a"]
+
+
+def test_a_share_needs_a_stream(make_task, samples, train):
+    message = (
+        "Expected `max_size` to be a number of samples but got the share 0.5: only a `FederatedStream` tells how many "
+        "samples there will be."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [Replay(0.5)], samples())
 
 
 def test_update_in_the_last_round_of_an_experience():
@@ -178,6 +214,14 @@ def test_a_batch_that_is_no_list(make_task, samples, train):
         (
             {"max_size": 0},
             "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
+        ),
+        (
+            {"max_size": 1.5},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
+        ),
+        (
+            {"max_size": 0.0},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.0.",
         ),
         ({"policy": "best"}, 'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "best".'),
         ({"update": "never"}, 'Expected `update` to be "round" or "experience" but got "never".'),
