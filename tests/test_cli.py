@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_fcl.cli import run
 from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.main import main
 from lightning_fcl.reproduce import paper_rows, recipes_folder
@@ -258,3 +259,37 @@ def test_the_readme_is_true(tmp_path, monkeypatch):
         path.write_text(block.split("```")[0])
         main(["fit", "--config", str(path), "--out", str(tmp_path / "out")])
         assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
+    path = tmp_path / "open.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"rounds_per_experience": 2}}))
+    cli = run(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
+    rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
+    assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
+
+
+def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch):
+    """Rows may share files, set arguments of their own and bring the paper's numbers."""
+    folder = tmp_path / "recipes" / "mine"
+    folder.mkdir(parents=True)
+    base = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "small.yaml").write_text(yaml.safe_dump(TINY))
+    rows = {
+        f"{clients} clients": {
+            "configs": ["small.yaml"],
+            "set": {"data.clients": clients, "trainer.max_epochs": 1},
+            "expected": {"final_accuracy/server": 0.25 * clients},
+        }
+        for clients in (2, 3)
+    }
+    (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    monkeypatch.setattr("lightning_fcl.reproduce.recipes_folder", lambda: folder.parent)
+    main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
+    table = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert [table[row]["final_accuracy/server"]["paper"] for row in rows] == [0.5, 0.75]
+    for clients in (2, 3):
+        record = json.loads((tmp_path / "out" / f"{clients}-clients" / "seed-0" / "results.json").read_text())["record"]
+        assert len(record["rounds"]) == 1
+        assert len(record["tasks"]) == clients + 1
