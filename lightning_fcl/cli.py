@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -15,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
+import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -38,11 +40,13 @@ class Recipe:
         paper: Short name of the paper.
         row: Name of the row of the paper's table.
         expected: The paper's numbers, by metric.
+        measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
     """
 
     paper: str = ""
     row: str = ""
     expected: dict[str, float] = field(default_factory=dict)
+    measure_on: Literal["test", "validation"] = "test"
 
 
 class FederatedCLI(LightningCLI):
@@ -70,6 +74,10 @@ class FederatedCLI(LightningCLI):
         if self.config.subcommand == "fit":
             if lacks(ContinualMetrics):
                 callbacks.append(ContinualMetrics())
+            if self.config["fit"]["recipe"]["measure_on"] == "validation":
+                for callback in callbacks:
+                    if isinstance(callback, ContinualMetrics):
+                        callback.on = "validation"
             if config["enable_progress_bar"] is not False and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
             if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
@@ -77,12 +85,17 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
+            if config["max_epochs"] is None:
+                kwargs["max_epochs"] = -1  # as many as the stream has: see `before_fit`
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def before_fit(self) -> None:
-        """Note when the fit began."""
+        """Train for all rounds of the stream where the recipe does not say; note when the fit began."""
+        if self.config["fit"]["trainer"]["max_epochs"] is None:
+            self.datamodule.setup("fit")
+            self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
         self._began = time.monotonic()
 
     def after_fit(self) -> None:
@@ -93,6 +106,7 @@ class FederatedCLI(LightningCLI):
         results = {
             "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
             "seed": config["seed_everything"],
+            "measured_on": metrics.on,
             "metrics": summarize(metrics.record),
             "record": metrics.record,
             "expected": dict(recipe["expected"]),
@@ -157,6 +171,18 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
         )
     except ArgumentError as error:
         raise ValueError(f"the recipe or command line is not understood: {error}") from error
+
+
+def resolve(arguments: Sequence[str]) -> dict[str, Any]:
+    """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet.
+
+    Raises:
+        ValueError: If a recipe or an argument is not understood.
+    """
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        run([*arguments, "--print_config"])
+    return dict(yaml.safe_load(text.getvalue()))
 
 
 def newest_checkpoint(out: Path) -> Path | None:

@@ -12,6 +12,7 @@ COMMANDS = """commands:
   fit         train what a recipe says:    lightning-fcl fit --config recipes/quickstart.yaml
   test        test a checkpoint:           lightning-fcl test --config RECIPE --ckpt_path CHECKPOINT
   reproduce   run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5
+  tune        search for settings:         lightning-fcl tune SEARCH.yaml --trials 50
   demo        the quickstart, compared with plain fine-tuning
   data        list, check or fetch data sets
 
@@ -24,6 +25,20 @@ FIT = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.clients 20
   lightning-fcl fit --print_config      prints a recipe with every default
   lightning-fcl fit --help.all          lists them all
+"""
+TUNE = """A search file:
+  configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
+  objective: final_accuracy/server     # one of the metrics in results.json
+  direction: maximize                  # or minimize
+  measure_on: validation               # samples of the objective; data.validation must be above 0
+  sampler: random                      # or grid, or tpe
+  trials: 100                          # for grid: all of it by default
+  seeds: 1                             # seeds per trial; their mean counts
+  space:                               # what `fit` would take as --PATH VALUE
+    data.batch_size: [16, 32]
+    model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
+    trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
+A search that was cut off continues. Its results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
 """
 RAW = argparse.RawDescriptionHelpFormatter
 
@@ -52,6 +67,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     reproduce.add_argument("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
     reproduce.add_argument("--workers", type=int, default=None, metavar="N", help="processes (default: one per core)")
+    tune = commands.add_parser(
+        "tune",
+        help=argparse.SUPPRESS,
+        description="Search for the settings of a recipe.",
+        epilog=TUNE,
+        formatter_class=RAW,
+    )
+    tune.add_argument("search", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
+    tune.add_argument("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH)")
+    tune.add_argument("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
+    tune.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    tune.add_argument("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
+    tune.add_argument("--restart", action="store_true", help="delete the trials that are there and begin anew")
     demo = commands.add_parser("demo", help=argparse.SUPPRESS, description="Run and compare the quickstart.")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     data = commands.add_parser("data", help=argparse.SUPPRESS, description="Look after data sets.")
@@ -85,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             rows = options.rows.split(",") if options.rows else None
             reproduce(options.paper, rows, options.seeds, options.scale, options.out, options.workers)
+        elif options.command == "tune":
+            from lightning_fcl.tune import tune
+
+            tune(options.search, options.out, options.trials, options.workers, options.seed, options.restart)
         elif options.command == "demo":
             from lightning_fcl.reproduce import demo
 

@@ -96,7 +96,7 @@ def write_report(folder: str | Path) -> Path:
     parts = [_head(results), *_against_paper(results), _metrics_section(results["metrics"])]
     for name, (title, figure) in figures.items():
         if figure is not None:
-            _save(figure, folder / f"{name}.png")
+            save_figure(figure, folder / f"{name}.png")
             parts.append(f"## {title}\n\n![{title}]({name}.png)")
     if lines := [
         f"- round {entry['round'] + 1}, {client}: {reason}"
@@ -198,7 +198,7 @@ def compare_plot(folder: str | Path, results_by_label: Mapping[str, Results]) ->
     figure = compare_figure(results_by_label)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return _save(figure, folder / "compare.png")
+    return save_figure(figure, folder / "compare.png")
 
 
 def _head(results: Results) -> str:
@@ -206,11 +206,13 @@ def _head(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     clients = len([model for model in results["record"]["tasks"] if model != "server"])
     title = recipe["row"] if recipe else "Run"
+    instead = results.get("measured_on") == "validation"
+    measured = "- Measured on the validation samples in place of the test set\n" if instead else ""
     if recipe and recipe["paper"]:
         title += f" ({recipe['paper']})"
     return (
         f"# {title}\n\n- Command: `{results['command']}`\n- Seed: {results['seed']}\n"
-        f"- Extent: {rounds} rounds, {clients} clients\n- Time: {results['seconds']:.1f} s\n"
+        f"- Extent: {rounds} rounds, {clients} clients\n{measured}- Time: {results['seconds']:.1f} s\n"
         f"- Machine: {results['machine']}\n- Versions: {versions}"
     )
 
@@ -299,7 +301,8 @@ def write_whole(path: Path, text: str) -> Path:
     return path
 
 
-def _save(figure: "Figure", path: Path) -> Path:
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Write a figure whole or not at all."""
     with _replacing(path) as temporary:
         figure.savefig(temporary, format="png")
     return path

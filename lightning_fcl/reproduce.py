@@ -6,19 +6,22 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.report import compare_plot, table, write_table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,18 +61,41 @@ def recipes_folder() -> Path:
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
 
 
-def paper_rows(folder: Path, rows: Sequence[str] | None) -> tuple[Path, dict[str, Path]]:
-    """What all rows of a paper's table share, and the recipe of every row, or of the ``rows`` asked for."""
+@dataclass(frozen=True)
+class Row:
+    """A row of a paper's table.
+
+    Args:
+        configs: Its recipe: the files of which it is put together, later ones over earlier ones.
+        expected: The paper's numbers, where they are not in the files.
+        words: What else its command line says.
+    """
+
+    configs: tuple[Path, ...]
+    expected: Mapping[str, float] | None = None
+    words: tuple[str, ...] = ()
+
+
+def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
+    """The recipe of every row of a paper's table, or of the ``rows`` asked for, from ``rows.yaml``.
+
+    There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
+    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers.
+    """
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    base, order = folder / content["base"], content["rows"]
-    if rows is None:
-        return base, {row: folder / name for row, name in order.items()}
-    for row in rows:
+    order = content["rows"]
+    for row in rows or ():
         if row not in order:
             near = get_close_matches(row, order, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
-    return base, {row: folder / order[row] for row in rows}
+    result = {}
+    for row in rows or order:
+        entry: dict[str, Any] = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
+        names = [content["base"], *entry["configs"]]
+        words = [w for name, value in entry.get("set", {}).items() for w in (f"--{name}", json.dumps(value))]
+        result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
+    return result
 
 
 def reproduce(
@@ -87,13 +113,18 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
     out = out or Path("runs") / f"{paper}-{scale}"
-    base, recipes = paper_rows(folder, rows)
-    scaling = [base.with_name(f"scale-{scale}.yaml")] if scale != "paper" else []
-    jobs = [
-        Job(f"{row}, seed {seed}", (base, path, *scaling), seed, out / path.stem / f"seed-{seed}")
-        for row, path in recipes.items()
-        for seed in range(seeds)
-    ]
+    recipes = paper_rows(folder, rows)
+    jobs = []
+    for row, recipe in recipes.items():
+        scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
+        extra = recipe.words
+        if recipe.expected is not None:
+            extra = (*extra, "--recipe.row", row, "--recipe.expected", json.dumps(recipe.expected))
+        place = out / re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+        if recipe.expected is None:
+            place = out / recipe.configs[-1].stem
+        for seed in range(seeds):
+            jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
     run_jobs(jobs, workers)
     results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
     metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
@@ -105,7 +136,7 @@ def reproduce(
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     """Run jobs side by side; each continues where an interruption left it."""
-    todo = [job for job in jobs if not _finished(job)]
+    todo = [job for job in jobs if not finished(job)]
     if len(todo) < len(jobs):
         print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
     workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
@@ -114,14 +145,25 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
             print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
             run_job(job)
         return
+    with tqdm(total=len(todo), unit="run") as bar:
+        for job, _ in side_by_side(run_job, todo, workers):
+            bar.set_description_str(f"done: {job.label}")
+            bar.update()
+
+
+def side_by_side(
+    function: Callable[[Job], T], jobs: Sequence[Job], workers: int
+) -> Generator[tuple[Job, T], None, None]:
+    """Call a function on each job, here or in several processes, and hand back what is done first."""
+    if workers == 1:
+        yield from ((job, function(job)) for job in jobs)
+        return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool, tqdm(total=len(todo), unit="run") as bar:
-        futures = {pool.submit(run_job, job): job for job in todo}
+    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool:
+        futures = {pool.submit(function, job): job for job in jobs}
         try:
             for future in as_completed(futures):
-                future.result()
-                bar.set_description_str(f"done: {futures[future].label}")
-                bar.update()
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -134,7 +176,8 @@ def _quiet_worker() -> None:
     os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
 
 
-def _finished(job: Job) -> bool:
+def finished(job: Job) -> bool:
+    """Whether a job's results are there, and are of this very job."""
     stamp = job.out / "fingerprint"
     return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
 

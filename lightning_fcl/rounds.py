@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,9 @@ class Slot:
     weight: Tensor | None = None
 
 
-def participants(plan: Plan, round: int, participation: float | int, seed: int) -> tuple[list[str], list[str]]:
+def participants(
+    plan: Plan, round: int, participation: float | int, seed: int, absent: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """The clients of a round, in the plan's order: those that train, and those that were chosen but have no data.
 
     Args:
@@ -50,18 +52,19 @@ def participants(plan: Plan, round: int, participation: float | int, seed: int) 
         round: Round, from 0.
         participation: Share (a float) or number (an int) of all clients; at least one client always trains.
         seed: Seed of the choice.
+        absent: Clients that are gone; the choice among the others is not touched by it.
 
     Raises:
         ValueError: If no client has data in the round.
     """
-    clients, present = plan.clients, plan.train[round]
+    clients, present = plan.clients, {c: rows for c, rows in plan.train[round].items() if c not in absent}
     if not present:
         raise ValueError(f"Expected at least one client with data in round {round} but none has any.")
     number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
     rng = np.random.default_rng(seed_of(seed, "participation", round))
     chosen = set(rng.permutation(len(clients))[: max(1, number)].tolist())
     training = [client for i, client in enumerate(clients) if i in chosen and client in present]
-    skipped = [client for i, client in enumerate(clients) if i in chosen and client not in present]
+    skipped = [c for i, c in enumerate(clients) if i in chosen and c not in present and c not in absent]
     if not training:
         training = [sorted(present)[int(rng.integers(len(present)))]]
     return training, skipped
@@ -163,6 +166,7 @@ class RoundBatches:
         stream: Where the data is.
         current_round: Tells the round.
         participation: Share or number of clients per round.
+        absent: Tells which clients are gone.
         local_epochs: Tells a client's passes over its data in the round.
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
@@ -175,6 +179,7 @@ class RoundBatches:
         stream: FederatedStream,
         current_round: Callable[[], int],
         participation: float | int,
+        absent: Callable[[], Collection[str]],
         local_epochs: Callable[[Turn], int],
         seed: int,
         cohort_size: int,
@@ -184,6 +189,7 @@ class RoundBatches:
         self.stream = stream
         self.current_round = current_round
         self.participation = participation
+        self.absent = absent
         self.local_epochs = local_epochs
         self.seed = seed
         self.cohort_size = cohort_size
@@ -197,7 +203,7 @@ class RoundBatches:
         round, size = self.current_round(), self.cohort_size
         if round >= self.stream.plan.rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        names, self.skipped = participants(self.stream.plan, round, self.participation, self.seed)
+        names, self.skipped = participants(self.stream.plan, round, self.participation, self.seed, self.absent())
         turns = [self.stream.turn(client, round) for client in names]
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             turns.sort(key=lambda turn: -turn.samples)

@@ -115,7 +115,8 @@ def class_experiences(
         raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
     rank = {int(c): i for i, c in enumerate(classes)}  # Avalanche wants classes 0..C-1
     compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
-    data = Indices(np.arange(len(indices)), compact)
+    # Avalanche decides over classes but looks at every sample: one of each class is enough for it.
+    data = Indices(np.unique(compact, return_index=True)[1], compact)
     fixed = [rank[c] for c in order if c in rank] if order is not None else None
     with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
         warnings.simplefilter("ignore")

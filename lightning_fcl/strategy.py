@@ -112,6 +112,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.cohort: Cohort | ReservoirCohort | None = None
         self.cohort_clients = 1
         self.between_rounds = self._round_done = True
+        self.absent: set[str] = set()  # clients that take no part any more
         self._seed = seed
         self._parallel_devices: list[torch.device] = []
         self._batches: RoundBatches | None = None
@@ -202,6 +203,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 self.stream,
                 lambda: current_round(trainer),
                 self.participation,
+                lambda: self.absent,
                 self._epochs,
                 self.seed,
                 self.cohort_clients,

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
-from lightning_fcl.models import MLP
+from lightning_fcl.models import MLP, EchoStateNetwork
+from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning")
@@ -93,3 +95,102 @@ def fit(quiet):
         return trainer
 
     return run
+
+
+def reservoir_by_hand(reservoir, x, gain=None, bias=None):
+    """The recurrence step by step in NumPy, without the washout: input, activation and state of every unit.
+
+    All three have the shape (batch, time, N_R). ``gain`` and ``bias`` may be those of each sequence, (batch, N_R).
+    """
+    numbers = {name: value.double().numpy() for name, value in reservoir.state_dict().items()}
+    gain = numbers["gain"] if gain is None else np.asarray(gain, dtype=np.float64)
+    bias = numbers["bias"] if bias is None else np.asarray(bias, dtype=np.float64)
+    drive, leak = np.asarray(x, dtype=np.float64), reservoir.leaking_rate
+    layers = []
+    for layer in range(reservoir.layers):
+        units = slice(layer * reservoir.units, (layer + 1) * reservoir.units)
+        w_in, w = numbers[f"input_weight_{layer}"], numbers[f"recurrent_weight_{layer}"]
+        state, steps = np.zeros((len(drive), reservoir.units)), []
+        for t in range(drive.shape[1]):
+            net = drive[:, t] @ w_in.T + numbers["recurrent_bias"][units] + state @ w.T
+            activation = np.tanh(gain[..., units] * net + bias[..., units])
+            state = (1 - leak) * state + leak * activation
+            steps.append((net, activation, state))
+        layers.append([np.stack(column, axis=1) for column in zip(*steps, strict=True)])
+        drive = layers[-1][2]
+    return tuple(np.concatenate(parts, axis=-1) for parts in zip(*layers, strict=True))
+
+
+def statistics_by_hand(reservoir, x, y, classes=4, signed=False, gain=None, bias=None):
+    """A and B of the states of all steps after the washout, one sample each, in NumPy."""
+    states = reservoir_by_hand(reservoir, x, gain, bias)[2][:, reservoir.washout :]
+    targets = np.repeat(np.eye(classes)[np.asarray(y)], states.shape[1], axis=0)
+    states = states.reshape(-1, states.shape[-1])
+    return (targets * 2 - 1 if signed else targets).T @ states, states.T @ states
+
+
+def ridge_by_hand(a, b, beta):
+    """W of A and B, in NumPy."""
+    return np.linalg.solve(b + beta * np.eye(len(b)), a.T).T
+
+
+@pytest.fixture
+def by_numpy():
+    """The reservoir, its statistics and their solution, written in NumPy."""
+    return SimpleNamespace(run=reservoir_by_hand, statistics=statistics_by_hand, solve=ridge_by_hand)
+
+
+def toy_series(samples=96, steps=9, features=3, classes=4, seed=0):
+    """Waves whose frequency is their class, in noise."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(samples) % classes
+    phase = rng.uniform(0, 6, (samples, 1, features)) + np.arange(steps)[:, None] * (0.3 + 0.4 * y[:, None, None])
+    return (np.sin(phase) + 0.3 * rng.normal(size=phase.shape)).astype(np.float32), y.astype(np.int64)
+
+
+@pytest.fixture
+def make_series():
+    """Makes labelled sequences."""
+    return toy_series
+
+
+@pytest.fixture
+def make_series_stream():
+    """Makes streams of sequences: clients of unequal size, and an experience's new data in each round.
+
+    ``increments`` is the number of parts into which all data fall, at random; each is an experience of its own.
+    """
+
+    def make(clients=3, increments=1, seed=0, samples=96, steps=9, unequal=True, **kwargs):
+        x, y = toy_series(samples, steps)
+        rng = np.random.default_rng(seed)
+        share = np.arange(1.0, clients + 1) if unequal else np.ones(clients)
+        owners = rng.choice(clients, samples, p=share / share.sum())
+        options = {"scenario": "domain-incremental", "batch_size": 8, "seed": 0, **kwargs}
+        stream = FederatedStream.from_arrays(x, y, owners, rng.integers(increments, size=samples), **options)
+        stream.setup("fit")
+        return stream
+
+    return make
+
+
+@pytest.fixture
+def make_reservoir():
+    """Makes small reservoirs in double precision, all with the same weights."""
+
+    def make(**kwargs):
+        options = {"units": 12, "leaking_rate": 0.6, "seed": 0, **kwargs}
+        return EchoStateNetwork(3, **options).double()
+
+    return make
+
+
+@pytest.fixture
+def make_reservoir_task(make_reservoir):
+    """Makes classifiers of sequences on small reservoirs in double precision."""
+
+    def make(reservoir=None, **kwargs):
+        reservoir = make_reservoir() if reservoir is None else reservoir
+        return ReservoirClassifier(reservoir, 4, **{"beta": 1e-2, "min_samples": 1, **kwargs})
+
+    return make

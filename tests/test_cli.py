@@ -10,6 +10,7 @@ import yaml
 
 from lightning_fcl.main import main
 from lightning_fcl.reproduce import paper_rows, recipes_folder
+from lightning_fcl.search import Search, check
 
 RECIPES = recipes_folder()
 TINY = {
@@ -33,7 +34,9 @@ def error_of(capsys, words):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["tune", "--help"], ["data", "--help"]]
+)
 def test_help_does_not_wait_for_torch(words):
     code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]; from lightning_fcl.main import main\ntry: main()\n"
     code += "finally: assert 'torch' not in sys.modules"
@@ -120,24 +123,36 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(capsys):
-    assert "Expected `paper` to be one of flwf, flwf-as-written but got flwff" in error_of(
+    assert "Expected `paper` to be one of fedclip, flwf, flwf-as-written, incfed but got flwff" in error_of(
         capsys, ["reproduce", "flwff"]
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
 
 
-@pytest.mark.parametrize(("paper", "number"), [("flwf", 12), ("flwf-as-written", 8)])
-def test_every_recipe_is_a_row_and_names_its_command(paper, number):
-    base, rows = paper_rows(RECIPES / paper, None)
-    assert base.is_file()
+@pytest.mark.parametrize(("paper", "number"), [("flwf", 12), ("flwf-as-written", 8), ("incfed", 32), ("fedclip", 80)])
+def test_every_recipe_is_part_of_a_row(paper, number):
+    rows = paper_rows(RECIPES / paper, None)
     assert len(rows) == number
-    files = {path for path in (RECIPES / paper).glob("*.yaml") if path.stem not in ("base", "rows")}
-    assert files == {path for path in rows.values()} | set((RECIPES / paper).glob("scale-*.yaml"))
-    for row, path in rows.items():
-        text = path.read_text()
-        assert f"--config recipes/{paper}/{path.name}" in text
+    used = {path.resolve() for row in rows.values() for path in row.configs}
+    assert all(path.is_file() for path in used)
+    others = [
+        path for path in (RECIPES / paper).glob("*.yaml") if not path.stem.startswith(("rows", "scale-", "search-"))
+    ]
+    assert {path.resolve() for path in others} <= used
+
+
+@pytest.mark.parametrize("paper", ["flwf", "flwf-as-written"])
+def test_a_recipe_of_one_file_names_its_command(paper):
+    for row, recipe in paper_rows(RECIPES / paper, None).items():
+        text = recipe.configs[-1].read_text()
+        assert f"--config recipes/{paper}/{recipe.configs[-1].name}" in text
         assert yaml.safe_load(text)["recipe"]["row"] == row
+
+
+@pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search-*.yaml")), ids=lambda path: path.stem)
+def test_every_search_file_is_understood(search):
+    check(Search.read(search))
 
 
 @pytest.mark.data

@@ -8,6 +8,7 @@ from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
 from lightning_fcl.callbacks.pretrain import Pretrain
 from lightning_fcl.callbacks.progress import FederatedProgressBar
 from lightning_fcl.callbacks.replay import Replay
+from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "ContinualMetrics",
@@ -21,4 +22,5 @@ __all__ = [
     "Pretrain",
     "Replay",
     "Step",
+    "Unlearning",
 ]

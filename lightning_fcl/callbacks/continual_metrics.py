@@ -55,6 +55,7 @@ class ContinualMetrics(Callback):
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
+        on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
 
     Example:
@@ -62,7 +63,15 @@ class ContinualMetrics(Callback):
         ['client1']
     """
 
-    def __init__(self, clients: Literal["all", "none"] | list[str] = "all", training: bool = False) -> None:
+    def __init__(
+        self,
+        clients: Literal["all", "none"] | list[str] = "all",
+        on: Literal["test", "validation"] = "test",
+        training: bool = False,
+    ) -> None:
+        if on not in ("test", "validation"):
+            raise ValueError(f'Expected `on` to be "test" or "validation" but got "{on}".')
+        self.on = on
         if isinstance(clients, str) and clients not in ("all", "none"):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
         self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
@@ -83,11 +92,14 @@ class ContinualMetrics(Callback):
             raise ValueError(
                 f"Expected `clients` of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
             )
-        if not len(plan.test):
-            raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to measure on.")
-        x, y = stream.take(plan.test)[:2]
+        samples = plan.test if self.on == "test" else plan.validation
+        if not len(samples):
+            raise ValueError(
+                f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
+            )
+        x, y = stream.take(samples)[:2]
         self._current = {}
-        groups = torch.from_numpy(plan.groups[plan.test])
+        groups = torch.from_numpy(plan.groups[samples])
         self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))
         number = int(plan.groups.max()) + 1
         names = list(stream.classes) if number == stream.num_classes else [str(g) for g in range(number)]

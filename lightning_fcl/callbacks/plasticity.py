@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -33,7 +33,8 @@ class IntrinsicPlasticity(Method):
         local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
         normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
             ``eta`` must be very small: gains diverge at 0.01.
-        restart: Whether each experience begins with gain 1 and bias 0 (joint training from scratch).
+        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
+            brings all earlier data back (joint training, from scratch).
         min_gain: Gains stay at least this large; where one is driven below, a warning says so.
 
     Raises:
@@ -51,7 +52,7 @@ class IntrinsicPlasticity(Method):
         eta: float = 0.01,
         local_epochs: int = 1,
         normalize_grad: bool = True,
-        restart: bool = False,
+        restart: bool | Literal["auto"] = "auto",
         min_gain: float = 1e-3,
     ) -> None:
         super().__init__()
@@ -94,7 +95,10 @@ class IntrinsicPlasticity(Method):
             round = trainer.current_epoch
             first = round == 0 or numbers[round] != numbers[round - 1]
             last = stream.turn(stream.plan.clients[0], round).last_round
-        if self.restart and first:
+        restart = self.restart
+        if restart == "auto":
+            restart = isinstance(stream, FederatedStream) and stream.history == "seen"
+        if restart and first:
             pl_module.reservoir.reset_plasticity()
         pl_module.adapting = not last
 

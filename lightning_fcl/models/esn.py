@@ -110,7 +110,7 @@ class EchoStateNetwork(nn.Module):
         """A number that stands for these very weights, gain and bias: states of other reservoirs do not fit to it."""
         digest = hashlib.sha256(repr((self.leaking_rate, self.washout)).encode())
         for value in self.state_dict().values():
-            digest.update(value.detach().cpu().numpy().tobytes())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())  # bfloat16 too
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,41 +215,16 @@ class EchoStateNetwork(nn.Module):
         x = self.checked(x)
         gain = self.gain.detach() if gain is None else gain
         bias = self.bias.detach() if bias is None else bias
-        directions = [(x.new_zeros(len(x), self.units), x.new_zeros(len(x), self.units)) for _ in range(self.layers)]
-        states = [x.new_zeros(len(x), self.units) for _ in range(self.layers)]
+        layers = [
+            _Plasticity(self, layer, gain, bias, x.new_zeros(len(x), self.units), mu, sigma)
+            for layer in range(self.layers)
+        ]
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
-            for layer in range(self.layers):
-                part = slice(layer * self.units, (layer + 1) * self.units)
-                g, b = gain[..., part], bias[..., part]
-                net, h, drive, states[layer] = self._activations(layer, g, b, drive, states[layer])
-                kept = max(0, self.washout - start)
-                net, h = net[kept:], h[kept:]
-                variance = sigma**2
-                shift = h.square().neg_().add_(1 + 2 * variance)
-                if mu:
-                    shift.add_(h, alpha=mu)
-                db = shift.mul_(h).sub_(mu).div_(-variance)
-                directions[layer][0].add_((net * db).sum(dim=0) + len(h) / g)
-                directions[layer][1].add_(db.sum(dim=0))
-        dg, db = (torch.cat(columns, dim=-1) for columns in zip(*directions, strict=True))
+            for layer in layers:
+                drive = layer.run(drive, skip=self.washout - start)
+        dg, db = (torch.cat(columns, dim=-1) for columns in zip(*(layer.directions() for layer in layers), strict=True))
         return dg, db
-
-    def _activations(
-        self, layer: int, gain: Tensor, bias: Tensor, u: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Over a block: each unit's input, its activation, and the states; then the last state."""
-        w_in, w = self.weights(layer)
-        part = slice(layer * self.units, (layer + 1) * self.units)
-        constant = self.recurrent_bias[part]
-        net = torch.addmm(constant, u.reshape(-1, u.shape[-1]), w_in.t()).view(*u.shape[:2], -1)
-        h, states = torch.empty_like(net), torch.empty_like(net)
-        transposed = w.t()
-        for t in range(len(net)):
-            net[t].addmm_(state, transposed)
-            torch.addcmul(bias, net[t], gain, out=h[t]).tanh_()
-            state = torch.lerp(state, h[t], self.leaking_rate, out=states[t])
-        return net, h, states, state.clone()
 
     def checked(self, x: Tensor) -> Tensor:
         """The input in the reservoir's precision, if it is one.
@@ -307,6 +282,54 @@ class EchoStateNetwork(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for printing."""
         return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
+
+
+class _Plasticity:
+    """The sums over time of one layer's directions: each step is worked off while it is in the cache."""
+
+    def __init__(
+        self,
+        reservoir: EchoStateNetwork,
+        layer: int,
+        gain: Tensor,
+        bias: Tensor,
+        state: Tensor,
+        mu: float,
+        sigma: float,
+    ) -> None:
+        part = slice(layer * reservoir.units, (layer + 1) * reservoir.units)
+        self.gain, self.bias, self.constant = gain[..., part], bias[..., part], reservoir.recurrent_bias[part]
+        self.drive, self.recurrent = (weight.t() for weight in reservoir.weights(layer))
+        self.leak = reservoir.leaking_rate
+        self.state, self.mu, self.variance = state, mu, sigma**2
+        self.steps = 0
+        # Sums of -s2 db and -s2 net db.
+        self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
+
+    def run(self, u: Tensor, skip: int) -> Tensor:
+        """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""
+        net = torch.addmm(self.constant, u.reshape(-1, u.shape[-1]), self.drive).view(*u.shape[:2], -1)
+        h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
+        for t, step in enumerate(net.unbind(0)):
+            step.addmm_(self.state, self.recurrent)
+            torch.addcmul(self.bias, step, self.gain, out=h).tanh_()
+            if t >= skip:
+                # h (1 + 2 s2 - h^2 + mu h) - mu, which is -s2 db
+                torch.mul(h, h, out=shift).neg_().add_(1 + 2 * self.variance)
+                if self.mu:
+                    shift.add_(h, alpha=self.mu)
+                shift.mul_(h).sub_(self.mu)
+                self.shift.add_(shift)
+                self.product.addcmul_(step, shift)
+                self.steps += 1
+            # The net input of a step is not needed any more: its place takes the state.
+            self.state = torch.lerp(self.state, h, self.leak, out=step)
+        self.state = self.state.clone()
+        return net
+
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """Of gain and bias, both of shape (batch, units)."""
+        return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:

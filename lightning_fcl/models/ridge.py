@@ -164,7 +164,12 @@ class RidgeReadout(nn.Module):
         self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
 
     def solutions(self, betas: Sequence[float]) -> Tensor:
-        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
+        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition.
+
+        Raises:
+            ValueError: If a number is not finite.
+        """
+        _check_finite(self.A, self.B)
         values, vectors = torch.linalg.eigh(square(self.B, self.in_features))
         projected = self.A @ vectors
         scales = values.clamp(min=0) + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
@@ -234,11 +239,11 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
         tensor([[2., 2.]], dtype=torch.float64)
     """
     a, b = a.double(), b.double()
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise ValueError("Expected finite statistics but they hold NaN or infinite values. Leave out whose they are.")
+    _check_finite(a, b)
     shifted = b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device)
     factor, failed = torch.linalg.cholesky_ex(shifted)
-    if not failed:
+    # Rounding may leave a singular matrix positive: a pivot that is nothing but rounding errors is none.
+    if not failed and factor.diagonal().square().min() > _cut_off(shifted.diagonal()):
         return torch.cholesky_solve(a.t(), factor).t()
     log.warning(
         "B + beta I is not positive definite (beta = %g): solved by eigenvalues, the smallest of them left out. Raise "
@@ -249,6 +254,11 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     inverse = torch.where(values > _cut_off(values), 1 / values, 0.0)
     weight: Tensor = (a @ vectors * inverse) @ vectors.t()
     return weight
+
+
+def _check_finite(a: Tensor, b: Tensor) -> None:
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ValueError("Expected finite statistics but they hold NaN or infinite values. Leave out whose they are.")
 
 
 def _cut_off(values: Tensor) -> Tensor:

@@ -90,6 +90,33 @@ class Classifier(L.LightningModule):
         return self.optimizer(self.parameters())
 
 
+class RandomClassifier(Classifier):
+    """The baseline that learns nothing: every class is as likely, for every sample.
+
+    Args:
+        num_classes: Number of classes.
+
+    Example:
+        >>> RandomClassifier(num_classes=3)(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Identity(), num_classes)
+        self.automatic_optimization = False
+        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Random logits, shape (batch, num_classes), from torch's global generator."""
+        return torch.rand(len(x), self.num_classes, device=x.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Nothing."""
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        """None."""
+
+
 class HARClassifier(Classifier):
     """The network and the optimizer of Usmanova et al. 2021, section 3.6: HAR-CNN, SGD with a learning rate of 0.01.
 

@@ -18,6 +18,7 @@ from lightning_fcl.aggregation import State, entries
 from lightning_fcl.clients import Turn
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, accumulate, solve, square
+from lightning_fcl.stream import FederatedStream
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ReservoirTask(L.LightningModule):
     Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. Rounds with new data
     or new clients are added without looking at the old ones again; the same data in two rounds count twice. With
     ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain Trainer
-    the last epoch of each fit adds its data.
+    the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
 
     `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before.
 
@@ -136,6 +137,8 @@ class ReservoirTask(L.LightningModule):
         per_step = targets.dim() == 3
         if per_step and self.features == "mean":
             raise ValueError('Expected a label for each sequence with `readout="mean"` but got one for each step.')
+        if per_step and targets.shape[1] != x.shape[1]:
+            raise ValueError(f"Expected a label for each of the {x.shape[1]} steps but got {targets.shape[1]}.")
         if per_step and self.features == "last":
             targets, per_step = targets[:, -1], False
         start = self.reservoir.washout
@@ -169,9 +172,8 @@ class ReservoirTask(L.LightningModule):
         return [samples * size for size in sizes]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the statistics, in a plain Trainer's last epoch."""
-        trainer, plain = self.trainer, self._plain()
-        if not self.adapting and not (plain and trainer.current_epoch + 1 != trainer.max_epochs):
+        """Add a batch to the statistics."""
+        if self._counts():
             x, y = batch
             self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
         self.count_step()
@@ -199,13 +201,16 @@ class ReservoirTask(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Solve, in a plain Trainer; in a federation that is done when the round is aggregated."""
-        if self._plain() and not self.adapting and self.trainer.current_epoch + 1 == self.trainer.max_epochs:
-            self.on_after_aggregation()
-
-    def _plain(self) -> bool:
         from lightning_fcl.strategy import FederatedStrategy
 
-        return not isinstance(self.trainer.strategy, FederatedStrategy)
+        if self._counts() and not isinstance(self.trainer.strategy, FederatedStrategy):
+            self.on_after_aggregation()
+
+    def _counts(self) -> bool:
+        """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
+        trainer: Any = self.trainer
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        return not self.adapting and (last or isinstance(trainer.datamodule, FederatedStream))
 
     def on_after_aggregation(self) -> None:
         """Solve for the server's readout from the sums."""
@@ -219,7 +224,9 @@ class ReservoirTask(L.LightningModule):
     @torch.no_grad()
     def _choose_beta(self) -> None:
         """Take the regulariser whose readout is right most often on the validation samples."""
-        loader: Any = self.trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        stream = trainer.datamodule
+        loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
             raise ValueError(
                 f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
@@ -237,6 +244,17 @@ class ReservoirTask(L.LightningModule):
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
         """How good each readout is, the more the better: outputs (..., readouts, outputs), wanted (..., outputs)."""
+        raise NotImplementedError
+
+    def _evaluate(self, batch: Any, name: str, metric: Metric) -> None:
+        """Log a metric of what the readout says and should say."""
+        x, y = batch
+        for states, wanted in self.pairs(x, y):
+            metric.update(*self.judged(self.readout(states), wanted))
+        self.log(name, metric, batch_size=len(y))
+
+    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """What a metric compares: of outputs and targets, both of shape (steps, batch, outputs)."""
         raise NotImplementedError
 
     def configure_optimizers(self) -> Optimizer:
@@ -419,17 +437,15 @@ class ReservoirClassifier(ReservoirTask):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the accuracy."""
-        self._evaluate(batch, "val", self.val_accuracy)
+        self._evaluate(batch, "val/accuracy", self.val_accuracy)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log the accuracy."""
-        self._evaluate(batch, "test", self.test_accuracy)
+        self._evaluate(batch, "test/accuracy", self.test_accuracy)
 
-    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
-        x, y = batch
-        prediction = self(x).argmax(dim=-1)
-        metric(prediction, y if y.dim() == prediction.dim() else y[:, None].expand_as(prediction))
-        self.log(f"{stage}/accuracy", metric, batch_size=len(y))
+    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Classes."""
+        return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
 
 
 class ReservoirRegressor(ReservoirTask):
@@ -485,15 +501,12 @@ class ReservoirRegressor(ReservoirTask):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log the squared error."""
-        self._evaluate(batch, "val", self.val_error)
+        self._evaluate(batch, "val/error", self.val_error)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log the squared error."""
-        self._evaluate(batch, "test", self.test_error)
+        self._evaluate(batch, "test/error", self.test_error)
 
-    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
-        x, y = batch
-        output = self(x)
-        wanted = y if y.dim() == output.dim() else y[:, None].expand_as(output)
-        metric(output.float().contiguous(), wanted[:, -output.shape[1] :].float().contiguous())
-        self.log(f"{stage}/error", metric, batch_size=len(y))
+    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers."""
+        return outputs.float().flatten(), wanted.float().flatten()

@@ -140,6 +140,25 @@ def test_wrong_arguments(make_task, samples, train):
         train(make_task(), [ContinualMetrics()], samples())
 
 
+def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(validation=0.5), ContinualMetrics(on="validation"), make_task()
+    fit(task, stream, [metrics])
+    x, y = stream.take(stream.plan.validation)
+    with torch.no_grad():
+        right = y[task.eval()(x).argmax(1) == y]
+    assert metrics.record["rounds"][-1]["correct"]["server"] == torch.bincount(right, minlength=4).tolist()
+    assert metrics.record["totals"] == torch.bincount(y, minlength=4).tolist()
+    assert metrics.record["totals"] != torch.bincount(stream.take(stream.plan.test)[1], minlength=4).tolist()
+
+
+def test_no_validation_samples(fit, make_stream, make_task):
+    message = "Expected the stream's `validation` to be above 0 but got no validation samples to measure on."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(make_task(), make_stream(), [ContinualMetrics(on="validation")])
+    with pytest.raises(ValueError, match=r'^Expected `on` to be "test" or "validation" but got "train"\.$'):
+        ContinualMetrics(on="train")
+
+
 def test_unknown_clients_are_named(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"`clients` of the stream \(0, 1, 2\) but got seven"):
         fit(make_task(), make_stream(), [ContinualMetrics(["seven"])])

@@ -1,0 +1,311 @@
+"""Reservoirs against the recurrence written as a plain loop in NumPy."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.models import esn
+from lightning_fcl.models.esn import EchoStateNetwork
+
+
+def inputs(batch=4, steps=11, features=3, seed=0):
+    return torch.randn(batch, steps, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def adapted(reservoir, seed=1):
+    """A reservoir whose gain and bias are no longer 1 and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        reservoir.gain.copy_(0.5 + torch.rand(reservoir.features, generator=generator))
+        reservoir.bias.copy_(torch.randn(reservoir.features, generator=generator) / 4)
+    return reservoir
+
+
+VARIANTS = [
+    {},
+    {"leaking_rate": 1.0},
+    {"layers": 3, "units": 7},
+    {"washout": 4},
+    {"bias_scaling": 0.7},
+    {"layers": 2, "washout": 3, "bias_scaling": 0.2, "input_scaling": 2.5, "spectral_radius": 1.3},
+    {"input_connectivity": 2, "recurrent_connectivity": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("plastic", [False, True])
+def test_states_are_those_of_a_plain_loop(make_reservoir, by_numpy, options, plastic):
+    reservoir, x = make_reservoir(**options), inputs()
+    if plastic:
+        adapted(reservoir)
+    expected = by_numpy.run(reservoir, x)[2][:, reservoir.washout :]
+    states = reservoir(x)
+    assert states.shape == (4, 11 - reservoir.washout, reservoir.layers * reservoir.units)
+    np.testing.assert_allclose(states.numpy(), expected, rtol=0, atol=1e-12)
+    assert np.abs(expected).max() > 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "bias_scaling": 0.3, "washout": 2}, {"leaking_rate": 1.0}])
+def test_every_sequence_may_have_gains_of_its_own(make_reservoir, by_numpy, options):
+    reservoir, x = make_reservoir(**options), inputs()
+    gain, bias = 0.5 + torch.rand(4, reservoir.features).double(), torch.randn(4, reservoir.features).double()
+    expected = by_numpy.run(reservoir, x, gain, bias)[2][:, reservoir.washout :]
+    states = torch.cat(list(reservoir.blocks(x, gain, bias))).transpose(0, 1)
+    np.testing.assert_allclose(states.numpy(), expected, rtol=0, atol=1e-12)
+    for row in range(4):  # and one set for all is the same as that set for each
+        alone = torch.cat(list(reservoir.blocks(x, gain[row], bias[row]))).transpose(0, 1)
+        np.testing.assert_allclose(alone[row].numpy(), expected[row], rtol=0, atol=1e-12)
+
+
+def test_single_precision_is_the_same_up_to_rounding(make_reservoir, by_numpy):
+    reservoir, x = make_reservoir().float(), inputs()
+    states = reservoir(x)
+    assert states.dtype == torch.float32
+    np.testing.assert_allclose(states.numpy(), by_numpy.run(reservoir, x.float())[2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 11, 100])
+@pytest.mark.parametrize("washout", [0, 4, 10])
+def test_states_do_not_depend_on_the_size_of_blocks(make_reservoir, monkeypatch, block, washout):
+    reservoir, x = adapted(make_reservoir(layers=2, units=6, washout=washout)), inputs()
+    states, directions = reservoir(x), reservoir.plasticity(x, 0.1, 0.3)
+    monkeypatch.setattr(esn, "BLOCK", block)
+    blocks = list(reservoir.blocks(x))
+    assert max(map(len, blocks)) <= block and all(map(len, blocks))
+    torch.testing.assert_close(torch.cat(blocks).transpose(0, 1), states, rtol=0, atol=1e-14)
+    torch.testing.assert_close(reservoir.plasticity(x, 0.1, 0.3), directions, rtol=1e-12, atol=1e-12)
+
+
+def test_more_steps_than_a_block_holds(make_reservoir, by_numpy):
+    reservoir, x = make_reservoir(washout=70), inputs(2, 2 * esn.BLOCK + 5)
+    np.testing.assert_allclose(reservoir(x).numpy(), by_numpy.run(reservoir, x)[2][:, 70:], rtol=0, atol=1e-12)
+
+
+def test_yielded_blocks_are_not_written_over(make_reservoir, monkeypatch):
+    monkeypatch.setattr(esn, "BLOCK", 2)
+    reservoir, x, copies = make_reservoir(), inputs(), []
+    blocks = [(copies.append(block.clone()), block)[1] for block in reservoir.blocks(x)]
+    assert all(torch.equal(block, copy) for block, copy in zip(blocks, copies, strict=True))
+
+
+@pytest.mark.parametrize("radius", [0.3, 0.9, 1.5])
+@pytest.mark.parametrize("connectivity", [1.0, 0.2, 3])
+def test_spectral_radius_is_exact(radius, connectivity):
+    reservoir = EchoStateNetwork(2, 20, 2, spectral_radius=radius, recurrent_connectivity=connectivity, seed=3)
+    for layer in range(2):
+        weight = reservoir.weights(layer)[1].double().numpy()
+        assert np.abs(np.linalg.eigvals(weight)).max() == pytest.approx(radius, rel=1e-5)
+    assert reservoir.spectral_radii() == pytest.approx([radius] * 2, rel=1e-5)
+
+
+def test_spectral_radii_are_those_with_the_gains(make_reservoir):
+    reservoir = adapted(make_reservoir(layers=2))
+    gains = reservoir.gain.detach().numpy()
+    for layer, radius in enumerate(reservoir.spectral_radii()):
+        weight = gains[layer * 12 : (layer + 1) * 12, None] * reservoir.weights(layer)[1].numpy()
+        assert radius == pytest.approx(np.abs(np.linalg.eigvals(weight)).max(), rel=1e-12)
+        assert radius != pytest.approx(0.9, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("connectivity", "of_inputs", "of_units"), [(1.0, 5, 20), (0.4, 2, 8), (3, 3, 3), (1, 1, 1), (0.01, 1, 1)]
+)
+def test_connectivity_is_the_number_in_every_row(connectivity, of_inputs, of_units):
+    # A unit that sees one other only may have no cycle; this seed has one.
+    reservoir = EchoStateNetwork(5, 20, 2, input_connectivity=connectivity, recurrent_connectivity=connectivity, seed=1)
+    for layer, seen in ((0, of_inputs), (1, of_units)):  # the second layer's inputs are the units below it
+        drive, recurrent = reservoir.weights(layer)
+        assert (drive != 0).sum(dim=1).tolist() == [seen] * 20
+        assert (recurrent != 0).sum(dim=1).tolist() == [of_units] * 20
+
+
+def test_one_as_a_number_is_not_one_as_a_share():
+    options = {"units": 20, "seed": 1}
+    assert (EchoStateNetwork(5, input_connectivity=1, **options).weights(0)[0] != 0).sum() == 20
+    assert (EchoStateNetwork(5, input_connectivity=1.0, **options).weights(0)[0] != 0).sum() == 100
+
+
+def test_rows_see_different_columns():
+    seen = EchoStateNetwork(10, 40, input_connectivity=2, seed=0).weights(0)[0] != 0
+    assert len({tuple(row.tolist()) for row in seen}) > 10
+    assert seen.any(dim=0).all()
+
+
+def test_scales_of_the_input_and_of_the_constant():
+    reservoir = EchoStateNetwork(4, 300, input_scaling=0.5, bias_scaling=0.2, seed=0)
+    for values, scale in ((reservoir.weights(0)[0], 0.5), (reservoir.recurrent_bias, 0.2)):
+        assert scale * 0.98 < values.abs().max() <= scale
+        assert abs(float(values.mean())) < 0.1 * scale
+    assert EchoStateNetwork(4, 30, seed=0).recurrent_bias.abs().max() == 0
+
+
+def test_the_seed_makes_the_weights_and_leaves_the_global_generator():
+    before = torch.get_rng_state()
+    one, two, other = (EchoStateNetwork(3, 10, 2, recurrent_connectivity=0.5, seed=seed) for seed in (4, 4, 5))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one.state_dict()[name], two.state_dict()[name]) for name in one.state_dict())
+    assert not torch.equal(one.weights(0)[1], other.weights(0)[1])
+    assert not torch.equal(one.weights(0)[1], one.weights(1)[1])
+
+
+def test_without_a_seed_the_global_generator_makes_them():
+    torch.manual_seed(1)
+    one = EchoStateNetwork(3, 10)
+    two = EchoStateNetwork(3, 10)
+    torch.manual_seed(1)
+    again = EchoStateNetwork(3, 10)
+    assert one.tag() == again.tag() != two.tag()
+
+
+@pytest.mark.parametrize("options", [{}, {"layers": 2, "washout": 2, "bias_scaling": 0.4}, {"leaking_rate": 1.0}])
+def test_baked_has_the_same_states(make_reservoir, options):
+    reservoir, x = adapted(make_reservoir(**options)), inputs()
+    baked = reservoir.baked()
+    assert torch.equal(baked.gain, torch.ones_like(baked.gain)) and not baked.bias.any()
+    torch.testing.assert_close(baked(x), reservoir(x), rtol=0, atol=1e-12)
+    assert baked(x).dtype == torch.float64
+    assert baked.spectral_radii() == pytest.approx(reservoir.spectral_radii(), rel=1e-12)
+
+
+def test_tag_stands_for_the_reservoir(make_reservoir):
+    reservoir = make_reservoir()
+    tag = reservoir.tag()
+    assert 0 <= tag < 2**63  # it is kept in a tensor of int64
+    reservoir(inputs())
+    reservoir.plasticity(inputs(), 0.0, 0.1)
+    assert reservoir.tag() == tag == make_reservoir().tag()
+    for name in ("gain", "bias", "recurrent_bias", "input_weight_0", "recurrent_weight_0"):
+        changed = make_reservoir()
+        with torch.no_grad():
+            changed.state_dict()[name].view(-1)[-1] += 1e-12
+        assert changed.tag() != tag, name
+    for option in ({"leaking_rate": 0.5}, {"washout": 1}, {"seed": 1}):
+        assert make_reservoir(**option).tag() != tag
+    with torch.no_grad():
+        reservoir.gain[0] += 1
+        assert reservoir.tag() != tag
+        reservoir.reset_plasticity()
+    assert reservoir.tag() == tag
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tag_of_low_precision(make_reservoir, dtype):
+    reservoir = make_reservoir().to(dtype)
+    tag = reservoir.tag()
+    with torch.no_grad():
+        reservoir.gain[0] += 0.5
+    assert reservoir.tag() != tag
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "options", [{}, {"layers": 2, "units": 6}, {"washout": 5}, {"bias_scaling": 0.5, "leaking_rate": 1.0}]
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_plasticity_is_the_gradient_of_the_divergence(make_reservoir, by_numpy, mu, options, own):
+    """Autograd of -log|dh/dnet| + (h - mu)^2 / (2 sigma^2), the unit's input held fixed, summed over time."""
+    reservoir, x, sigma = adapted(make_reservoir(**options)), inputs(), 0.4
+    gain, bias = (value.detach().expand(4, -1).clone() for value in (reservoir.gain, reservoir.bias))
+    if own:
+        gain, bias = gain + torch.rand_like(gain), bias - torch.rand_like(bias)
+    net = torch.from_numpy(by_numpy.run(reservoir, x, gain, bias)[0])[:, reservoir.washout :]
+    g, b = gain.clone().requires_grad_(), bias.clone().requires_grad_()
+    h = torch.tanh(g[:, None] * net + b[:, None])
+    slope = g[:, None] * (1 - h**2)
+    (-slope.abs().log() + (h - mu) ** 2 / (2 * sigma**2)).sum().backward()
+    dg, db = reservoir.plasticity(x, mu, sigma, *((gain, bias) if own else ()))
+    torch.testing.assert_close(dg, -g.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(db, -b.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_no_graph_is_built(make_reservoir):
+    reservoir = make_reservoir()
+    assert not reservoir(inputs()).requires_grad
+    assert not any(direction.requires_grad for direction in reservoir.plasticity(inputs(), 0.0, 0.1))
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_features": 0}, "Expected `in_features` to be at least 1 but got 0."),
+        ({"units": 0}, "Expected `units` to be at least 1 but got 0."),
+        ({"layers": 0}, "Expected `layers` to be at least 1 but got 0."),
+        ({"washout": -1}, "Expected `washout` to be at least 0 but got -1."),
+        ({"leaking_rate": 0.0}, "Expected `leaking_rate` to be above 0 and up to 1 but got 0.0."),
+        ({"leaking_rate": 1.1}, "Expected `leaking_rate` to be above 0 and up to 1 but got 1.1."),
+        ({"spectral_radius": 0.0}, "Expected `spectral_radius` to be above 0 and finite but got 0.0."),
+        ({"input_scaling": float("inf")}, "Expected `input_scaling` to be above 0 and finite but got inf."),
+        ({"bias_scaling": -0.1}, "Expected `bias_scaling` to be at least 0 and finite but got -0.1."),
+        (
+            {"input_connectivity": 4},
+            "Expected `input_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 3, but got "
+            "4.",
+        ),
+        (
+            {"recurrent_connectivity": 1.5},
+            "Expected `recurrent_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 5, but "
+            "got 1.5.",
+        ),
+        (
+            {"recurrent_connectivity": 0},
+            "Expected `recurrent_connectivity` to be a share above 0 and up to 1.0, or a number between 1 and 5, but "
+            "got 0.",
+        ),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        EchoStateNetwork(**{"in_features": 3, "units": 5, **options})
+
+
+def test_recurrent_weights_without_a_cycle_are_refused(monkeypatch):
+    monkeypatch.setattr(esn, "_mask", lambda rows, columns, *_: torch.ones(rows, columns).triu(1))
+    message = (
+        "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have none. "
+        "Raise `recurrent_connectivity` or `units`, or take another `seed`."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        EchoStateNetwork(3, units=5, seed=0)
+
+
+@pytest.mark.parametrize("call", [lambda r, x: r(x), lambda r, x: r.plasticity(x, 0.0, 0.1)])
+def test_wrong_inputs(make_reservoir, call):
+    reservoir = make_reservoir(washout=4)
+    for shape in ((2, 9, 5), (9, 3)):
+        message = (
+            f"Expected inputs of shape (batch, time, 3) but got {shape}. Set the reservoir's `in_features` to the "
+            "data's number of features, and put time before features."
+        )
+        with pytest.raises(ValueError, match=exactly(message)):
+            call(reservoir, torch.zeros(shape))
+    message = (
+        "Expected sequences longer than the washout of 4 steps but got 4 steps. Lower `washout` or cut longer "
+        "sequences."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        call(reservoir, torch.zeros(2, 4, 3))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_series_that_are_not_finite_are_refused(make_reservoir, value):
+    x = inputs()
+    x[1, 3, 0] = x[3, 0, 2] = value
+    message = (
+        "Expected finite sequences but 2 of 4 hold NaN or infinite values, the first of them number 1 of the batch. "
+        "Mend or drop these sequences."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        make_reservoir()(x)
+
+
+def test_large_finite_series_whose_sum_overflows_are_taken(make_reservoir):
+    reservoir = make_reservoir().float()
+    x = torch.full((4, 11, 3), 1e38)
+    assert torch.isinf(x.sum())
+    assert torch.isfinite(reservoir(x)).all()

@@ -1,0 +1,298 @@
+"""The readout's sums and solutions against NumPy, and against exact arithmetic where they are ill-conditioned."""
+
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.models import RidgeReadout, RidgeStatistics, ridge
+from lightning_fcl.models.ridge import accumulate, solve, square
+
+
+def samples(n=200, features=8, outputs=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(n, features, generator=generator).tanh()
+    return states, torch.randn(n, outputs, generator=generator)
+
+
+def fitted(*parts, beta=1e-2, symmetric=False, tag=0, features=8, outputs=3):
+    readout = RidgeReadout(features, outputs, beta, symmetric)
+    readout.reset(tag)
+    for states, targets in parts:
+        readout.partial_fit(states, targets)
+    return readout
+
+
+def same(left, right, tolerance=1e-12):
+    torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
+
+
+def by_numpy(states, targets, beta):
+    states, targets = states.double().numpy(), targets.double().numpy()
+    return np.linalg.solve(states.T @ states + beta * np.eye(states.shape[1]), states.T @ targets).T
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 1e-3, 10.0])
+def test_solution_is_numpys(symmetric, beta):
+    data = samples()
+    readout = fitted(data, beta=beta, symmetric=symmetric)
+    readout.solve()
+    assert readout.weight.dtype == torch.float64
+    np.testing.assert_allclose(readout.weight.numpy(), by_numpy(*data, beta), rtol=0, atol=1e-12)
+    outputs = readout(data[0])
+    assert outputs.dtype == torch.float64
+    np.testing.assert_allclose(outputs.numpy(), data[0].double().numpy() @ by_numpy(*data, beta).T, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_pieces_are_the_whole(monkeypatch, symmetric):
+    states, targets = samples()
+    whole = fitted((states, targets), symmetric=symmetric)
+    monkeypatch.setattr(ridge, "PIECE", 7)
+    parts = zip(states.split([1, 50, 0, 149]), targets.split([1, 50, 0, 149]), strict=True)
+    same(fitted(*parts, symmetric=symmetric), whole)
+    assert int(whole.n) == 200
+
+
+def test_symmetric_is_half_of_square():
+    data = samples()
+    full, half = fitted(data), fitted(data, symmetric=True)
+    assert half.B.shape == (36,)
+    torch.testing.assert_close(square(half.B, 8), full.B, rtol=0, atol=1e-12)
+    assert half.B.tolist() == pytest.approx([full.B[i, j].item() for i in range(8) for j in range(i, 8)], abs=1e-12)
+    full.solve()
+    half.solve()
+    torch.testing.assert_close(half.weight, full.weight, rtol=0, atol=1e-12)
+
+
+def test_statistics_are_of_double_precision_sums():
+    """Sums of single-precision products would be off by a thousand times more."""
+    states, targets = samples(20000, 4)
+    readout = fitted((states, targets), features=4)
+    wide = states.double().numpy()
+    np.testing.assert_allclose(readout.B.numpy(), wide.T @ wide, rtol=1e-12)
+    np.testing.assert_allclose(readout.A.numpy(), targets.double().numpy().T @ wide, rtol=1e-9)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_merged_is_pooled_in_any_order(symmetric):
+    data = samples()
+    parts = list(zip(*(part.split([20, 100, 80]) for part in data), strict=True))
+    pooled = fitted(data, symmetric=symmetric, tag=5)
+    pooled.solve()
+    for order in ([0, 1, 2], [2, 0, 1]):
+        merged = fitted(symmetric=symmetric, tag=5)
+        for i in order:
+            merged.merge(fitted(parts[i], symmetric=symmetric, tag=5).statistics)
+        merged.solve()
+        same(merged, pooled, 1e-11)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_unlearned_is_never_seen(symmetric):
+    data = samples()
+    kept, left = zip(*(part.split([150, 50]) for part in data), strict=True)
+    readout, never = fitted(kept, symmetric=symmetric), fitted(kept, symmetric=symmetric)
+    readout.partial_fit(*left)
+    readout.solve()
+    never.solve()
+    assert (readout.weight - never.weight).abs().max() > 1e-2
+    readout.remove(fitted(left, symmetric=symmetric).statistics)
+    readout.solve()
+    same(readout, never, 1e-9)
+
+
+def test_statistics_are_a_copy():
+    readout = fitted(samples())
+    before = readout.statistics
+    readout.partial_fit(*samples(seed=1))
+    assert before.n == 200 and not torch.equal(before.A, readout.A) and not torch.equal(before.B, readout.B)
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+@pytest.mark.parametrize("action", ["merge", "remove"])
+def test_statistics_that_do_not_fit_are_refused(action):
+    readout = fitted(samples(), tag=0xABC)
+    before = {name: value.clone() for name, value in readout.state_dict().items()}
+    message = (
+        "Expected statistics of the reservoir abc but got those of def: other weights, gain or bias. Compute them "
+        "again with this reservoir."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        getattr(readout, action)(fitted(samples(), tag=0xDEF).statistics)
+    message = "Expected A and B of shapes (3, 8) and (8, 8) but got (3, 8) and (36,)."
+    with pytest.raises(ValueError, match=exactly(message)):
+        getattr(readout, action)(fitted(samples(), tag=0xABC, symmetric=True).statistics)
+    message = "Expected A and B of shapes (3, 8) and (8, 8) but got (2, 8) and (8, 8)."
+    with pytest.raises(ValueError, match=exactly(message)):
+        getattr(readout, action)(fitted(samples(outputs=2), tag=0xABC, outputs=2).statistics)
+    assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
+
+
+def test_more_samples_than_there_are_cannot_be_taken_away():
+    message = "Expected statistics of at most 100 samples to take away but got 200, never added."
+    with pytest.raises(ValueError, match=exactly(message)):
+        fitted(samples(100)).remove(fitted(samples()).statistics)
+    assert (fitted(samples()).statistics - fitted(samples()).statistics).n == 0
+
+
+def test_tags_of_sums():
+    one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), 3, tag=7)
+    assert (one + one).tag == (one - one).tag == 7
+    assert torch.equal((one + one).A, torch.full((1, 2), 2.0)) and torch.equal((one + one).B, 2 * torch.eye(2))
+
+
+def test_reset_forgets_statistics_but_not_the_solution():
+    readout = fitted(samples())
+    readout.solve()
+    weight = readout.weight.clone()
+    readout.reset(9)
+    assert not readout.A.any() and not readout.B.any() and int(readout.n) == 0 and int(readout.tag) == 9
+    assert torch.equal(readout.weight, weight) and weight.any()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_several_solutions_are_those_one_by_one(symmetric):
+    betas = [1e-5, 1e-2, 1.0, 30.0]
+    readout = fitted(samples(), symmetric=symmetric)
+    together = readout.solutions(betas)
+    assert together.shape == (4, 3, 8)
+    for beta, weight in zip(betas, together, strict=True):
+        np.testing.assert_allclose(weight.numpy(), by_numpy(*samples(), beta), rtol=0, atol=1e-12)
+
+
+def exact_solution(a, b, beta):
+    """Gauss-Jordan elimination in fractions: no rounding but that of the result."""
+    size, beta = len(b), Fraction(float(beta))
+    rows = [
+        [Fraction(float(b[i, j])) + (beta if i == j else 0) for j in range(size)]
+        + [Fraction(float(v)) for v in a[:, i]]
+        for i in range(size)
+    ]
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda i: abs(rows[i][pivot]))
+        rows[pivot], rows[best] = rows[best], rows[pivot]
+        rows[pivot] = [value / rows[pivot][pivot] for value in rows[pivot]]
+        for i in range(size):
+            if i != pivot and rows[i][pivot]:
+                factor = rows[i][pivot]
+                rows[i] = [left - factor * right for left, right in zip(rows[i], rows[pivot], strict=True)]
+    return np.array([[float(value) for value in row[size:]] for row in rows]).T
+
+
+def with_spectrum(values, seed=0):
+    """A matrix of these eigenvalues, and an A that comes from such states."""
+    rng = np.random.default_rng(seed)
+    vectors = np.linalg.qr(rng.normal(size=(len(values), len(values))))[0]
+    b = (vectors * values) @ vectors.T
+    b = (b + b.T) / 2
+    return rng.normal(size=(2, len(values))) @ b, b
+
+
+@pytest.mark.parametrize(
+    ("values", "beta"),
+    [
+        (np.logspace(0, 9, 10), 0.0),  # condition number 1e9
+        (np.logspace(-3, 6, 10), 1e-4),
+        (np.r_[np.zeros(4), np.logspace(0, 4, 6)], 1e-5),  # rank 6 of 10: beta alone holds it up
+    ],
+)
+def test_an_ill_conditioned_solution_is_the_exact_one(values, beta):
+    a, b = with_spectrum(values)
+    exact = exact_solution(a, b, beta)
+    condition = (values.max() + beta) / (values.min() + beta)
+    tolerance = 100 * condition * np.finfo(np.float64).eps * np.abs(exact).max()
+    weights = [solve(torch.from_numpy(a), torch.from_numpy(b), beta)]
+    readout = RidgeReadout(10, 2)
+    readout.merge(RidgeStatistics(torch.from_numpy(a), torch.from_numpy(b), n=100, tag=0))
+    weights.append(readout.solutions([beta])[0])
+    for weight in weights:
+        assert np.abs(weight.numpy() - exact).max() < tolerance < 1e-2 * np.abs(exact).max()
+    # Single precision does not find it.
+    narrow = np.linalg.solve(b.astype(np.float32) + np.float32(beta) * np.eye(10, dtype=np.float32), a.T).T
+    assert np.abs(narrow - exact).max() > tolerance
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rank", [1, 6, 9])
+def test_without_a_regulariser_the_smallest_of_many_solutions_is_taken(seed, rank, caplog):
+    """Rounding may leave a singular B positive definite or not: either way it has no inverse."""
+    rng = np.random.default_rng(seed)
+    states = rng.normal(size=(50, rank)) @ rng.normal(size=(rank, 10))
+    targets = rng.normal(size=(50, 2))
+    expected = (np.linalg.pinv(states, rcond=1e-8) @ targets).T
+    readout = RidgeReadout(10, 2, beta=0.0)
+    readout.partial_fit(torch.from_numpy(states), torch.from_numpy(targets))
+    readout.solve()
+    np.testing.assert_allclose(readout.weight.numpy(), expected, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(readout.solutions([0.0])[0].numpy(), expected, rtol=0, atol=1e-8)
+    assert "B + beta I is not positive definite (beta = 0)" in caplog.text
+
+
+def test_a_matrix_that_is_not_positive_definite_is_solved_with_a_warning(caplog):
+    a, b = torch.tensor([[1.0, 2.0, 0.0]]), torch.diag(torch.tensor([2.0, 4.0, 0.0]))
+    assert solve(a, b, 0.0).tolist() == [[0.5, 0.5, 0.0]]
+    assert caplog.messages == [
+        "B + beta I is not positive definite (beta = 0): solved by eigenvalues, the smallest of them left out. Raise "
+        "`beta` to have one solution only."
+    ]
+
+
+def test_a_well_conditioned_matrix_warns_of_nothing(caplog):
+    solve(torch.ones(1, 3), torch.eye(3), 0.0)
+    solve(torch.ones(1, 3), torch.zeros(3, 3), 1e-3)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["A", "B"])
+def test_statistics_that_are_not_finite_are_refused(value, where):
+    readout = fitted(samples())
+    getattr(readout, where)[0, 0] = value
+    message = "Expected finite statistics but they hold NaN or infinite values. Leave out whose they are."
+    for call in (readout.solve, lambda: readout.solutions([1.0])):
+        with pytest.raises(ValueError, match=exactly(message)):
+            call()
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.float(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu").float()]
+)
+def test_statistics_keep_their_precision_bit_for_bit(move):
+    readout = fitted(samples(), tag=2**53 + 1)
+    readout.solve()
+    before = {name: value.clone() for name, value in readout.state_dict().items()}
+    module = torch.nn.ModuleDict({"readout": readout, "other": torch.nn.Linear(1, 1)})
+    assert move(module)["other"].weight.dtype != torch.float64
+    for name, value in before.items():
+        assert torch.equal(readout.state_dict()[name], value) and readout.state_dict()[name].dtype == value.dtype
+
+
+def test_state_dict_is_whole():
+    readout, again = fitted(samples(), tag=4), RidgeReadout(8, 3)
+    readout.solve()
+    again.load_state_dict(readout.state_dict())
+    assert again.statistics.n == 200 and again.statistics.tag == 4
+    assert torch.equal(again.weight, readout.weight)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_accumulating_adds_to_what_is_there(packed):
+    states, targets = samples(30)
+    a, full = torch.ones(3, 8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
+    b = full[tuple(torch.triu_indices(8, 8))] if packed else full.clone()
+    accumulate(a, b, states, targets)
+    torch.testing.assert_close(square(b, 8), full + states.double().T @ states.double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(a, 1 + targets.double().T @ states.double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", [-1e-3, float("inf"), float("nan")])
+def test_wrong_beta(beta):
+    with pytest.raises(ValueError, match=exactly(f"Expected `beta` to be at least 0 and finite but got {beta}.")):
+        RidgeReadout(2, 1, beta=beta)

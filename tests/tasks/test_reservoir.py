@@ -1,0 +1,628 @@
+"""Reservoir tasks: federations of every kind against one solution of all data, written in NumPy."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fcl import ReservoirClassifier, ReservoirRegressor
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF, Replay
+from lightning_fcl.models import EchoStateNetwork
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+class Watch(Callback):
+    """Notes what was sent and received, and the server's readout after each round."""
+
+    def __init__(self):
+        self.logs, self.weights = [], []
+
+    def on_round_end(self, trainer, pl_module):
+        self.logs.append(trainer.strategy.federation.log)
+        self.weights.append(pl_module.readout.weight.clone().numpy())
+
+
+def seen(stream, rounds=None, client=None):
+    """All samples that were trained on, one row each time."""
+    plan = stream.plan.train[:rounds]
+    rows = [part for current in plan for name, part in current.items() if client in (None, name)]
+    return stream.take(np.concatenate(rows))
+
+
+def centralized(by_numpy, task, x, y, beta=1e-2):
+    a, b = by_numpy.statistics(task.reservoir, x, y, signed=task.signed)
+    return by_numpy.solve(a, b, beta)
+
+
+def assert_weight(task, expected, tolerance=1e-9):
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(task.readout.weight.numpy(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def train(quiet):
+    """Fits in a plain Trainer, in the order of the data."""
+
+    def run(task, data, epochs=1, callbacks=(), validation=None, **kwargs):
+        trainer = L.Trainer(max_epochs=epochs, callbacks=list(callbacks), **{**quiet, **kwargs})
+        loaders = [DataLoader(TensorDataset(*part), batch_size=7) for part in (data, validation) if part is not None]
+        trainer.fit(task, *loaders)
+        return trainer
+
+    return run
+
+
+# IncFed.
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("cohort_size", [1, 2, 7, "auto"])
+@pytest.mark.parametrize(("clients", "increments", "seed"), [(1, 1, 0), (1, 4, 1), (7, 1, 2), (5, 3, 3)])
+def test_incremental_federated_is_centralized(
+    fit, make_series_stream, make_reservoir_task, by_numpy, symmetric, cohort_size, clients, increments, seed
+):
+    stream, task = make_series_stream(clients, increments, seed), make_reservoir_task(symmetric=symmetric)
+    fit(task, stream, cohort_size=cohort_size)
+    x, y = seen(stream)
+    assert stream.plan.rounds == increments and len(y) == len(np.unique(x[:, 0, 0])) > 70
+    assert_weight(task, centralized(by_numpy, task, x, y))
+    assert task.readout.statistics.n == 9 * len(y)
+    pooled = make_reservoir_task(symmetric=symmetric)
+    pooled.readout.reset(pooled.reservoir.tag())
+    pooled.add(pooled.readout.A[None], pooled.readout.B[None], x, y, [len(y)])
+    for name in ("A", "B"):
+        torch.testing.assert_close(getattr(task.readout, name), getattr(pooled.readout, name), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_the_order_of_increments_does_not_matter(fit, make_series_stream, make_reservoir_task, by_numpy, order):
+    stream, task, watch = make_series_stream(3, 3, class_order=order), make_reservoir_task(), Watch()
+    fit(task, stream, [watch])
+    assert {order.index(g) for g in stream.plan.groups[stream.plan.train[0]["0"]]} == {0}
+    for rounds in (1, 2, 3):  # and each round stands for all data until then
+        expected = centralized(by_numpy, task, *seen(stream, rounds))
+        np.testing.assert_allclose(watch.weights[rounds - 1], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": 2, "units": 7},
+        {"washout": 4},
+        {"bias_scaling": 0.3, "leaking_rate": 1.0, "recurrent_connectivity": 3},
+    ],
+)
+@pytest.mark.parametrize("targets", ["0/1", "-1/1"])
+def test_every_reservoir_and_target(fit, make_series_stream, make_reservoir, by_numpy, options, targets):
+    stream = make_series_stream(4, 2)
+    task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, targets=targets)
+    fit(task, stream)
+    assert_weight(task, centralized(by_numpy, task, *seen(stream)))
+
+
+def test_only_participants_count(fit, make_series_stream, make_reservoir_task, by_numpy):
+    stream, task, watch = make_series_stream(6, 2), make_reservoir_task(), Watch()
+    fit(task, stream, [watch], participation=0.5, seed=1)
+    took_part = [set(log.upload_bytes) for log in watch.logs]
+    assert [len(names) for names in took_part] == [3, 3]
+    rows = [part for r, current in enumerate(stream.plan.train) for c, part in current.items() if c in took_part[r]]
+    assert_weight(task, centralized(by_numpy, task, *stream.take(np.concatenate(rows))))
+
+
+def test_the_same_data_in_two_rounds_count_twice(fit, make_series_stream, make_reservoir_task, by_numpy):
+    stream, task = make_series_stream(3, rounds_per_experience=2), make_reservoir_task()
+    fit(task, stream)
+    assert len(seen(stream)[1]) == 2 * len(seen(stream, 1)[1])
+    assert_weight(task, centralized(by_numpy, task, *seen(stream)))
+
+
+def test_statistics_of_the_weights_are_begun_anew_only_where_the_reservoir_changed(
+    fit, make_series_stream, make_reservoir_task, by_numpy
+):
+    task, first, second = make_reservoir_task(), make_series_stream(2), make_series_stream(3, seed=5, samples=60)
+    fit(task, first)
+    fit(task, second)
+    both = [torch.cat(pair) for pair in zip(seen(first), seen(second), strict=True)]
+    assert_weight(task, centralized(by_numpy, task, *both))
+    with torch.no_grad():
+        task.reservoir.gain *= 0.9
+    fit(task, make_series_stream(2))
+    assert_weight(task, centralized(by_numpy, task, *seen(first)))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_client_is_unlearned(fit, make_series_stream, make_reservoir_task, by_numpy, symmetric):
+    stream, task = make_series_stream(3, 2), make_reservoir_task(symmetric=symmetric)
+    fit(task, stream)
+    gone = make_reservoir_task(symmetric=symmetric)
+    gone.readout.reset(task.reservoir.tag())
+    x, y = seen(stream, client="1")
+    n = gone.add(gone.readout.A[None], gone.readout.B[None], x, y, [len(y)])[0]
+    gone.readout.n += n
+    task.readout.remove(gone.readout.statistics)
+    task.readout.solve()
+    rest = [torch.cat(pair) for pair in zip(seen(stream, client="0"), seen(stream, client="2"), strict=True)]
+    assert task.readout.statistics.n == 9 * len(rest[1])
+    assert_weight(task, centralized(by_numpy, task, *rest))
+
+
+# FedAvg.
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize("increments", [1, 3])
+def test_averaged_readouts_are_the_mean_of_each_clients_own(
+    fit, make_series_stream, make_reservoir_task, by_numpy, cohort_size, increments, symmetric
+):
+    stream, watch = make_series_stream(4, increments), Watch()
+    task = make_reservoir_task(share="weights", symmetric=symmetric)
+    fit(task, stream, [watch], cohort_size=cohort_size)
+    for round in range(increments):  # a client's own statistics go on from round to round
+        sizes = {client: len(rows) for client, rows in stream.plan.train[round].items()}
+        assert len(set(sizes.values())) > 1
+        own = [centralized(by_numpy, task, *seen(stream, round + 1, client)) for client in sizes]
+        expected = np.average(own, axis=0, weights=list(sizes.values()))
+        np.testing.assert_allclose(watch.weights[round], expected, rtol=0, atol=1e-9)
+    assert np.abs(expected - centralized(by_numpy, task, *seen(stream))).max() > 1e-3
+
+
+def test_the_average_of_one_client_is_centralized(fit, make_series_stream, make_reservoir_task, by_numpy):
+    stream, task = make_series_stream(1, 3), make_reservoir_task(share="weights")
+    fit(task, stream)
+    assert_weight(task, centralized(by_numpy, task, *seen(stream)))
+
+
+def test_weights_of_clients_in_the_average(fit, make_series_stream, make_reservoir_task, by_numpy):
+    stream, task = make_series_stream(2), make_reservoir_task(share="weights")
+    fit(task, stream, client_weights={"0": 3, "1": 1})
+    own = [centralized(by_numpy, task, *seen(stream, client=client)) for client in ("0", "1")]
+    assert_weight(task, (3 * own[0] + own[1]) / 4)
+
+
+def test_a_clients_own_statistics_of_another_reservoir_do_not_go_on(
+    fit, make_series_stream, make_reservoir_task, by_numpy
+):
+    stream, task = make_series_stream(2, 2), make_reservoir_task(share="weights")
+
+    class Change(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                with torch.no_grad():
+                    pl_module.reservoir.gain *= 0.8
+
+    fit(task, stream, [Change()])
+    parts = stream.plan.train[1]
+    own = [centralized(by_numpy, task, *stream.take(rows)) for rows in parts.values()]
+    assert_weight(task, np.average(own, axis=0, weights=[len(rows) for rows in parts.values()]))
+
+
+def test_each_clients_readout_is_tested_where_there_is_one(fit, make_series_stream, make_reservoir_task, by_numpy):
+    stream, task, metrics = make_series_stream(2), make_reservoir_task(share="weights"), ContinualMetrics()
+    fit(task, stream, [metrics])
+    x, y = stream.take(stream.plan.test)
+    states = by_numpy.run(task.reservoir, x)[2]
+    correct = metrics.record["rounds"][0]["correct"]
+    for client in ("0", "1"):
+        outputs = states @ centralized(by_numpy, task, *seen(stream, client=client)).T
+        assert sum(correct[client]) == (outputs.argmax(-1) == y.numpy()[:, None]).sum()
+    task, metrics = make_reservoir_task(), ContinualMetrics()
+    fit(task, stream, [metrics])
+    assert set(metrics.record["rounds"][0]["correct"]) == {"server"}
+
+
+# What travels.
+
+
+@pytest.mark.parametrize(("symmetric", "b_size"), [(False, 12 * 12), (True, 12 * 13 // 2)])
+def test_bytes_of_statistics(fit, make_series_stream, make_reservoir_task, symmetric, b_size):
+    stream, metrics = make_series_stream(3, 2), ContinualMetrics()
+    fit(make_reservoir_task(symmetric=symmetric), stream, [metrics])
+    assert len(metrics.record["rounds"]) == 2
+    for entry in metrics.record["rounds"]:
+        assert entry["upload_bytes"] == dict.fromkeys("012", 8 * (b_size + 12 * 4) + 8)
+        assert entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
+
+
+def test_bytes_of_weights(fit, make_series_stream, make_reservoir_task):
+    metrics = ContinualMetrics()
+    fit(make_reservoir_task(share="weights"), make_series_stream(3, 2), [metrics])
+    for entry in metrics.record["rounds"]:
+        assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys("012", 8 * 12 * 4)
+
+
+# What the readout sees, and should say.
+
+
+def features_by_hand(states, readout):
+    return {"steps": states, "last": states[:, -1:], "mean": states.mean(axis=1, keepdims=True)}[readout]
+
+
+@pytest.mark.parametrize("readout", ["steps", "last", "mean"])
+@pytest.mark.parametrize("options", [{}, {"washout": 3, "layers": 2}])
+def test_readouts(fit, make_series_stream, make_reservoir, by_numpy, readout, options):
+    stream = make_series_stream(3, 2)
+    task = ReservoirClassifier(make_reservoir(**options), 4, beta=1e-2, readout=readout)
+    fit(task, stream)
+    x, y = seen(stream)
+    states = features_by_hand(by_numpy.run(task.reservoir, x)[2][:, task.reservoir.washout :], readout)
+    targets = np.repeat(np.eye(4)[y.numpy()], states.shape[1], axis=0)
+    states = states.reshape(-1, states.shape[-1])
+    assert_weight(task, by_numpy.solve(targets.T @ states, states.T @ states, 1e-2))
+    assert task.readout.statistics.n == len(states)
+    outputs = task(x).flatten(0, -2)
+    np.testing.assert_allclose(outputs.numpy(), states @ task.readout.weight.numpy().T, rtol=0, atol=1e-10)
+    assert task(x).shape == ((len(y), 9 - task.reservoir.washout, 4) if readout == "steps" else (len(y), 4))
+
+
+@pytest.mark.parametrize("washout", [0, 3])
+@pytest.mark.parametrize("readout", ["steps", "last"])
+def test_labels_of_every_step(train, make_series, make_reservoir, by_numpy, washout, readout):
+    x = torch.from_numpy(make_series(40)[0])
+    y = torch.randint(4, (40, 9))
+    task = ReservoirClassifier(make_reservoir(washout=washout), 4, beta=1e-2, readout=readout)
+    trainer = train(task, (x, y))
+    first = washout if readout == "steps" else 8
+    states = by_numpy.run(task.reservoir, x)[2][:, first:].reshape(-1, 12)
+    labels = y[:, first:].flatten().numpy()
+    assert_weight(task, by_numpy.solve(np.eye(4)[labels].T @ states, states.T @ states, 1e-2))
+    right = ((states @ task.readout.weight.numpy().T).argmax(-1) == labels).mean()
+    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
+        assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_the_mean_of_states_has_one_label(train, make_series, make_reservoir_task):
+    x = torch.from_numpy(make_series(8)[0])
+    message = 'Expected a label for each sequence with `readout="mean"` but got one for each step.'
+    with pytest.raises(ValueError, match=exactly(message)):
+        train(make_reservoir_task(readout="mean"), (x, torch.zeros(8, 9, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+@pytest.mark.parametrize("steps", [6, 12])
+def test_as_many_labels_as_steps(train, make_series, make_reservoir_task, quiet, stage, steps):
+    x, y = torch.from_numpy(make_series(8)[0]), torch.zeros(8, steps, dtype=torch.long)
+    message = f"Expected a label for each of the 9 steps but got {steps}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(L.Trainer(max_epochs=1, **quiet), stage)(make_reservoir_task(), DataLoader(TensorDataset(x, y)))
+
+
+@pytest.mark.parametrize("readout", ["steps", "last", "mean"])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_task, by_numpy, readout, epochs):
+    x, y = map(torch.from_numpy, make_series())
+    task = make_reservoir_task(readout=readout)
+    trainer = train(task, (x, y), epochs)
+    states = features_by_hand(by_numpy.run(task.reservoir, x)[2], readout)
+    targets = np.repeat(np.eye(4)[y.numpy()], states.shape[1], axis=0)
+    flat = states.reshape(-1, 12)
+    assert_weight(task, by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-2))
+    assert task.readout.statistics.n == len(flat)
+    right = ((flat @ task.readout.weight.numpy().T).argmax(-1) == targets.argmax(-1)).mean()
+    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
+        assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
+
+
+def test_a_second_fit_of_a_plain_trainer_adds_to_the_first(train, make_series, make_reservoir_task, by_numpy):
+    parts, task = [tuple(map(torch.from_numpy, make_series(seed=seed))) for seed in (0, 1)], make_reservoir_task()
+    for part in parts:
+        train(task, part, epochs=2)
+    assert_weight(task, centralized(by_numpy, task, *(torch.cat(pair) for pair in zip(*parts, strict=True))))
+
+
+def test_one_client_is_the_plain_trainer(fit, make_series_stream, make_reservoir_task, by_numpy):
+    """Whose epochs are rounds with a stream: each has data of its own."""
+    federated, plain = make_reservoir_task(), make_reservoir_task()
+    fit(federated, make_series_stream(1, 3))
+    fit(plain, make_series_stream(1, 3), strategy="auto")
+    assert_weight(plain, federated.readout.weight.numpy())
+    assert int(plain.readout.n) == int(federated.readout.n)
+
+
+@pytest.mark.parametrize("readout", ["steps", "last", "mean"])
+@pytest.mark.parametrize("washout", [0, 3])
+def test_regression_of_sequences(train, make_series, make_reservoir, by_numpy, readout, washout):
+    x = torch.from_numpy(make_series(50)[0])
+    y = torch.stack([x.mean(dim=(1, 2)), x[:, -1, 0]], dim=1)
+    task = ReservoirRegressor(make_reservoir(washout=washout), 2, beta=1e-3, readout=readout)
+    trainer = train(task, (x, y))
+    states = features_by_hand(by_numpy.run(task.reservoir, x)[2][:, washout:], readout)
+    targets = np.repeat(y.double().numpy(), states.shape[1], axis=0)
+    flat = states.reshape(-1, 12)
+    expected = by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-3)
+    assert_weight(task, expected)
+    error = ((flat @ expected.T - targets) ** 2).mean()
+    for evaluate, stage in ((trainer.validate, "val"), (trainer.test, "test")):
+        logged = evaluate(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
+        assert logged[f"{stage}/error"] == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("washout", [0, 3])
+@pytest.mark.parametrize("readout", ["steps", "last"])
+def test_regression_of_every_step(train, make_series, make_reservoir, by_numpy, washout, readout):
+    x = torch.from_numpy(make_series(30, steps=12)[0])
+    x, y = x[:, :-1], x[:, 1:, :2]  # what comes next
+    task = ReservoirRegressor(make_reservoir(washout=washout), 2, beta=1e-3, readout=readout)
+    trainer = train(task, (x, y))
+    first = washout if readout == "steps" else 10
+    flat = by_numpy.run(task.reservoir, x)[2][:, first:].reshape(-1, 12)
+    targets = y[:, first:].double().numpy().reshape(-1, 2)
+    expected = by_numpy.solve(targets.T @ flat, flat.T @ flat, 1e-3)
+    assert_weight(task, expected)
+    error = ((flat @ expected.T - targets) ** 2).mean()
+    logged = trainer.test(task, DataLoader(TensorDataset(x, y), batch_size=16), verbose=False)[0]
+    assert logged["test/error"] == pytest.approx(error, rel=1e-4)
+
+
+# Several regularisers.
+
+
+def best_beta(by_numpy, task, betas, data, validation):
+    """The first of those with the most right steps, and its weights."""
+    a, b = by_numpy.statistics(task.reservoir, *data)
+    states = by_numpy.run(task.reservoir, validation[0])[2]
+    solutions = [by_numpy.solve(a, b, beta) for beta in betas]
+    right = [((states @ w.T).argmax(-1) == validation[1].numpy()[:, None]).sum() for w in solutions]
+    assert len(set(right)) > 1
+    return betas[int(np.argmax(right))], solutions[int(np.argmax(right))]
+
+
+@pytest.mark.parametrize("betas", [[1e-5, 1e-2, 1.0, 100.0, 1e4], [1e4, 100.0, 1e-5]])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_regulariser_that_is_best_on_validation_is_taken(
+    fit, make_series_stream, make_reservoir_task, by_numpy, betas, symmetric
+):
+    stream = make_series_stream(3, 2, validation=0.3, samples=120)
+    task = make_reservoir_task(beta=betas, symmetric=symmetric)
+    fit(task, stream)
+    beta, weight = best_beta(by_numpy, task, betas, seen(stream), stream.take(stream.plan.validation))
+    assert task.readout.beta == beta
+    assert_weight(task, weight)
+
+
+def test_a_plain_trainer_chooses_the_regulariser_too(train, make_series, make_reservoir_task, by_numpy):
+    data, validation = ([torch.from_numpy(part) for part in make_series(seed=seed)] for seed in (0, 1))
+    betas = [1e4, 1e-3, 10.0]
+    task = make_reservoir_task(beta=betas)
+    train(task, data, epochs=2, validation=validation)
+    beta, weight = best_beta(by_numpy, task, betas, data, validation)
+    assert task.readout.beta == beta
+    assert_weight(task, weight)
+
+
+def test_regression_takes_the_smallest_error(train, make_series, make_reservoir, by_numpy):
+    x, betas = torch.from_numpy(make_series(80)[0]), [100.0, 1e-4, 1.0]
+    data, validation = ((part, part[:, -1, :1]) for part in (x[:50], x[50:]))
+    task = ReservoirRegressor(make_reservoir(), 1, beta=betas)
+    train(task, data, validation=validation)
+    states, held = (by_numpy.run(task.reservoir, part)[2].reshape(-1, 12) for part in (data[0], validation[0]))
+    targets, wanted = (np.repeat(part[1].double().numpy(), 9, axis=0) for part in (data, validation))
+    solutions = [by_numpy.solve(targets.T @ states, states.T @ states, beta) for beta in betas]
+    errors = [((held @ w.T - wanted) ** 2).sum() for w in solutions]
+    assert task.readout.beta == betas[int(np.argmin(errors))]
+    assert_weight(task, solutions[int(np.argmin(errors))])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_several_regularisers_need_validation_samples(
+    fit, train, make_series, make_series_stream, make_reservoir_task, plain
+):
+    message = (
+        "Expected validation samples to choose among the 2 values of `beta` but the stream has none. Set the stream's "
+        "`validation`, or one `beta`."
+    )
+    task = make_reservoir_task(beta=[1.0, 2.0])
+    with pytest.raises(ValueError, match=exactly(message)):
+        if plain:
+            train(task, [torch.from_numpy(part) for part in make_series()])
+        else:
+            fit(task, make_series_stream())
+
+
+# What is refused or warned of.
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_clients_with_few_samples_are_warned_of_once(fit, make_series_stream, make_reservoir_task, caplog, cohort_size):
+    stream = make_series_stream(3, 2)
+    sizes = [{client: 9 * len(rows) for client, rows in current.items()} for current in stream.plan.train]
+    limit = max(sizes[0]["0"], sizes[1]["0"]) + 1
+    assert limit <= min(sizes[r][c] for r in (0, 1) for c in ("1", "2"))
+    with caplog.at_level(logging.WARNING, "lightning_fcl"):
+        fit(make_reservoir_task(min_samples=limit), stream, cohort_size=cohort_size)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
+    assert messages == [
+        f"The statistics of client 0 are of {sizes[0]['0']} samples, below `min_samples`={limit}: they can reveal its "
+        "data. Wait for more, or add them up under secure aggregation."
+    ]
+    caplog.clear()
+    fit(make_reservoir_task(min_samples=limit, share="weights"), stream)  # they do not travel
+    fit(make_reservoir_task(min_samples=min(sizes[r]["0"] for r in (0, 1))), make_series_stream(3, 2))
+    assert not [record for record in caplog.records if record.name.startswith("lightning_fcl")]
+
+
+def test_as_many_samples_as_the_state_has_units_by_default():
+    reservoir = EchoStateNetwork(3, 20, layers=2, seed=0)
+    assert ReservoirClassifier(reservoir, 4).min_samples == 40
+    assert ReservoirClassifier(reservoir, 4, min_samples=0).min_samples == 0
+
+
+@pytest.mark.parametrize("method", [FedProx(0.1), LwF()])
+def test_methods_that_add_to_a_loss_are_refused(fit, make_series_stream, make_reservoir_task, method):
+    message = (
+        f"Expected no `{type(method).__name__}` with a `ReservoirClassifier`: it adds to a loss, and a reservoir is "
+        "trained without one. Remove it."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit(make_reservoir_task(), make_series_stream(), [method])
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_several_local_epochs_are_refused(fit, make_series_stream, make_reservoir_task, cohort_size):
+    message = (
+        "Expected the strategy's `local_epochs` to be 1 for a `ReservoirClassifier`, whose readout takes one pass, but "
+        "got 3. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit(make_reservoir_task(), make_series_stream(), local_epochs=3, cohort_size=cohort_size)
+
+
+def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_reservoir):
+    class Own(ReservoirClassifier):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("never called")
+
+    message = (
+        "Expected `Own` not to override `training_step`: in a federation clients run through the reservoir side by "
+        "side. Override `pairs` or `targets` instead."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit(Own(make_reservoir(), 4), make_series_stream())
+
+
+def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, by_numpy):
+    class Doubled(ReservoirClassifier):
+        def targets(self, y):
+            return 2 * super().targets(y)
+
+    stream, task = make_series_stream(), Doubled(make_reservoir(), 4, beta=1e-2)
+    fit(task, stream)
+    assert_weight(task, 2 * centralized(by_numpy, task, *seen(stream)))
+
+
+@pytest.mark.parametrize(("label", "classes"), [(3, 3), (-1, 4)])
+def test_labels_out_of_range(train, make_series, make_reservoir, label, classes):
+    x, y = map(torch.from_numpy, make_series(8))
+    y = y.clamp(max=classes - 1)
+    y[5] = label
+    message = (
+        f"Expected labels between 0 and {classes - 1} but got {label}. Set `num_classes` to the data's number of "
+        "classes."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        train(ReservoirClassifier(make_reservoir(), classes), (x, y))
+
+
+def test_bad_series_in_a_federation(fit, make_series_stream, make_reservoir_task, make_reservoir):
+    stream = make_series_stream()
+    stream._samples[stream.plan.train[0]["1"][0], 4, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"^Expected finite sequences but 1 of \d+ hold NaN or infinite values"):
+        fit(make_reservoir_task(), stream)
+    with pytest.raises(ValueError, match=r"^Expected sequences longer than the washout of 9 steps but got 9 steps\."):
+        fit(make_reservoir_task(make_reservoir(washout=9)), make_series_stream())
+    with pytest.raises(ValueError, match=r"^Expected inputs of shape \(batch, time, 5\) but got \(\d+, 9, 3\)\."):
+        fit(make_reservoir_task(EchoStateNetwork(5, 12, seed=0)), make_series_stream())
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (
+            torch.zeros(8, 3),
+            "Expected targets of shape (batch, 2), or (batch, time, 2), but got (7, 3). Set `outputs` to the target's "
+            "size.",
+        ),
+        (
+            torch.zeros(8),
+            "Expected targets of shape (batch, 2), or (batch, time, 2), but got (7,). Set `outputs` to the target's "
+            "size.",
+        ),
+        (
+            torch.full((8, 2), float("nan")),
+            "Expected finite targets but got NaN or infinite values. Mend or drop these sequences.",
+        ),
+    ],
+)
+def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, message):
+    x = torch.from_numpy(make_series(8)[0])
+    with pytest.raises(ValueError, match=exactly(message)):
+        train(ReservoirRegressor(make_reservoir(), 2), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"readout": "first"}, 'Expected `readout` to be "steps", "last" or "mean" but got "first".'),
+        ({"share": "data"}, 'Expected `share` to be "statistics" or "weights" but got "data".'),
+        ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2".'),
+        ({"num_classes": 0}, "Expected the number of outputs to be at least 1 but got 0."),
+        ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
+        ({"beta": -1.0}, "Expected `beta` to be at least 0 and finite but got -1.0."),
+        ({"beta": [1.0, -2.0]}, "Expected `beta` to be at least 0 and finite but got -2.0."),
+    ],
+)
+def test_wrong_arguments(make_reservoir, options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        ReservoirClassifier(make_reservoir(), **{"num_classes": 4, **options})
+
+
+# A round that is cut short, memory and size of cohorts.
+
+
+@pytest.mark.parametrize("share", ["statistics", "weights"])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
+    fit, make_series_stream, make_reservoir_task, caplog, share, cohort_size
+):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                raise RuntimeError("stopped")
+
+    task, one = make_reservoir_task(share=share), make_reservoir_task(share=share)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(task, make_series_stream(3, 2), [Stop()], cohort_size=cohort_size)
+    fit(one, make_series_stream(3, 2), max_epochs=1, cohort_size=cohort_size)
+    assert all(torch.equal(value, one.state_dict()[name]) for name, value in task.state_dict().items())
+    assert "cut short" in caplog.text
+
+
+def test_cohorts_hold_so_many_statistics():
+    for units, size in ((10, 256), (1000, 16), (6000, 1)):
+        task = ReservoirClassifier(EchoStateNetwork(1, 1, seed=0), 2)
+        task.readout.B = torch.empty(units, units, dtype=torch.float64, device="meta")
+        assert task.clients_at_once() == size
+
+
+MEMORY = """
+import resource, sys, warnings
+warnings.filterwarnings("ignore")
+import lightning.pytorch as L, torch
+from lightning_fcl import FederatedStream, FederatedStrategy, ReservoirClassifier
+from lightning_fcl.models import EchoStateNetwork
+torch.set_num_threads(1)
+n = int(sys.argv[1])
+x, y = torch.randn(n, 30, 1), torch.arange(n) % 2
+stream = FederatedStream.from_arrays(x, y, clients=4, experiences=1, batch_size=16, seed=0)
+task = ReservoirClassifier(EchoStateNetwork(1, 200, seed=0), 2)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, accelerator="cpu", **quiet)
+trainer.fit(task, datamodule=stream)
+assert int(task.readout.n) > n * 20
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_sequences():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    peaks = [
+        int(subprocess.run([sys.executable, "-c", MEMORY, str(n)], check=True, capture_output=True, text=True,
+                           env=environment).stdout.split()[-1])
+        for n in (200, 4000)
+    ]  # fmt: skip
+    states = 4000 * 30 * 200 * 4 // 1024  # all of them: 94 MB
+    assert peaks[1] - peaks[0] < states / 4
