@@ -35,6 +35,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those on UCI HAR where
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py
+	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 
 clean:
 	rm -rf .venv runs

@@ -24,11 +24,10 @@ import matplotlib
 import numpy as np
 import reservoirpy
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from reservoirpy import ESN
 from reservoirpy.nodes import Reservoir, Ridge
 from scipy import sparse
-from torch import Tensor
 
 from lightning_fcl import FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import IntrinsicPlasticity
@@ -55,36 +54,39 @@ def sequences(count, steps=STEPS, seed=0):
     return torch.randn(count, steps, INPUTS, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
 
-def seconds(function):
-    """How long one call takes, and what it returns if that is a time of its own."""
+def seconds(function, *args):
+    """How long one call takes."""
     start = time.perf_counter()
-    own = function()
-    return own if isinstance(own, float) else time.perf_counter() - start
+    function(*args)
+    return time.perf_counter() - start
 
 
 class Table:
-    """Rows of metric, ours, alternative, ratio and aim; each pair of functions is timed in turns."""
+    """Rows of metric, ours, alternative, ratio and aim."""
 
     def __init__(self, repeats):
         self.repeats = repeats
         self.rows = []
 
-    def compare(self, metric, ours, alternative, aim, most=None, least=None):
-        """Time both; the ratio is ours by alternative where ``most`` is aimed at, the inverse where ``least`` is."""
-        pairs = [(seconds(ours), seconds(alternative)) for _ in range(self.repeats + 1)][1:]  # the first warms up
-        ratios = [a / b if most is not None else b / a for a, b in pairs]
+    def compare(self, metric, ours, alternative, most=None, least=None):
+        """Two functions that tell seconds, in turns: ours by the other's, at ``most``; or the inverse, at ``least``."""
+        pairs = [(ours(), alternative()) for _ in range(self.repeats + 1)][1:]  # the first warms up
+        ratios = [a / b if least is None else b / a for a, b in pairs]
         middle = statistics.median(ratios)
-        ours, alternative = (f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True))
+        mine, others = (f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True))
         ratio = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        self.add(metric, ours, alternative, ratio, aim, middle <= most if most is not None else middle >= least)
+        if least is None:
+            self.add(metric, mine, others, ratio, f"at most {most}", middle <= most)
+        else:
+            self.add(metric, mine, others, ratio, f"at least {least}", middle >= least)
 
     def add(self, metric, ours, alternative, ratio, aim, met):
         """Add a row, and print it."""
-        aim += "" if met else ", **missed**"
-        self.rows.append(
-            {"metric": metric, "ours": ours, "alternative": alternative, "ratio": ratio, "aim": aim, "met": met}
+        row = dict(
+            metric=metric, ours=ours, alternative=alternative, ratio=ratio, aim=aim + ("" if met else ": missed")
         )
-        print(f"| {metric} | {ours} | {alternative} | {ratio} | {aim} |", flush=True)
+        self.rows.append(row)
+        print(f"| {' | '.join(row.values())} |", flush=True)
 
 
 def forward(table):
@@ -100,7 +102,7 @@ def forward(table):
             torch.mm(state, w, out=out)
 
     metric = f"forward, {BATCH} x {STEPS} steps, {UNITS} units; alternative: its matrix products"
-    table.compare(metric, lambda: reservoir(x) is None, products, "at most 1.6 times", most=1.6)
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(products), most=1.6)
 
 
 def fit(reservoir, x, targets):
@@ -128,8 +130,7 @@ def against_reservoirpy(table):
 
     forms = {"dense": w, "CSR": sparse.csr_matrix(w)}
     ways = [(form, workers) for form in forms for workers in sorted({1, torch.get_num_threads()})]
-    # Each way is tried after a first call that starts its workers.
-    tried = {way: min(seconds(lambda way=way: run(forms[way[0]], way[1]) is None) for _ in range(2)) for way in ways}
+    tried = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
     form, workers = min(tried, key=tried.get)
     each = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in tried.items())
     print(f"reservoirpy's ways: {each}", file=sys.stderr)
@@ -137,9 +138,7 @@ def against_reservoirpy(table):
     difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
     assert difference < 1e-4, f"states differ by {difference:.1e}"
     metric = f"forward; alternative: `Reservoir.run` of reservoirpy, {form}, workers={workers}"
-    table.compare(
-        metric, lambda: reservoir(x) is None, lambda: run(forms[form], workers) is None, "at least 4 times", least=4
-    )
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(run, forms[form], workers), least=4)
 
     def theirs():
         model = ESN(Reservoir(W=forms[form], Win=w_in, lr=LEAK), Ridge(ridge=BETA, fit_bias=False))
@@ -151,19 +150,16 @@ def against_reservoirpy(table):
         difference = float((solution - expected).norm() / expected.norm())
         assert difference < tolerance, f"readouts differ by {difference:.1e} in {dtype}"
     metric = f"fit, states and ridge; alternative: `ESN.fit` of reservoirpy, {form}, workers={workers}"
-    table.compare(metric, lambda: fit(reservoir, x, targets) is None, lambda: theirs() is None, "at least 4 times", least=4)
+    table.compare(metric, lambda: seconds(fit, reservoir, x, targets), lambda: seconds(theirs), least=4)
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
     """Seconds of one IncFed round, or of a FedIP round and its readout, and that readout."""
-
-    class Clock(Callback):
-        def on_train_start(self, trainer, pl_module):
-            self.start = time.perf_counter()
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            self.end = time.perf_counter()
-
+    times = []
+    clock = LambdaCallback(
+        on_train_start=lambda *_: times.append(time.perf_counter()),
+        on_train_epoch_end=lambda *_: times.append(time.perf_counter()),
+    )
     owner = np.concatenate([np.arange(clients), np.arange(0, clients, 2)])  # one sequence each, every other one two
     x, y = sequences(len(owner))
     rounds = 2 if plastic else 1
@@ -171,14 +167,14 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
         x, y, owner, scenario="class-incremental", experiences=1, rounds_per_experience=rounds, batch_size=32, test=0.0,
         classes=list(map(str, range(CLASSES))), seed=0,
     )  # fmt: skip
-    task, clock = ReservoirClassifier(network(units, dtype), CLASSES, BETA, min_samples=1), Clock()
+    task = ReservoirClassifier(network(units, dtype), CLASSES, BETA, min_samples=1)
     trainer = L.Trainer(
         strategy=FederatedStrategy(cohort_size=size, seed=0), max_epochs=rounds, logger=False, accelerator="cpu",
         callbacks=[clock, *([IntrinsicPlasticity()] if plastic else [])],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, datamodule=stream)
-    return clock.end - clock.start, task.readout.weight.clone()
+    return times[-1] - times[0], task.readout.weight.clone()
 
 
 def cohorts(table, clients):
@@ -187,12 +183,9 @@ def cohorts(table, clients):
         together, alone = (federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1))
         difference = float((together - alone).abs().max())
         assert difference < 1e-9, f"readouts differ by {difference:.1e}"
-        table.compare(
-            f"{name}, {clients} clients with 1-2 sequences; alternative: cohort_size=1",
-            lambda plastic=plastic: federation(clients, "auto", plastic)[0],
-            lambda plastic=plastic: federation(clients, 1, plastic)[0],
-            "at least 2.5 times", least=2.5,
-        )  # fmt: skip
+        metric = f"{name}, {clients} clients with 1-2 sequences; alternative: cohort_size=1"
+        ours, others = ((lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1))
+        table.compare(metric, ours, others, least=2.5)
 
 
 def gram(table, rows, units):
@@ -202,12 +195,12 @@ def gram(table, rows, units):
     a, b = (torch.zeros(size, units, dtype=torch.float64) for size in (CLASSES, units))
     accumulate(a, b, states, targets)
     assert torch.allclose(b, wide.t() @ wide, rtol=1e-12, atol=1e-8)
-    table.compare(
-        f"`accumulate`, {rows:,} x {units} states; alternative: S^T S alone, converted before",
-        lambda: accumulate(a, b, states, targets),
-        lambda: torch.mm(wide.t(), wide, out=product) is None,
-        "at least 0.70 times", least=0.7,
-    )  # fmt: skip
+    metric = f"`accumulate`, {rows:,} x {units} states; alternative: S^T S alone, converted before"
+
+    def product_alone():
+        torch.mm(wide.t(), wide, out=product)
+
+    table.compare(metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(product_alone), least=0.7)
 
 
 def add_sequences(count):
@@ -226,50 +219,50 @@ def memory(table, counts):
     runs = [[sys.executable, __file__, "--add", str(count)] for count in counts]
     peaks = [float(subprocess.run(run, capture_output=True, check=True, text=True).stdout.split()[-1]) for run in runs]
     growth = max(peaks) / peaks[0] - 1
-    sizes = ", ".join(f"{count:,}" for count in counts)
-    table.add(
-        f"largest memory of adding {sizes} sequences; alternative: the last one's states alone",
-        ", ".join(f"{peak:.0f}" for peak in peaks) + " MiB",
-        f"{counts[-1] * STEPS * UNITS * 4 / 2**20:.0f} MiB",
-        f"grows by {100 * growth:.1f} %",
-        "flat: below 5 %",
-        growth < 0.05,
-    )
+    metric = f"largest memory of adding {', '.join(f'{n:,}' for n in counts)} sequences; alternative: the last's states"
+    ours, all_states = ", ".join(f"{peak:.0f}" for peak in peaks), counts[-1] * STEPS * UNITS * 4 / 2**20
+    table.add(metric, f"{ours} MiB", f"{all_states:.0f} MiB", f"+{100 * growth:.1f} %", "flat (+5 %)", growth < 0.05)
 
 
 def scaling(out, quick):
     """How time grows with units, clients and steps, as one figure."""
-    repeats = 1 if quick else 3
 
     def middle(function):
-        function()
-        return statistics.median(seconds(function) for _ in range(repeats))
+        return statistics.median([function() for _ in range(2 if quick else 4)][1:])
 
-    def states(units, count, steps):
-        reservoir, (x, _) = network(units), sequences(count, steps)
-        return middle(lambda: [None for _ in reservoir.blocks(x)])
+    def states(units, steps):
+        reservoir, (x, _) = network(units), sequences(BATCH, steps)
+        return middle(lambda: seconds(list, (None for _ in reservoir.blocks(x))))
 
-    units = [100, 200, 500] if quick else [100, 200, 500, 1000, 2000]
-    clients = [10, 100] if quick else [10, 100, 1000]
-    steps = [50, 100, 200, 400] if quick else [50, 100, 200, 400, 800, 1600, 3200]
+    def per_step(units):
+        return 1e6 * states(units, 50) / BATCH / 50
+
+    def one_round(clients):
+        return middle(lambda: federation(clients, "auto", False, units=100)[0])
+
+    def length(steps):
+        return states(UNITS, steps)
+
     panels = [
-        ("units", units, "microseconds per sequence and step", [1e6 * states(n, BATCH, 50) / BATCH / 50 for n in units]),
-        ("clients, 1-2 sequences each", clients, "seconds of an IncFed round, 100 units",
-         [middle(lambda n=n: federation(n, "auto", False, units=100)[0]) for n in clients]),
-        ("steps of a sequence", steps, f"seconds of {BATCH} sequences, {UNITS} units",
-         [states(UNITS, BATCH, n) for n in steps]),
-    ]  # fmt: skip
+        ("units", "microseconds per sequence and step", per_step, [100, 200, 500, 1000, 2000], 2),
+        ("clients, 1-2 sequences each", "seconds of an IncFed round, 100 units", one_round, [10, 100, 1000], 1),
+        ("steps", f"seconds of {BATCH} sequences, {UNITS} units", length, [50, 100, 200, 400, 800, 1600, 3200], 1),
+    ]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    for ax, (name, sizes, what, times), power in zip(axes, panels, (2, 1, 1), strict=True):
+    grown = []
+    for ax, (name, what, function, sizes, power) in zip(axes, panels, strict=True):
+        sizes = sizes[: 2 if quick else None]
+        times = [function(size) for size in sizes]
+        label = "proportional to the square" if power == 2 else "proportional"
         ax.loglog(sizes, times, "o-", label="measured")
-        ax.loglog(sizes, [times[-1] * (size / sizes[-1]) ** power for size in sizes], "--", color="0.6",
-                  label="proportional to the square" if power == 2 else "proportional")  # fmt: skip
-        ax.set_xticks(sizes, [str(size) for size in sizes], rotation=45 if len(sizes) > 5 else 0)
+        ax.loglog(sizes, [times[-1] * (size / sizes[-1]) ** power for size in sizes], "--", color="0.6", label=label)
+        ax.set_xticks(sizes, [str(size) for size in sizes])
         ax.minorticks_off()
         ax.set(xlabel=name, ylabel=what)
         ax.legend()
+        grown.append({"against": name, "sizes": sizes, "what": what, "values": times})
     figure.savefig(out / "reservoir_scaling.png", dpi=150)
-    return [{"against": name, "sizes": sizes, "what": what, "values": times} for name, sizes, what, times in panels]
+    return grown
 
 
 def main():
@@ -284,6 +277,9 @@ def main():
     if options.add:
         print(add_sequences(options.add))
         return
+    if options.quick:
+        global BATCH
+        BATCH = 16
     options.out.mkdir(parents=True, exist_ok=True)
     table = Table(3 if options.quick else 11)
     versions = {"torch": torch.__version__, "numpy": np.__version__, "reservoirpy": reservoirpy.__version__}
