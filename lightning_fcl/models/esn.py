@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,9 +180,9 @@ class EchoStateNetwork(nn.Module):
         transposed, leak = w.t(), self.leaking_rate
         for step in out.unbind(0):
             if gain is None:
-                step.addmm_(state, transposed).tanh_()
+                _tanh_(step.addmm_(state, transposed))
             else:
-                step.addcmul_(torch.mm(state, transposed, out=product), gain).tanh_()
+                _tanh_(step.addcmul_(torch.mm(state, transposed, out=product), gain))
             if leak != 1:
                 torch.lerp(state, step, leak, out=step)
             state = step
@@ -330,6 +331,15 @@ class _Plasticity:
     def directions(self) -> tuple[Tensor, Tensor]:
         """Of gain and bias, both of shape (batch, units)."""
         return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
+
+
+def _tanh_(values: Tensor) -> None:
+    """In place. On the CPU numpy's is several times faster than torch's, and no less exact."""
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        array = values.numpy()
+        np.tanh(array, out=array)
+    else:
+        values.tanh_()
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:
