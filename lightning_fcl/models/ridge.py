@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 # Rows that are turned to double precision at once: they stay in the cache until they are multiplied.
 PIECE = 4096
+# Rows of S S^T that are computed at once, from the diagonal on: what is below it is the same.
+STRIPE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +189,7 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
 
     Args:
         a: Shape (outputs, features), float64.
-        b: Shape (features, features), or packed (features * (features + 1) / 2,), float64.
+        b: Shape (features, features), symmetric, or packed (features * (features + 1) / 2,), float64.
         states: Shape (n, features).
         targets: Shape (n, outputs).
 
@@ -200,11 +202,15 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
     full = b if b.dim() == 2 else torch.zeros(states.shape[1], states.shape[1], dtype=b.dtype, device=b.device)
     for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
         wide = part.double()
-        full.addmm_(wide.t(), wide)
+        for i in range(0, len(full), STRIPE):
+            full[i : i + STRIPE, i:].addmm_(wide[:, i : i + STRIPE].t(), wide[:, i:])
         a.addmm_(wanted.double().t(), wide)
     if full is not b:
         rows, columns = torch.triu_indices(*full.shape, device=b.device)
         b += full[rows, columns]
+        return
+    for i in range(0, len(b), STRIPE):
+        b[i + STRIPE :, i : i + STRIPE] = b[i : i + STRIPE, i + STRIPE :].t()
 
 
 def square(b: Tensor, size: int) -> Tensor:

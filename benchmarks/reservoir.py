@@ -1,0 +1,293 @@
+"""Reservoirs against the least that their arithmetic takes, against reservoirpy, and against one client at a time.
+
+    python benchmarks/reservoir.py             # the numbers of benchmarks/README.md
+    python benchmarks/reservoir.py --quick     # whether it works
+
+Every pair is taken in turns, A B A B, in one process, and given as ratio: median (lowest to highest). Where two ways
+should agree, that is checked before they are timed. Memory is read from Linux, in a process of its own for each number.
+Nothing else should run on the machine.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as L
+import matplotlib
+import numpy as np
+import reservoirpy
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from reservoirpy import ESN
+from reservoirpy.nodes import Reservoir, Ridge
+from scipy import sparse
+
+from lightning_fcl import FederatedStrategy, FederatedStream, ReservoirClassifier
+from lightning_fcl.callbacks import IntrinsicPlasticity
+from lightning_fcl.models import EchoStateNetwork
+from lightning_fcl.models.ridge import accumulate
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BATCH, STEPS, UNITS, INPUTS, CLASSES = 128, 200, 300, 6, 4
+BETA, LEAK = 1.0, 0.5
+
+
+def network(units=UNITS, dtype=torch.float32):
+    """A leaky reservoir, as sparse as reservoirpy's default: it may then take whichever of its ways is faster."""
+    reservoir = EchoStateNetwork(INPUTS, units, leaking_rate=LEAK, recurrent_connectivity=0.1, seed=0)
+    return reservoir.requires_grad_(False).to(dtype)
+
+
+def sequences(count, steps=STEPS, seed=0):
+    """Random sequences and labels: time does not depend on values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, steps, INPUTS, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
+
+
+def seconds(function, *args):
+    """How long one call takes."""
+    start = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - start
+
+
+class Table:
+    """Rows of metric, ours, alternative, ratio and aim."""
+
+    def __init__(self, repeats):
+        self.repeats = repeats
+        self.rows = []
+
+    def compare(self, metric, ours, alternative, most=None, least=None):
+        """Two functions that tell seconds, in turns: ours by the other's, at ``most``; or the inverse, at ``least``."""
+        pairs = [(ours(), alternative()) for _ in range(self.repeats + 1)][1:]  # the first warms up
+        ratios = [a / b if least is None else b / a for a, b in pairs]
+        middle = statistics.median(ratios)
+        mine, others = (f"{1000 * statistics.median(times):.1f} ms" for times in zip(*pairs, strict=True))
+        ratio = f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        if least is None:
+            self.add(metric, mine, others, ratio, f"at most {most}", middle <= most)
+        else:
+            self.add(metric, mine, others, ratio, f"at least {least}", middle >= least)
+
+    def add(self, metric, ours, alternative, ratio, aim, met):
+        """Add a row, and print it."""
+        names = ("metric", "ours", "alternative", "ratio", "aim")
+        row = dict(zip(names, (metric, ours, alternative, ratio, aim + ("" if met else ": missed")), strict=True))
+        self.rows.append(row)
+        print(f"| {' | '.join(row.values())} |", flush=True)
+
+
+def forward(table):
+    """A forward pass against nothing but its matrix products."""
+    reservoir, (x, _) = network(), sequences(BATCH)
+    w_in, w = (weight.t().contiguous() for weight in reservoir.weights(0))
+    state, out, flat = torch.randn(BATCH, UNITS), torch.empty(BATCH, UNITS), x.reshape(-1, INPUTS)
+    drive = torch.empty(len(flat), UNITS)
+
+    def products():
+        torch.mm(flat, w_in, out=drive)
+        for _ in range(STEPS):
+            torch.mm(state, w, out=out)
+
+    metric = f"forward, {BATCH} x {STEPS} steps, {UNITS} units; alternative: its matrix products"
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(products), most=1.6)
+
+
+def fit(reservoir, x, y):
+    """States and ridge readout, all at once."""
+    task = ReservoirClassifier(reservoir, CLASSES, BETA)
+    task.add(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
+    task.readout.solve()
+    return task.readout.weight
+
+
+def against_reservoirpy(table):
+    """The same states, and the same readout, by reservoirpy."""
+    reservoir, (x, y) = network(), sequences(BATCH)
+    w_in, w = (weight.double().numpy() for weight in reservoir.weights(0))
+    series, wanted = x.double().numpy(), np.repeat(np.eye(CLASSES)[y][:, None], STEPS, axis=1)
+
+    def run(weights, workers):
+        node = Reservoir(W=weights, Win=w_in, lr=LEAK)
+        return node.run(series, workers=workers)  # a new node begins each sequence at 0
+
+    forms = {"dense": w, "CSR": sparse.csr_matrix(w)}
+    ways = [(form, workers) for form in forms for workers in sorted({1, torch.get_num_threads()})]
+    tried = {way: min(seconds(run, forms[way[0]], way[1]) for _ in range(3)) for way in ways}
+    form, workers = min(tried, key=tried.get)
+    each = ", ".join(f"{f} workers={n} {1000 * spent:.0f} ms" for (f, n), spent in tried.items())
+    print(f"reservoirpy's ways: {each}", file=sys.stderr)
+
+    difference = np.abs(run(forms[form], workers) - reservoir(x).numpy()).max()
+    assert difference < 1e-4, f"states differ by {difference:.1e}"
+    metric = f"forward; alternative: `Reservoir.run` of reservoirpy, {form}, workers={workers}"
+    table.compare(metric, lambda: seconds(reservoir, x), lambda: seconds(run, forms[form], workers), least=4)
+
+    def theirs():
+        model = ESN(Reservoir(W=forms[form], Win=w_in, lr=LEAK), Ridge(ridge=BETA, fit_bias=False))
+        return model.fit(series, wanted, workers=workers).readout.Wout
+
+    expected = torch.from_numpy(theirs()).t()
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        solution = fit(network(dtype=dtype), x, y)
+        difference = float((solution - expected).norm() / expected.norm())
+        assert difference < tolerance, f"readouts differ by {difference:.1e} in {dtype}"
+    metric = f"fit, states and ridge; alternative: `ESN.fit` of reservoirpy, {form}, workers={workers}"
+    table.compare(metric, lambda: seconds(fit, reservoir, x, y), lambda: seconds(theirs), least=4)
+
+
+def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
+    """Seconds of one IncFed round, or of a FedIP round and its readout, and that readout."""
+    times = []
+    clock = LambdaCallback(
+        on_train_start=lambda *_: times.append(time.perf_counter()),
+        on_train_epoch_end=lambda *_: times.append(time.perf_counter()),
+    )
+    owner = np.concatenate([np.arange(clients), np.arange(0, clients, 2)])  # one sequence each, every other one two
+    x, y = sequences(len(owner))
+    rounds = 2 if plastic else 1
+    stream = FederatedStream.from_arrays(
+        x, y, owner, scenario="class-incremental", experiences=1, rounds_per_experience=rounds, batch_size=32, test=0.0,
+        classes=list(map(str, range(CLASSES))), seed=0,
+    )  # fmt: skip
+    task = ReservoirClassifier(network(units, dtype), CLASSES, BETA, min_samples=1)
+    trainer = L.Trainer(
+        strategy=FederatedStrategy(cohort_size=size, seed=0), max_epochs=rounds, logger=False, accelerator="cpu",
+        callbacks=[clock, *([IntrinsicPlasticity()] if plastic else [])],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(task, datamodule=stream)
+    return times[-1] - times[0], task.readout.weight.clone()
+
+
+def cohorts(table, clients):
+    """Clients side by side against one at a time."""
+    for plastic, name in ((False, "one IncFed round"), (True, "a FedIP round and its readout")):
+        together, alone = (federation(clients, size, plastic, dtype=torch.float64)[1] for size in ("auto", 1))
+        difference = float((together - alone).abs().max())
+        assert difference < 1e-9, f"readouts differ by {difference:.1e}"
+        metric = f"{name}, {clients} clients with 1-2 sequences; alternative: cohort_size=1"
+        ours, others = ((lambda size=size, p=plastic: federation(clients, size, p)[0]) for size in ("auto", 1))
+        table.compare(metric, ours, others, least=2.5)
+
+
+def gram(table, rows, units):
+    """Statistics from single-precision states against one product of states that are double already."""
+    states, targets = torch.randn(rows, units), torch.randn(rows, CLASSES)
+    wide, product = states.double(), torch.empty(units, units, dtype=torch.float64)
+    a, b = (torch.zeros(size, units, dtype=torch.float64) for size in (CLASSES, units))
+    accumulate(a, b, states, targets)
+    assert torch.allclose(b, wide.t() @ wide, rtol=1e-12, atol=1e-8)
+    metric = f"`accumulate`, {rows:,} x {units} states; alternative: S^T S alone, converted before"
+    alone = partial(torch.mm, wide.t(), wide, out=product)
+    table.compare(metric, lambda: seconds(accumulate, a, b, states, targets), lambda: seconds(alone), least=0.7)
+
+
+def add_sequences(count):
+    """MiB that it takes, over what the process holds before, to add sequences that come batch by batch."""
+
+    def status(name):
+        return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
+
+    task = ReservoirClassifier(network(), CLASSES, BETA)
+    # Not `ru_maxrss`, which a process takes over from the one that starts it, and which cannot be set back.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    for start in range(0, count, BATCH):
+        x, y = sequences(min(BATCH, count - start), seed=start)
+        task.add(task.readout.A[None], task.readout.B[None], x, y, [len(x)])
+    return status("VmHWM") - before
+
+
+def memory(table, counts):
+    """The largest memory of ever longer streams."""
+    runs = [[sys.executable, __file__, "--add", str(count)] for count in counts]
+    peaks = [float(subprocess.run(run, capture_output=True, check=True, text=True).stdout.split()[-1]) for run in runs]
+    growth = max(peaks) - peaks[0]
+    metric = f"memory to add {', '.join(f'{n:,}' for n in counts)} sequences; alternative: all states of the last"
+    ours, states = ", ".join(f"{peak:.0f}" for peak in peaks), counts[-1] * STEPS * UNITS * 4 / 2**20
+    table.add(metric, f"{ours} MiB", f"{states:.0f} MiB", f"{growth:+.0f} MiB", "flat: at most +32 MiB", growth <= 32)
+
+
+def scaling(out, quick):
+    """How time grows with units, clients and steps, as one figure."""
+
+    def middle(function):
+        return statistics.median([function() for _ in range(2 if quick else 4)][1:])
+
+    def states(units, steps):
+        reservoir, (x, _) = network(units), sequences(BATCH, steps)
+        return middle(lambda: seconds(list, (None for _ in reservoir.blocks(x))))
+
+    panels = [
+        ("units", "microseconds per sequence and step", lambda n: 1e6 * states(n, 50) / BATCH / 50,
+         [100, 200, 500, 1000, 2000], 2),
+        ("clients, 1-2 sequences each", "seconds of an IncFed round, 100 units",
+         lambda n: middle(lambda: federation(n, "auto", False, units=100)[0]), [10, 100, 1000], 1),
+        ("steps", f"seconds of {BATCH} sequences, {UNITS} units", lambda n: states(UNITS, n),
+         [50, 100, 200, 400, 800, 1600, 3200], 1),
+    ]  # fmt: skip
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    grown = []
+    for ax, (name, what, function, sizes, power) in zip(axes, panels, strict=True):
+        sizes = sizes[: 3 if quick else None]
+        times = [function(size) for size in sizes]
+        label = "proportional to the square" if power == 2 else "proportional"
+        ax.loglog(sizes, times, "o-", label="measured")
+        ax.loglog(sizes, [times[-1] * (size / sizes[-1]) ** power for size in sizes], "--", color="0.6", label=label)
+        ax.set_xticks(sizes, [str(size) for size in sizes])
+        ax.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        ax.set(xlabel=name, ylabel=what)
+        ax.legend()
+        grown.append({"against": name, "sizes": sizes, "what": what, "values": times})
+    figure.savefig(out / "reservoir_scaling.png", dpi=150)
+    return grown
+
+
+def main():
+    """Measure, print the table, and write it with the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few and small: whether it works")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--add", type=int, help=argparse.SUPPRESS)  # the process whose memory is measured
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if options.add:
+        print(add_sequences(options.add))
+        return
+    if options.quick:
+        global BATCH
+        BATCH = 16
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = Table(3 if options.quick else 11)
+    versions = {"torch": torch.__version__, "numpy": np.__version__, "reservoirpy": reservoirpy.__version__}
+    machine = {"machine": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine |= {"repeats": table.repeats, **versions}
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print("\n| metric | ours | alternative | ratio | aim |\n| --- | ---: | ---: | ---: | --- |")
+    forward(table)
+    against_reservoirpy(table)
+    cohorts(table, 20 if options.quick else 100)
+    for units in (300, 1000):
+        gram(table, 6_400 if options.quick else 25_600, units)
+    memory(table, [256, 512, 1024] if options.quick else [1_000, 4_000, 16_000])
+    grown = scaling(options.out, options.quick)
+    result = {**machine, "rows": table.rows, "scaling": grown}
+    (options.out / "reservoir.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
