@@ -159,6 +159,7 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
         "LightningCLI's args parameter is intended",
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The `srun` command is available",
+        "`LightningModule.configure_optimizers` returned `None`",  # a baseline that learns nothing
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
     try:

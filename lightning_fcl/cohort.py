@@ -1,4 +1,4 @@
-"""Local training of many clients at once: their parameters stacked, one vectorised step for all."""
+"""Local training of many clients at once: their parameters stacked, or one reservoir for all."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State, entries
 from lightning_fcl.callbacks.method import Method, Step, teacher_of
-from lightning_fcl.clients import Memory
+from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.models.ridge import solve, square
 from lightning_fcl.stream import FederatedStream
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.reservoir import ReservoirTask
 
 # Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
 ELEMENTWISE = (
@@ -210,6 +212,67 @@ class Cohort:
     def states(self) -> State:
         """The clients' states, every entry of shape (clients, ...)."""
         return {name: {**self.params, **self.rest}[name].detach() for name in self.received}
+
+
+class ReservoirCohort:
+    """Several clients in one run through the reservoir: they share its weights, and each has its own gain and bias.
+
+    Args:
+        module: The task.
+        received: The state that each client starts from.
+        turns: The clients' parts in the round.
+    """
+
+    def __init__(self, module: ReservoirTask, received: Sequence[State], turns: Sequence[Turn]) -> None:
+        self.module = module
+        self.received = received
+        self.turns = turns
+        self.weight = torch.empty(0)  # of the batch at hand: see `Slot`
+        self.clients = len(received)
+        if module.adapting:
+            self.gain, self.bias = (
+                torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")
+            )
+        else:
+            self.a, self.b = (self._own(name, received[0][f"readout.{name}"]) for name in ("A", "B"))
+            self.n = [self._earlier(state) for state in received]
+
+    def _own(self, name: str, server: Tensor) -> Tensor:
+        """Where each client's statistics are added up: from nothing, or from its own earlier ones."""
+        started = torch.zeros(len(self.received), *server.shape, dtype=server.dtype, device=server.device)
+        for row, state in enumerate(self.received):
+            if self._earlier(state):
+                started[row] = state[f"readout.{name}"]
+        return started
+
+    def _earlier(self, state: State) -> int:
+        """Samples of a client's own earlier statistics, where these stay with the client and fit the reservoir."""
+        same = self.module.share == "weights" and torch.equal(state["readout.tag"], self.module.readout.tag)
+        return int(state["readout.n"]) if same else 0
+
+    def training_step(self, batch: Any) -> None:
+        """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
+        if not self.module.adapting:
+            x, y = batch
+            real = self.weight > 0
+            added = self.module.add(self.a, self.b, x[real], y[real], real.sum(dim=1).tolist())
+            self.n = [before + new for before, new in zip(self.n, added, strict=True)]
+        self.module.count_step()
+
+    def states(self) -> State:
+        """The clients' states, every entry of shape (clients, ...)."""
+        module = self.module
+        stacked = {name: value.expand(self.clients, *value.shape) for name, value in entries(module).items()}
+        if module.adapting:
+            return {**stacked, "reservoir.gain": self.gain, "reservoir.bias": self.bias}
+        for turn, n in zip(self.turns, self.n, strict=True):
+            if module.share == "statistics":
+                module.warn_of_few(turn.client, n)
+        stacked |= {"readout.A": self.a, "readout.B": self.b, "readout.n": torch.tensor(self.n, device=self.a.device)}
+        if module.share == "weights":
+            solved = [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in zip(self.a, self.b, strict=True)]
+            stacked["readout.weight"] = torch.stack(solved)
+        return stacked
 
 
 def _stack(rows: Sequence[Mapping[str, Tensor]]) -> State:

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from lightning_fcl.aggregation import State, declare, entries, load_entries
 from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_randomness
-from lightning_fcl.cohort import RANDOM, Cohort, automatic_size, why_not_vectorized
+from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size, why_not_vectorized
 from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.tasks.reservoir import ReservoirCohort, ReservoirTask
+from lightning_fcl.tasks.reservoir import ReservoirTask
 
 log = logging.getLogger(__name__)
 
@@ -401,7 +401,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         active = [[method.applies_to(turn) for method in methods] for turn in slot.turns]
         self._memories = memories
         if isinstance(module, ReservoirTask):
-            self.cohort = module.make_cohort(received, slot.turns)
+            self.cohort = ReservoirCohort(module, received, slot.turns)
             return
         if self.cohort_clients > 1:
             assert isinstance(module, Classifier)

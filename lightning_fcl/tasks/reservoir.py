@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl.aggregation import State, entries
-from lightning_fcl.clients import Turn
 from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.models.ridge import RidgeReadout, accumulate, solve, square
+from lightning_fcl.models.ridge import RidgeReadout, accumulate
 from lightning_fcl.stream import FederatedStream
 
 log = logging.getLogger(__name__)
@@ -290,10 +288,6 @@ class ReservoirTask(L.LightningModule):
                 "through the reservoir side by side. Override `pairs` or `targets` instead."
             )
 
-    def make_cohort(self, received: Sequence[State], turns: Sequence[Turn]) -> ReservoirCohort:
-        """Clients that run through the reservoir together."""
-        return ReservoirCohort(self, received, turns)
-
     def warn_of_few(self, client: str, samples: int) -> None:
         """Warn, once for each client, of statistics that may reveal their data."""
         if samples < self.min_samples and client not in self._warned:
@@ -313,69 +307,6 @@ class ReservoirTask(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the regulariser that was chosen."""
         self.readout.beta = checkpoint.get("beta", self.readout.beta)
-
-
-class ReservoirCohort:
-    """Several clients in one run through the reservoir: they share its weights, and each has its own gain and bias.
-
-    Args:
-        module: The task.
-        received: The state that each client starts from.
-        turns: The clients' parts in the round.
-    """
-
-    def __init__(self, module: ReservoirTask, received: Sequence[State], turns: Sequence[Turn]) -> None:
-        self.module = module
-        self.received = received
-        self.turns = turns
-        self.weight = torch.empty(0)  # of the batch at hand: see `Slot`
-        clients = len(received)
-        first = received[0]
-        if module.adapting:
-            self.gain, self.bias = (
-                torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")
-            )
-        else:
-            self.a, self.b = (self._own(name, first[f"readout.{name}"]) for name in ("A", "B"))
-            self.n = [self._earlier(state) for state in received]
-        self.clients = clients
-
-    def _own(self, name: str, server: Tensor) -> Tensor:
-        """Where each client's statistics are added up: from nothing, or from its own earlier ones."""
-        started = torch.zeros(len(self.received), *server.shape, dtype=server.dtype, device=server.device)
-        for row, state in enumerate(self.received):
-            if self._earlier(state):
-                started[row] = state[f"readout.{name}"]
-        return started
-
-    def _earlier(self, state: State) -> int:
-        """Samples of a client's own earlier statistics, where these stay with the client and fit the reservoir."""
-        same = self.module.share == "weights" and torch.equal(state["readout.tag"], self.module.readout.tag)
-        return int(state["readout.n"]) if same else 0
-
-    def training_step(self, batch: Any) -> None:
-        """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
-        if not self.module.adapting:
-            x, y = batch
-            real = self.weight > 0
-            added = self.module.add(self.a, self.b, x[real], y[real], real.sum(dim=1).tolist())
-            self.n = [before + new for before, new in zip(self.n, added, strict=True)]
-        self.module.count_step()
-
-    def states(self) -> State:
-        """The clients' states, every entry of shape (clients, ...)."""
-        module = self.module
-        stacked = {name: value.expand(self.clients, *value.shape) for name, value in entries(module).items()}
-        if module.adapting:
-            return {**stacked, "reservoir.gain": self.gain, "reservoir.bias": self.bias}
-        for turn, n in zip(self.turns, self.n, strict=True):
-            if module.share == "statistics":
-                module.warn_of_few(turn.client, n)
-        stacked |= {"readout.A": self.a, "readout.B": self.b, "readout.n": torch.tensor(self.n, device=self.a.device)}
-        if module.share == "weights":
-            solved = [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in zip(self.a, self.b, strict=True)]
-            stacked["readout.weight"] = torch.stack(solved)
-        return stacked
 
 
 class ReservoirClassifier(ReservoirTask):
