@@ -101,6 +101,7 @@ class Federation:
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
+        self._moves = False  # whether clients send anything in this round that the server optimizer steps on
         self._aggregator = Aggregator({})
         self._download_bytes = 0
         self._all_travel = True
@@ -122,10 +123,11 @@ class Federation:
         state = entries(module)
         self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
         self._set_state({name: value.detach().clone() for name, value in state.items()})
-        if self._factory is not None and self._server_optimizer is None:
-            moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
+        moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
+        if self._factory is not None and self._server_optimizer is None and moved:
             self._server_optimizer = ServerOptimizer(self._factory, moved)
             self._server_optimizer.load_state_dict(self._restored)
+        self._moves = bool(moved)
         self.log = RoundLog()
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
@@ -212,7 +214,7 @@ class Federation:
         aggregate = self._aggregator.result(self.state)
         if not self._aggregator.uploads:
             log.warning("No upload of this round was usable: the server state stays as it was.")
-        elif self._server_optimizer is not None:
+        elif self._server_optimizer is not None and self._moves:
             aggregate = self._server_optimizer.step(self.state, aggregate)
         self._set_state(aggregate)
         return aggregate

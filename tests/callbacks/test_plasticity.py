@@ -127,6 +127,26 @@ def test_cohorts_of_every_size_agree(fit, make_series_stream, make_reservoir_tas
                 torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=name)
 
 
+def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_series_stream, make_reservoir_task):
+    """A server step of size 1 is plain averaging, of size 0.5 half the way; in a readout's round nothing moves."""
+
+    def run(**kwargs):
+        task, watch = make_reservoir_task(), Watch()
+        fit(task, make_series_stream(experiences=1, rounds_per_experience=3), [IntrinsicPlasticity(), watch], **kwargs)
+        return task, watch.rounds
+
+    def sgd(lr, **kwargs):
+        return lambda parameters: torch.optim.SGD(parameters, lr=lr, **kwargs)
+
+    plain, rounds = run()
+    whole, _ = run(server_optimizer=sgd(1.0))
+    torch.testing.assert_close(whole.reservoir.gain, plain.reservoir.gain, rtol=0, atol=1e-9)
+    _, half = run(server_optimizer=sgd(0.5))
+    torch.testing.assert_close(half[0]["gain"] - 1, (rounds[0]["gain"] - 1) / 2, rtol=0, atol=1e-9)
+    _, momentum = run(server_optimizer=sgd(0.5, momentum=0.9))
+    assert torch.equal(momentum[2]["gain"], momentum[1]["gain"])
+
+
 def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, make_reservoir_task, fedip):
     federated, plain, method = make_reservoir_task(), make_reservoir_task(), IntrinsicPlasticity(mu=0.1)
     stream = make_series_stream(1, rounds_per_experience=4)
