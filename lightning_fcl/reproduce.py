@@ -94,7 +94,8 @@ def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
     for row in rows or order:
         entry: dict[str, Any] = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
         names = [content["base"], *entry["configs"]]
-        words = [w for name, value in entry.get("set", {}).items() for w in (f"--{name}", json.dumps(value))]
+        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in entry.get("set", {}).items()}
+        words = [word for name, value in values.items() for word in (f"--{name}", value)]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
     return result
 
@@ -168,14 +169,13 @@ def side_by_side(
         yield from ((job, function(job)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _quiet_worker) as pool:
-        futures = {pool.submit(function, job): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(workers, context, _quiet_worker)
+    futures = {pool.submit(function, job): job for job in jobs}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:  # not `with`: its exit would let what is still queued run to its end after an error
+        pool.shutdown(cancel_futures=True)
 
 
 def _quiet_worker() -> None:

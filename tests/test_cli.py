@@ -11,7 +11,7 @@ import yaml
 from lightning_fcl.cli import run
 from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.main import main
-from lightning_fcl.reproduce import paper_rows, recipes_folder
+from lightning_fcl.reproduce import Job, paper_rows, recipes_folder, run_jobs
 from lightning_fcl.search import Search, check
 
 RECIPES = recipes_folder()
@@ -293,3 +293,12 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch):
         record = json.loads((tmp_path / "out" / f"{clients}-clients" / "seed-0" / "results.json").read_text())["record"]
         assert len(record["rounds"]) == 1
         assert len(record["tasks"]) == clients + 1
+
+
+def test_an_error_in_one_run_lets_no_other_begin(tmp_path):
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text("data: {clients: none at all}\n")
+    jobs = [Job(f"run {number}", (recipe,), 0, tmp_path / f"run-{number}") for number in range(12)]
+    with pytest.raises(ValueError, match="clients"):
+        run_jobs(jobs, workers=2)
+    assert len(list(tmp_path.glob("run-*"))) < 8
