@@ -31,6 +31,9 @@ class Replay(Method):
             Usmanova et al. 2021, section 5.3).
         update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
             samples from coming in repeatedly where the rounds of an experience share their data.
+        repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has been
+            offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"`` only,
+            whose samples stand for all alike.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -46,6 +49,7 @@ class Replay(Method):
         max_size: int | float = 200,  # jsonargparse takes the first type that fits: 20 is a number, 0.05 a share
         policy: Policy = "class-balanced",
         update: Literal["round", "experience"] = "experience",
+        repeat: bool = False,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
@@ -58,13 +62,21 @@ class Replay(Method):
             raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
         if update not in ("round", "experience"):
             raise ValueError(f'Expected `update` to be "round" or "experience" but got "{update}".')
+        if repeat and policy != "reservoir":
+            raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{policy}".')
         self.max_size = max_size
+        self.repeat = repeat
         self.policy = policy
         self.update = update
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """All remembered samples."""
-        return (memory["x"], memory["y"]) if memory else None
+        """All remembered samples, perhaps repeated."""
+        if not memory:
+            return None
+        if not self.repeat:
+            return memory["x"], memory["y"]
+        times = torch.arange(int(memory["seen"]), device=memory["y"].device) % len(memory["y"])
+        return memory["x"][times], memory["y"][times]
 
     def _size(self, turn: Turn) -> int:
         if isinstance(self.max_size, int):
@@ -96,11 +108,12 @@ class Replay(Method):
             kept = memory["task"] != turn.experience if memory else None
             new = {"x": x[chosen], "y": y[chosen], "task": tasks[chosen]}
             return {n: torch.cat([memory[n][kept], v]) for n, v in new.items()} if kept is not None else new
+        seen = len(y) + (int(memory["seen"]) if memory else 0)
         if memory:
             x, y, tasks = (torch.cat([memory[n], v]) for n, v in (("x", x), ("y", y), ("task", tasks)))
         old = memory.get("priority", torch.empty(0))
         chosen, priority = _select(y.cpu(), old.cpu(), self.policy, size, generator)
-        return {"x": x[chosen], "y": y[chosen], "task": tasks[chosen], "priority": priority}
+        return {"x": x[chosen], "y": y[chosen], "task": tasks[chosen], "priority": priority, "seen": torch.tensor(seen)}
 
 
 def _select(

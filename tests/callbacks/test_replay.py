@@ -171,6 +171,19 @@ def test_drops_in_with_a_memory_of_the_last_epoch(make_task, samples, train, by_
     assert_same(task, copied)
 
 
+def test_repeated_samples_are_as_many_as_were_offered():
+    parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
+    once, repeated = (learn(Replay(7, "reservoir", repeat=repeat), parts) for repeat in (False, True))
+    x, y = Replay(7, "reservoir").rehearse(once)
+    assert len(y) == 7
+    many_x, many_y = Replay(7, "reservoir", repeat=True).rehearse(repeated)
+    assert len(many_y) == 60
+    values, counts = many_x.flatten().unique(return_counts=True)
+    assert values.tolist() == x.flatten().sort().values.tolist()
+    assert sorted(set(counts.tolist())) == [8, 9]  # 60 samples of 7
+    assert ((many_x.flatten() // 20).long() == many_y).all()
+
+
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
 def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, assert_same, policy):
     task, copied, method = make_task(), make_task(), Replay(11, policy)
