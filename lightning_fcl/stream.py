@@ -214,6 +214,11 @@ class FederatedStream(L.LightningDataModule):
         train, validation = self._set_aside("validation", self.validation, rest, arrays, rng)
         if self.owners is not None:
             train = self._set_aside("owners", self.owners, train, arrays, rng)[1]
+        if not len(train):
+            raise ValueError(
+                f"Expected `test`, `validation` and `owners` to leave samples to train on but {self.test}, "
+                f"{self.validation} and {self.owners} leave none."
+            )
         group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
         entries = scenarios.incremental(
             self.scenario,

@@ -153,6 +153,23 @@ def test_unknown_owners_are_named(options, message):
         prepared(*arrays(), NAMES, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"test": [*"ab"], "validation": 0.0, "owners": None},
+        {"test": ["a"], "validation": ["b"], "owners": None},
+        {"test": 0.2, "validation": 0.0, "owners": []},
+    ],
+)
+def test_somebody_must_be_left_to_train(options):
+    message = (
+        "Expected `test`, `validation` and `owners` to leave samples to train on but "
+        f"{options['test']}, {options['validation']} and {options['owners']} leave none."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], **options)
+
+
 @pytest.mark.parametrize("option", ["test", "validation", "owners"])
 def test_data_without_owners(option):
     for source, name in ((FederatedStream("digits", **{option: ["ann"]}), "digits"),
