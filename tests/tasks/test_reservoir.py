@@ -316,6 +316,15 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
         assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
 
 
+@pytest.mark.parametrize("share", ["statistics", "weights"])
+def test_a_plain_trainer_validates_the_readout_that_it_has_solved(train, make_series, make_reservoir_task, share):
+    data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(share=share)
+    trainer = train(task, data, epochs=2, validation=data)
+    logged = trainer.callback_metrics["val/accuracy"]
+    assert float(logged) > 0.3 and bool(task.readout.weight.any())
+    assert trainer.validate(task, DataLoader(TensorDataset(*data), 7), verbose=False)[0]["val/accuracy"] == logged
+
+
 def test_a_second_fit_of_a_plain_trainer_adds_to_the_first(train, make_series, make_reservoir_task, by_numpy):
     parts, task = [tuple(map(torch.from_numpy, make_series(seed=seed))) for seed in (0, 1)], make_reservoir_task()
     for part in parts:
