@@ -45,7 +45,7 @@ class ReservoirTask(L.LightningModule):
         reservoir: The network whose states the readout sees.
         outputs: Size of the output.
         beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round
-            (all of them from one eigendecomposition).
+            (all of them from one eigendecomposition); just one with ``share="weights"``.
         readout: What the readout sees: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
         share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
@@ -76,6 +76,10 @@ class ReservoirTask(L.LightningModule):
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise ValueError("Expected `beta` to be a number or several but got an empty list.")
+        if len(self.betas) > 1 and share == "weights":
+            raise ValueError(
+                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.'
+            )
         self.automatic_optimization = False
         self.reservoir = reservoir
         self.readout = RidgeReadout(reservoir.features, outputs, self.betas[0], symmetric)

@@ -569,6 +569,10 @@ def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, me
         ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2".'),
         ({"num_classes": 0}, "Expected the number of outputs to be at least 1 but got 0."),
         ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
+        (
+            {"beta": [1.0, 2.0], "share": "weights"},
+            'Expected one `beta` with `share="weights"`, as each client solves for itself, but got [1.0, 2.0].',
+        ),
         ({"beta": -1.0}, "Expected `beta` to be at least 0 and finite but got -1.0."),
         ({"beta": [1.0, -2.0]}, "Expected `beta` to be at least 0 and finite but got -2.0."),
     ],
