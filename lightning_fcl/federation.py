@@ -157,7 +157,7 @@ class Federation:
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         state = {
             name: own[name].to(value.device)
-            if name in own and not travels_down(self.reductions[name])
+            if name in own and self.reductions[name] == "none"
             else neutral(value, self.reductions[name])
             for name, value in self.state.items()
         }

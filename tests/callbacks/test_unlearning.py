@@ -58,7 +58,7 @@ def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
 
 
 def test_a_trainer_with_it_tests_too(fit, quiet):
-    task, trained = run(fit, callbacks=[Unlearning({1: 0})])
+    task, _ = run(fit, callbacks=[Unlearning({1: 0})])
     stream = FederatedStream.from_arrays(*arrays()[:2], client=arrays()[2], experiences=1, seed=0)
     trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
     assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
