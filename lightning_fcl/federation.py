@@ -156,7 +156,9 @@ class Federation:
         own = kept.get("model", {})
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         state = {
-            name: own[name].to(value.device) if name in own else neutral(value, self.reductions[name])
+            name: own[name].to(value.device)
+            if name in own and self.reductions[name] == "none"
+            else neutral(value, self.reductions[name])
             for name, value in self.state.items()
         }
         return state, kept

@@ -140,6 +140,20 @@ class IntrinsicPlasticity(Method):
             reservoir.gain.copy_(gain[0])
             reservoir.bias.copy_(bias[0])
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the module as one that does not adapt, also where the fit ended before the readout's round."""
+        super().on_fit_end(trainer, pl_module)
+        self._leave(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Likewise where the fit was cut short."""
+        super().on_exception(trainer, pl_module, exception)
+        self._leave(pl_module)
+
+    def _leave(self, module: L.LightningModule) -> None:
+        if isinstance(module, ReservoirTask):
+            module.adapting = module.plastic = False
+
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
         """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
         if self.normalize_grad:

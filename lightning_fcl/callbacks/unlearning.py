@@ -45,6 +45,8 @@ class Unlearning(Method):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what has no sums to take away from."""
         super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
         if not self._federated:
             raise ValueError(
                 'Expected a Trainer with `strategy="federated"` for `Unlearning` but got a plain one. Call '

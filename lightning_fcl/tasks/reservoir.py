@@ -45,7 +45,7 @@ class ReservoirTask(L.LightningModule):
         reservoir: The network whose states the readout sees.
         outputs: Size of the output.
         beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round
-            (all of them from one eigendecomposition).
+            (all of them from one eigendecomposition); just one with ``share="weights"``.
         readout: What the readout sees: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
         share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
@@ -76,6 +76,10 @@ class ReservoirTask(L.LightningModule):
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise ValueError("Expected `beta` to be a number or several but got an empty list.")
+        if len(self.betas) > 1 and share == "weights":
+            raise ValueError(
+                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.'
+            )
         self.automatic_optimization = False
         self.reservoir = reservoir
         self.readout = RidgeReadout(reservoir.features, outputs, self.betas[0], symmetric)
@@ -197,12 +201,13 @@ class ReservoirTask(L.LightningModule):
         if int(self.readout.tag) != tag:
             self.readout.reset(tag)
 
-    def on_train_epoch_end(self) -> None:
-        """Solve, in a plain Trainer; in a federation that is done when the round is aggregated."""
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
         from lightning_fcl.strategy import FederatedStrategy
 
-        if self._counts() and not isinstance(self.trainer.strategy, FederatedStrategy):
-            self.on_after_aggregation()
+        trainer: Any = self.trainer
+        if trainer.is_last_batch and self._counts() and not isinstance(trainer.strategy, FederatedStrategy):
+            self._solve()
 
     def _counts(self) -> bool:
         """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
@@ -212,8 +217,10 @@ class ReservoirTask(L.LightningModule):
 
     def on_after_aggregation(self) -> None:
         """Solve for the server's readout from the sums."""
-        if self.adapting or self.share == "weights":
-            return
+        if not self.adapting and self.share == "statistics":
+            self._solve()
+
+    def _solve(self) -> None:
         if len(self.betas) > 1:
             self._choose_beta()
         else:

@@ -127,6 +127,13 @@ def test_cohorts_of_every_size_agree(fit, make_series_stream, make_reservoir_tas
                 torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=name)
 
 
+def test_a_fit_without_it_does_not_go_on_adapting(fit, make_series_stream, make_reservoir_task):
+    task, stream = make_reservoir_task(), make_series_stream(rounds_per_experience=2)
+    fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)  # ends in a round that adapts
+    fit(task, stream, max_epochs=1)
+    assert int(task.readout.n) > 0 and bool(task.readout.weight.any())
+
+
 def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_series_stream, make_reservoir_task):
     """A server step of size 1 is plain averaging, of size 0.5 half the way; in a readout's round nothing moves."""
 

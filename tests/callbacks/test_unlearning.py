@@ -57,6 +57,13 @@ def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
     assert (everybody.readout.weight - never.readout.weight).abs().max() > 1e-3
 
 
+def test_a_trainer_with_it_tests_too(fit, quiet):
+    task, _ = run(fit, callbacks=[Unlearning({1: 0})])
+    stream = FederatedStream.from_arrays(*arrays()[:2], client=arrays()[2], experiences=1, seed=0)
+    trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
+    assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
+
+
 def test_several_leave_at_different_times(fit):
     forgotten, _ = run(fit, callbacks=[Unlearning({"0": 2, "3": 0})])
     never, _ = run(fit, clients=(1, 2))

@@ -316,6 +316,15 @@ def test_a_plain_trainer_adds_its_data_once(train, make_series, make_reservoir_t
         assert logged[f"{stage}/accuracy"] == pytest.approx(right, abs=1e-6)
 
 
+@pytest.mark.parametrize("share", ["statistics", "weights"])
+def test_a_plain_trainer_validates_the_readout_that_it_has_solved(train, make_series, make_reservoir_task, share):
+    data, task = tuple(map(torch.from_numpy, make_series())), make_reservoir_task(share=share)
+    trainer = train(task, data, epochs=2, validation=data)
+    logged = trainer.callback_metrics["val/accuracy"]
+    assert float(logged) > 0.3 and bool(task.readout.weight.any())
+    assert trainer.validate(task, DataLoader(TensorDataset(*data), 7), verbose=False)[0]["val/accuracy"] == logged
+
+
 def test_a_second_fit_of_a_plain_trainer_adds_to_the_first(train, make_series, make_reservoir_task, by_numpy):
     parts, task = [tuple(map(torch.from_numpy, make_series(seed=seed))) for seed in (0, 1)], make_reservoir_task()
     for part in parts:
@@ -560,6 +569,10 @@ def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, me
         ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2".'),
         ({"num_classes": 0}, "Expected the number of outputs to be at least 1 but got 0."),
         ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
+        (
+            {"beta": [1.0, 2.0], "share": "weights"},
+            'Expected one `beta` with `share="weights"`, as each client solves for itself, but got [1.0, 2.0].',
+        ),
         ({"beta": -1.0}, "Expected `beta` to be at least 0 and finite but got -1.0."),
         ({"beta": [1.0, -2.0]}, "Expected `beta` to be at least 0 and finite but got -2.0."),
     ],
