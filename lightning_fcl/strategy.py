@@ -237,7 +237,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "federation are not known beforehand. Count rounds, `trainer.max_epochs`."
             )
         if isinstance(module, ReservoirTask):
-            module.check_federation(methods_of(module.trainer))
+            module.check_federation(methods_of(module.trainer), self.reductions)
             return module.clients_at_once() if self.cohort_size == "auto" else self.cohort_size
         if self.cohort_size == 1:
             return 1
@@ -282,6 +282,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
         return {
             "model": type(self.lightning_module).__name__,
+            "task": self.lightning_module.settings() if isinstance(self.lightning_module, ReservoirTask) else {},
             "methods": {section_of(method): method.settings() for method in methods_of(trainer)},
             "data": fingerprint(stream.plan),
             "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},

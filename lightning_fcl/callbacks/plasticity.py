@@ -86,6 +86,15 @@ class IntrinsicPlasticity(Method):
         super().setup(trainer, pl_module, stage)
         pl_module.plastic = True
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a stream in which the readout's rounds are not the same for all."""
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(stream, FederatedStream) and len(set(stream.plan.experiences.values())) > 1:
+            raise ValueError(
+                "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
+                f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
+            )
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt in this epoch, or leave it to the readout."""
         super().on_train_epoch_start(trainer, pl_module)

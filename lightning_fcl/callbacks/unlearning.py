@@ -102,7 +102,7 @@ class Unlearning(Method):
             for name, value in memory.items():
                 if name != _TAG:
                     state[name].data -= value.to(state[name].device)
-            module.on_after_aggregation()
+            module.solve()
         store[client] = {}
         self.forgotten.append(client)
         self._strategy.absent.add(client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -192,6 +192,14 @@ class ReservoirTask(L.LightningModule):
                 f"Expected the strategy's `local_epochs` to be 1 for a `{type(self).__name__}`, whose readout takes "
                 f"one pass, but got {epochs}. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
             )
+        if self.trainer.max_epochs == -1:
+            raise ValueError(
+                "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit."
+            )
+        if self.trainer.precision not in ("32-true", "64-true"):
+            raise ValueError(
+                f'Expected `precision` to be "32-true" or "64-true" for a reservoir but got "{self.trainer.precision}".'
+            )
 
     def on_train_epoch_start(self) -> None:
         """Begin anew with the statistics if they are another reservoir's."""
@@ -207,7 +215,7 @@ class ReservoirTask(L.LightningModule):
 
         trainer: Any = self.trainer
         if trainer.is_last_batch and self._counts() and not isinstance(trainer.strategy, FederatedStrategy):
-            self._solve()
+            self.solve()
 
     def _counts(self) -> bool:
         """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
@@ -218,9 +226,10 @@ class ReservoirTask(L.LightningModule):
     def on_after_aggregation(self) -> None:
         """Solve for the server's readout from the sums."""
         if not self.adapting and self.share == "statistics":
-            self._solve()
+            self.solve()
 
-    def _solve(self) -> None:
+    def solve(self) -> None:
+        """Set the readout's weights from its statistics, with the only regulariser or the best one."""
         if len(self.betas) > 1:
             self._choose_beta()
         else:
@@ -277,12 +286,23 @@ class ReservoirTask(L.LightningModule):
         """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
         return self.share == "weights" and not self.adapting
 
-    def check_federation(self, methods: Sequence[Any]) -> None:
+    def settings(self) -> dict[str, Any]:
+        """What makes this task the one that it is, for checkpoints."""
+        reservoir = self.reservoir
+        plain = {"betas": self.betas, "readout": self.features, "share": self.share}
+        return {**plain, "leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}
+
+    def check_federation(self, methods: Sequence[Any], rules: Mapping[str, str]) -> None:
         """Refuse what a federation of reservoirs would pass over in silence.
 
         Raises:
-            ValueError: If a method adds to a loss, or a subclass has its own training step.
+            ValueError: If a method adds to a loss, a subclass has its own training step, or there are other reductions.
         """
+        if rules:
+            raise ValueError(
+                f"Expected no `reductions` with a `{type(self).__name__}`, which declares its own for each round, but "
+                f"got {dict(rules)}. What clients send is chosen by `share`."
+            )
         shaping = [type(method).__name__ for method in methods if method.shapes_loss]
         if shaping:
             raise ValueError(
@@ -313,7 +333,8 @@ class ReservoirTask(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the regulariser that was chosen."""
-        self.readout.beta = checkpoint.get("beta", self.readout.beta)
+        if len(self.betas) > 1:
+            self.readout.beta = checkpoint.get("beta", self.readout.beta)
 
 
 class ReservoirClassifier(ReservoirTask):
@@ -359,6 +380,10 @@ class ReservoirClassifier(ReservoirTask):
 
     def targets(self, y: Tensor) -> Tensor:
         """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
+        if y.is_floating_point():
+            raise ValueError(
+                f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
+            )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
             wrong = y[(y < 0) | (y >= self.num_classes)][0]
             raise ValueError(

@@ -471,3 +471,12 @@ def test_a_module_without_a_reservoir_is_refused(fit, make_stream, make_task):
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=exactly(message)):
         IntrinsicPlasticity(**options)
+
+
+def test_clients_that_change_experience_at_different_rounds_are_refused(fit, make_series_stream, make_reservoir_task):
+    stream = make_series_stream(experiences=2, rounds_per_experience=2)
+    stream.setup("fit")
+    first = next(iter(stream.plan.experiences))
+    stream.plan.experiences[first] = (0, 1, 1, 1)
+    with pytest.raises(ValueError, match="Expected clients that pass from experience to experience in the same rounds"):
+        fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])

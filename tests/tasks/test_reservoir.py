@@ -639,3 +639,25 @@ def test_memory_does_not_grow_with_the_number_of_sequences():
     ]  # fmt: skip
     states = 4000 * 30 * 200 * 4 // 1024  # all of them: 94 MB
     assert peaks[1] - peaks[0] < states / 4
+
+
+def test_what_a_reservoir_cannot_honour_is_refused(fit, make_series_stream, make_reservoir_task, quiet):
+    with pytest.raises(ValueError, match=re.escape("Expected no `reductions` with a `ReservoirClassifier`")):
+        fit(make_reservoir_task(), make_series_stream(), reductions={"readout.B": "mean"})
+    with pytest.raises(ValueError, match=re.escape('Expected `precision` to be "32-true" or "64-true"')):
+        fit(make_reservoir_task(), make_series_stream(), trainer_args={"precision": "bf16-mixed"})
+    with pytest.raises(ValueError, match="Expected `max_epochs` to be a number but got -1"):
+        loader = DataLoader(TensorDataset(torch.zeros(2, 5, 2), torch.zeros(2, dtype=torch.long)))
+        L.Trainer(max_epochs=-1, **quiet).fit(make_reservoir_task(), loader)
+    with pytest.raises(ValueError, match="Expected whole numbers as labels but got"):
+        make_reservoir_task().targets(torch.tensor([0.5]))
+
+
+def test_a_checkpoint_of_another_task_is_refused(fit, make_series_stream, make_reservoir_task, tmp_path):
+    stream = make_series_stream(rounds_per_experience=2)
+    trainer = fit(make_reservoir_task(), stream, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    other = make_reservoir_task()
+    other.betas = [0.7]
+    with pytest.raises(ValueError, match="is of another: task was"):
+        fit(other, make_series_stream(rounds_per_experience=2), ckpt_path=tmp_path / "one.ckpt")
