@@ -145,7 +145,7 @@ def against_reservoirpy(table):
         difference = float((solution - expected).norm() / expected.norm())
         assert difference < tolerance, f"readouts differ by {difference:.1e} in {dtype}"
     metric = f"fit, states and ridge; alternative: `ESN.fit` of reservoirpy, {form}, workers={workers}"
-    table.compare(metric, lambda: seconds(fit, reservoir, x, y), lambda: seconds(theirs), least=4)
+    table.compare(metric, lambda: seconds(fit, reservoir, x, y), lambda: seconds(theirs), least=1)
 
 
 def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
