@@ -85,6 +85,8 @@ class FederatedCLI(LightningCLI):
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
+            if config["default_root_dir"] is None:
+                kwargs["default_root_dir"] = str(self.out)  # without a logger, Lightning writes config.yaml there
             if config["max_epochs"] is None:
                 kwargs["max_epochs"] = -1  # as many as the stream has: see `before_fit`
             if config["enable_model_summary"] is None:

@@ -302,3 +302,12 @@ def test_an_error_in_one_run_lets_no_other_begin(tmp_path):
     with pytest.raises(ValueError, match="clients"):
         run_jobs(jobs, workers=2)
     assert len(list(tmp_path.glob("run-*"))) < 8
+
+
+def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "silent.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"logger": False}}))
+    main(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
+    assert {entry.name for entry in tmp_path.iterdir()} == {"silent.yaml", "tiny.yaml", "out"}
+    assert (tmp_path / "out" / "config.yaml").is_file()
