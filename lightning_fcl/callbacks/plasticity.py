@@ -94,6 +94,16 @@ class IntrinsicPlasticity(Method):
                 "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
                 f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
             )
+        if isinstance(stream, FederatedStream):
+            experiences = next(iter(stream.plan.experiences.values()))
+            adapts = len(set(experiences)) < len(experiences)
+        else:
+            adapts = trainer.max_epochs != 1
+        if not adapts:
+            raise ValueError(
+                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, the "
+                "readout's: nothing would adapt. Raise `rounds_per_experience` and `max_epochs`."
+            )
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt in this epoch, or leave it to the readout."""

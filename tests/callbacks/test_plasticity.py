@@ -480,3 +480,10 @@ def test_clients_that_change_experience_at_different_rounds_are_refused(fit, mak
     stream.plan.experiences[first] = (0, 1, 1, 1)
     with pytest.raises(ValueError, match="Expected clients that pass from experience to experience in the same rounds"):
         fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
+
+
+def test_a_stream_without_a_round_to_adapt_in_is_refused(fit, make_series_stream, make_reservoir_task):
+    for experiences in (1, 2):
+        with pytest.raises(ValueError, match=re.escape("Expected at least two rounds (epochs) for each experience")):
+            stream = make_series_stream(experiences=experiences, rounds_per_experience=1)
+            fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
