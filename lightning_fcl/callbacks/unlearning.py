@@ -39,7 +39,6 @@ class Unlearning(Method):
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
-        self._sums: list[str] = []
         self._strategy: Any = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -72,19 +71,12 @@ class Unlearning(Method):
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
-        if not self._sums:
+        sums = [name for name, reduction in self._strategy.federation.reductions.items() if reduction == "sum"]
+        if not sums:
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
-        kept = {name: own[name].clone() + (memory[name] if same else 0) for name in self._sums}
+        kept = {name: own[name].clone() + (memory[name] if same else 0) for name in sums}
         return {**kept, _TAG: own[_TAG].clone()}
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note which entries are summed in this round."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        reductions = self._strategy.federation.reductions
-        self._sums = [name for name, reduction in reductions.items() if reduction == "sum"]
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget who asked for it."""
