@@ -153,24 +153,24 @@ class EchoStateNetwork(nn.Module):
 
     def _effective(
         self, layer: int, gain: Tensor, bias: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """A layer's weights with gain and bias worked in; per-sequence gains cannot be, and come along."""
         part = slice(layer * self.units, (layer + 1) * self.units)
         drive, recurrent = self.weights(layer)
         g, b, constant = gain[..., part], bias[..., part], self.recurrent_bias[part]
         if g.dim() == 1:
-            return g[:, None] * drive, g[:, None] * recurrent, b + g * constant, g, None
-        return drive, recurrent, b + g * constant, g, g
+            return g[:, None] * drive, g[:, None] * recurrent, b + g * constant, None
+        return drive, recurrent, b + g * constant, g
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's input weights, shape (units, inputs), and recurrent weights, shape (units, units)."""
         return getattr(self, f"input_weight_{layer}"), getattr(self, f"recurrent_weight_{layer}")
 
     def _run(
-        self, effective: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], u: Tensor, state: Tensor
+        self, effective: tuple[Tensor, Tensor, Tensor, Tensor | None], u: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """States of one layer over a block of inputs (steps, batch, inputs), in place of its activations."""
-        w_in, w, constant, _, gain = effective
+        w_in, w, constant, gain = effective
         flat = u.reshape(-1, u.shape[-1])
         if gain is None:
             out = torch.addmm(constant, flat, w_in.t()).view(*u.shape[:2], -1)
@@ -268,10 +268,11 @@ class EchoStateNetwork(nn.Module):
         other.leaking_rate = self.leaking_rate
         with torch.no_grad():
             for layer in range(self.layers):
-                drive, recurrent, _, _, _ = self._effective(layer, self.gain, self.bias)
-                for target, value in zip(other.weights(layer), (drive, recurrent), strict=True):
+                *weights, constant, _ = self._effective(layer, self.gain, self.bias)
+                part = slice(layer * self.units, (layer + 1) * self.units)
+                targets = (*other.weights(layer), other.recurrent_bias[part])
+                for target, value in zip(targets, (*weights, constant), strict=True):
                     target.copy_(value)
-            other.recurrent_bias.copy_(self.bias + self.gain * self.recurrent_bias)
         return other
 
     def spectral_radii(self) -> list[float]:
