@@ -151,9 +151,7 @@ class EchoStateNetwork(nn.Module):
                 whole = outputs[0] if self.layers == 1 else torch.cat(outputs, dim=-1)
                 yield whole[max(0, self.washout - start) :]
 
-    def _effective(
-        self, layer: int, gain: Tensor, bias: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _effective(self, layer: int, gain: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """A layer's weights with gain and bias worked in; per-sequence gains cannot be, and come along."""
         part = slice(layer * self.units, (layer + 1) * self.units)
         drive, recurrent = self.weights(layer)

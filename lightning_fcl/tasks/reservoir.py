@@ -56,6 +56,8 @@ class ReservoirTask(L.LightningModule):
         ValueError: If an argument is out of range.
     """
 
+    quantity: str  # what is logged in evaluation
+
     def __init__(
         self,
         reservoir: EchoStateNetwork,
@@ -91,6 +93,7 @@ class ReservoirTask(L.LightningModule):
         self.adapting = False
         self.plastic = False
         self._warned: set[str] = set()
+        self.val_metric, self.test_metric = self.metric(), self.metric()
 
     @property
     def reductions(self) -> dict[str, str]:
@@ -260,6 +263,18 @@ class ReservoirTask(L.LightningModule):
         """How good each readout is, the more the better: outputs (..., readouts, outputs), wanted (..., outputs)."""
         raise NotImplementedError
 
+    def metric(self) -> Metric:
+        """What measures the readout in evaluation."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log how good the readout is."""
+        self._evaluate(batch, f"val/{self.quantity}", self.val_metric)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log how good the readout is."""
+        self._evaluate(batch, f"test/{self.quantity}", self.test_metric)
+
     def _evaluate(self, batch: Any, name: str, metric: Metric) -> None:
         """Log a metric of what the readout says and should say."""
         x, y = batch
@@ -359,6 +374,8 @@ class ReservoirClassifier(ReservoirTask):
         torch.Size([5, 2])
     """
 
+    quantity = "accuracy"
+
     def __init__(
         self,
         reservoir: EchoStateNetwork,
@@ -375,8 +392,10 @@ class ReservoirClassifier(ReservoirTask):
             raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
         self.num_classes = num_classes
         self.signed = targets == "-1/1"
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def metric(self) -> Metric:
+        """The share of right predictions."""
+        return MulticlassAccuracy(self.readout.out_features, average="micro")
 
     def targets(self, y: Tensor) -> Tensor:
         """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
@@ -397,14 +416,6 @@ class ReservoirClassifier(ReservoirTask):
         """Number of right answers of each readout."""
         right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the accuracy."""
-        self._evaluate(batch, "val/accuracy", self.val_accuracy)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the accuracy."""
-        self._evaluate(batch, "test/accuracy", self.test_accuracy)
 
     def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Classes."""
@@ -429,19 +440,11 @@ class ReservoirRegressor(ReservoirTask):
         torch.Size([5, 10, 1])
     """
 
-    def __init__(
-        self,
-        reservoir: EchoStateNetwork,
-        outputs: int,
-        beta: float | list[float] = 1e-3,
-        readout: Features = "steps",
-        share: Share = "statistics",
-        symmetric: bool = False,
-        min_samples: int | None = None,
-    ) -> None:
-        super().__init__(reservoir, outputs, beta, readout, share, symmetric, min_samples)
-        self.val_error = MeanSquaredError()
-        self.test_error = MeanSquaredError()
+    quantity = "error"
+
+    def metric(self) -> Metric:
+        """The mean squared error."""
+        return MeanSquaredError()
 
     def targets(self, y: Tensor) -> Tensor:
         """The targets as they are.
@@ -461,14 +464,6 @@ class ReservoirRegressor(ReservoirTask):
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
         """Minus the squared error of each readout."""
         return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the squared error."""
-        self._evaluate(batch, "val/error", self.val_error)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the squared error."""
-        self._evaluate(batch, "test/error", self.test_error)
 
     def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers."""
