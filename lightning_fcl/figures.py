@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from lightning_fcl.metrics import stream_accuracies
 from lightning_fcl.panels import Density, density_panels, experience_labels, experience_names, stream_accuracy_panels
-from lightning_fcl.report import Results, save_figure
+from lightning_fcl.report import Results, did_you_mean, save_figure
 
 __all__ = ["check_figures", "write_figures"]
 
@@ -54,10 +53,9 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
         for panel in _panels(figure).values():
             for row in panel["lines"].values():
                 if row not in known:
-                    near = get_close_matches(str(row), known, 1)
-                    hint = f" Did you mean {near[0]}?" if near else ""
                     raise ValueError(
-                        f"Expected the rows of figure {name} to be among {', '.join(known)} but got {row}.{hint}"
+                        f"Expected the rows of figure {name} to be among {', '.join(known)} but got {row}."
+                        f"{did_you_mean(row, known)}"
                     )
             if panel["experiences"] and len(panel["lines"]) != 1:
                 raise ValueError(

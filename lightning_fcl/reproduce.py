@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.figures import check_figures, write_figures
-from lightning_fcl.report import compare_plot, table, write_table
+from lightning_fcl.report import compare_plot, did_you_mean, table, write_table
 
 T = TypeVar("T")
 
@@ -87,9 +86,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
     order = content["rows"]
     for row in rows or ():
         if row not in order:
-            near = get_close_matches(row, order, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{hint}")
+            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{did_you_mean(row, order)}")
     result = {}
     for row in rows or order:
         entry: dict[str, Any] = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}

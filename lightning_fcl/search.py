@@ -15,12 +15,13 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from lightning_fcl.report import did_you_mean
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),
@@ -89,7 +90,9 @@ class Search:
         known = [entry.name for entry in fields(cls)]
         for name in content:
             if name not in known:
-                raise ValueError(f"Expected entries {', '.join(known)} in {path} but got {name}.{_hint(name, known)}")
+                raise ValueError(
+                    f"Expected entries {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}"
+                )
         for entry in fields(cls):
             if entry.default is MISSING and entry.name not in content:
                 raise ValueError(f"Expected the entry {entry.name} in {path} but it is missing.")
@@ -195,7 +198,7 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
                 names = [_class_name(entry) for entry in listed]
                 raise ValueError(
                     f"Expected one callback {words[2]} in the recipe for `{key}` but its callbacks are "
-                    f"{', '.join(names) or 'none'}.{_hint(words[2], names)}"
+                    f"{', '.join(names) or 'none'}.{did_you_mean(words[2], names)}"
                 )
             place, words = named[0].setdefault("init_args", {}), words[3:]
         for word in words[:-1]:
@@ -234,7 +237,7 @@ def check(search: Search) -> list[dict[str, Any]]:
         for key, value in first.items() if problem(first) else ():
             if error := problem({key: value}):
                 known = list(_paths(recipe))
-                if key not in known and (hint := _hint(key, known)):
+                if key not in known and (hint := did_you_mean(key, known)):
                     raise ValueError(f"Expected the paths of `space` to be in the recipe but got {key}.{hint}")
                 raise ValueError(f"Expected `fit` to take {value} for {key} but {error}")
     return callbacks
@@ -262,8 +265,3 @@ def _paths(recipe: Mapping[str, Any], before: str = "") -> Iterator[str]:
                 yield from _paths(entry.get("init_args", {}), f"{path}.{_class_name(entry)}.")
         elif isinstance(value, dict):
             yield from _paths(value, f"{path}.")
-
-
-def _hint(name: str, known: Sequence[str]) -> str:
-    near = get_close_matches(str(name), known, 1)
-    return f" Did you mean {near[0]}?" if near else ""
