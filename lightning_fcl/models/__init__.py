@@ -1,8 +1,9 @@
 """Plain ``nn.Module`` networks of the papers, one file each."""
 
+from lightning_fcl.models.dsicnet import DSICNet
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.mlp import MLP
 from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
 
-__all__ = ["HARCNN", "MLP", "EchoStateNetwork", "RidgeReadout", "RidgeStatistics"]
+__all__ = ["DSICNet", "HARCNN", "MLP", "EchoStateNetwork", "RidgeReadout", "RidgeStatistics"]
