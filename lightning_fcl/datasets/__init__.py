@@ -22,6 +22,8 @@ __all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "
 _MODULES = {
     "digits": "lightning_fcl.datasets.digits",
     "hhar": "lightning_fcl.datasets.hhar",
+    "lfw": "lightning_fcl.datasets.lfw",
+    "orl": "lightning_fcl.datasets.orl",
     "ucihar": "lightning_fcl.datasets.ucihar",
     "wesad": "lightning_fcl.datasets.wesad",
 }
@@ -199,7 +201,7 @@ def describe() -> list[Description]:
 
     Example:
         >>> [entry.name for entry in describe()]
-        ['digits', 'hhar', 'ucihar', 'wesad']
+        ['digits', 'hhar', 'lfw', 'orl', 'ucihar', 'wesad']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 

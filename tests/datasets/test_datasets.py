@@ -147,7 +147,7 @@ def test_load_refuses_unknown_options(small):
 
 @pytest.mark.parametrize("call", [datasets.load, datasets.check, datasets.fetch])
 def test_unknown_names(call):
-    known = "Expected `name` to be one of `digits`, `hhar`, `ucihar`, `wesad` but got"
+    known = "Expected `name` to be one of `digits`, `hhar`, `lfw`, `orl`, `ucihar`, `wesad` but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean `ucihar`?")):
         call("UCI-HAR")
     with pytest.raises(ValueError, match=re.escape(f"{known} 'digit'. Did you mean `digits`?")):
@@ -171,14 +171,15 @@ def test_check_fails_on_missing_and_damaged_data(small, tmp_path):
 
 def test_every_data_set_is_described():
     described = datasets.describe()
-    assert [entry.name for entry in described] == ["digits", "hhar", "ucihar", "wesad"]
+    assert [entry.name for entry in described] == ["digits", "hhar", "lfw", "orl", "ucihar", "wesad"]
     for entry in described:
         assert all("\n" not in text for text in vars(entry).values())
         assert entry.content and entry.licence and entry.citation and entry.size
-    assert all(entry.url.startswith("https://archive.ics.uci.edu/") for entry in described[1:])
+    homes = ("https://archive.ics.uci.edu/", "https://ndownloader.figshare.com/", "https://cam-orl.co.uk/")
+    assert all(entry.url.startswith(homes) for entry in described[1:])
 
 
-def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas():
+def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pillow():
     # The package's own __init__ may import torch, so this module is imported without it.
     code = (
         "import sys, types, pathlib\n"
@@ -187,7 +188,7 @@ def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas():
         "sys.modules['lightning_fcl'] = package\n"
         "import lightning_fcl.datasets\n"
         "lightning_fcl.datasets.describe()\n"
-        "print(sorted({'torch', 'sklearn', 'pooch', 'lightning', 'pandas'} & set(sys.modules)))"
+        "print(sorted({'torch', 'sklearn', 'pooch', 'lightning', 'pandas', 'PIL'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,12 +1,9 @@
 """The UCI HAR loader reads its three layouts alike, and names what is wrong with a damaged copy."""
 
 import functools
-import hashlib
-import http.server
 import io
 import os
 import re
-import threading
 import zipfile
 from pathlib import Path
 
@@ -391,29 +388,9 @@ def test_wrong_standardize(tmp_path):
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
-    """A server on this machine with the small zip in the place of UCI's; yields the file and the paths asked for."""
-    asked = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path / "server")
-
-        def log_message(self, *args):
-            asked.append(self.path)
-
-    path = put(tmp_path / "server" / "small.zip", zipped({f"{FOLDER}.zip": zipped(original())}, ""))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(ucihar, "URL", f"http://127.0.0.1:{server.server_port}/small.zip")
-    monkeypatch.setattr(ucihar, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    yield path, asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def served(serve):
+    """The small zip in the place of UCI's; the file and the paths asked for."""
+    return serve(ucihar, "small.zip", zipped({f"{FOLDER}.zip": zipped(original())}, ""))
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, served):
