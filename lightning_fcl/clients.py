@@ -40,6 +40,8 @@ class Turn:
         samples: Number of samples of this round.
         stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
         rehearsed: Number of remembered samples that join them.
+        new_classes: Classes that any client of the federation learns in this round and none has learnt before.
+        old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
     """
 
     client: str
@@ -51,6 +53,8 @@ class Turn:
     samples: int = 0
     stream_samples: int = 0
     rehearsed: int = 0
+    new_classes: tuple[int, ...] = ()
+    old_classes: tuple[int, ...] = ()
 
     @property
     def balanced(self) -> bool:

@@ -173,7 +173,7 @@ class Cohort:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""
         module: Any = self.module
         step = vmap(self._client_output, randomness=randomness)
-        outputs, extra = step(dict(self.params), self.rest, self.received, self.memories, self.active, x, weight)
+        outputs, extra = step(dict(self.params), self.rest, self.received, self.memories, self.active, x, y, weight)
         # Outside of vmap, on the samples of all clients in a row, the loss is a single call.
         samples: Tensor = module.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
         task = (samples * weight).sum(dim=1)
@@ -190,11 +190,12 @@ class Cohort:
         memories: list[Memory],
         active: list[Tensor],
         x: Tensor,
+        y: Tensor,
         weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """One client's output, and what its methods add to its loss."""
         output: Tensor = functional_call(self.module, {**params, **rest}, (x,))
-        step = Step(params, received, x, output, teacher_of(self.module), weight)
+        step = Step(params, received, x, output, teacher_of(self.module), weight, y)
         extra = torch.zeros((), device=weight.device)
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
             extra = extra + applies * method.penalty(memory, step)

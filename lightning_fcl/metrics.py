@@ -317,7 +317,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     For each model ``A_gen``, ``final_accuracy`` (on the whole test set after the last round) and ``stream_accuracy``;
     for each client ``A_per``. For each model with T > 1 tasks ``A_T`` and ``F_T`` with the number in T's place, from
     the mean over a task's rounds (Usmanova et al. 2021); and from a task's last round, as is usual in continual
-    learning, ``average_accuracy``, ``forgetting`` and ``BWT``. Beside the clients' values the mean over the clients
+    learning, ``average_accuracy``, ``forgetting`` and ``BWT``; and ``stream_accuracy_i`` after experience i, from 0. Beside the clients' values the mean over the clients
     that have one, as ``metric/clients``. Finally ``upload_bytes/total`` and ``download_bytes/total``.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.
@@ -356,7 +356,8 @@ def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
     if model != "server":
         metrics["A_per"] = personal_accuracy(*history)
     metrics["final_accuracy"] = general_accuracy(counts[-1:], sizes)
-    metrics["stream_accuracy"] = float(stream_accuracy(*history)[experience[-1]])
+    passed = stream_accuracy(*history)
+    metrics["stream_accuracy"] = float(passed[experience[-1]])
     if (t := len(tasks)) > 1:
         mean, last = accuracy_matrix(*history), accuracy_matrix(*history, rounds="last")
         metrics[f"A_{t}"] = average_accuracy(mean, t)
@@ -364,6 +365,7 @@ def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
         metrics["average_accuracy"] = average_accuracy(last, t)
         metrics["forgetting"] = forgetting(last, t)
         metrics["BWT"] = backward_transfer(last)
+        metrics |= {f"stream_accuracy_{i}": float(value) for i, value in enumerate(passed)}
     return metrics
 
 
@@ -371,7 +373,10 @@ def _history(record: Mapping[str, Any], model: str) -> tuple[list[list[int]], li
     """Counts, totals, experience and tasks of a model in the rounds in which it was tested."""
     entries = [entry for entry in record["rounds"] if model in entry["correct"]]
     counts = [entry["correct"][model] for entry in entries]
-    return counts, record["totals"], [entry["experience"][model] for entry in entries], record["tasks"][model]
+    experiences = [entry["experience"][model] for entry in entries]
+    if model == "server" and "start" in record:  # the model of a base session, which was no round
+        counts, experiences = [record["start"], *counts], [0, *experiences]
+    return counts, record["totals"], experiences, record["tasks"][model]
 
 
 def _counts(correct: ArrayLike, totals: ArrayLike) -> tuple[FloatArray, FloatArray]:

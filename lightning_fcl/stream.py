@@ -37,7 +37,8 @@ class FederatedStream(L.LightningDataModule):
 
     Args:
         data: Name of a data set of `lightning_fcl.datasets`, or its arrays. See also `from_arrays`.
-        scenario: ``"class-incremental"``, ``"domain-incremental"``, or the name of a paper's: ``"flwf"``.
+        scenario: ``"class-incremental"``, ``"domain-incremental"``, or the name of a paper's: ``"flwf"``,
+            ``"odfcl"``.
         clients: Number of clients; ignored by ``partition="natural"`` and by papers' scenarios.
         partition: How samples go to clients; ``"natural"`` gives each owner (subject, user) in the data its own.
         experiences: Number of experiences of a class-incremental stream.
@@ -72,7 +73,7 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: str | Arrays = "digits",
-        scenario: Literal["class-incremental", "domain-incremental", "flwf"] = "class-incremental",
+        scenario: Literal["class-incremental", "domain-incremental", "flwf", "odfcl"] = "class-incremental",
         clients: int = 10,
         partition: Partition = "iid",
         experiences: int = 5,
@@ -203,11 +204,15 @@ class FederatedStream(L.LightningDataModule):
         if self._samples is None:
             self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
         self.y, self.classes, self.owner = arrays.y, arrays.classes, arrays.client
+        if self.plan.order is not None:
+            self.y = np.argsort(self.plan.order)[arrays.y]
+            self.classes = tuple(arrays.classes[c] for c in self.plan.order[: self.plan.outputs])
 
     def _draw(self, arrays: Arrays) -> Plan:
-        if self.scenario == "flwf":
-            check_arguments("scenario_args", self.scenario_args, scenarios.flwf)
-            return scenarios.flwf(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
+        if self.scenario in ("flwf", "odfcl"):
+            papers = scenarios.flwf if self.scenario == "flwf" else scenarios.odfcl
+            check_arguments("scenario_args", self.scenario_args, papers)
+            return papers(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
         rng = np.random.default_rng([self.seed, 0])
         everything = np.arange(len(arrays.y))
         rest, test = self._set_aside("test", self.test, everything, arrays, rng)
@@ -300,7 +305,19 @@ class FederatedStream(L.LightningDataModule):
         last = round + 1 == self.plan.rounds or numbers[round + 1] != numbers[round]
         labels = torch.from_numpy(self.y[indices])
         total = self.plan.samples[client]
-        return Turn(client, round, numbers[round], labels, self.num_classes, last, len(indices), total)
+        new, old = self.plan.classes(round)
+        return Turn(
+            client,
+            round,
+            numbers[round],
+            labels,
+            self.num_classes,
+            last,
+            len(indices),
+            total,
+            new_classes=new,
+            old_classes=old,
+        )
 
     # Loaders, as any LightningDataModule has them.
 

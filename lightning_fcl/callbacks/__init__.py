@@ -4,6 +4,7 @@ from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
+from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
 from lightning_fcl.callbacks.pretrain import Pretrain
@@ -20,6 +21,7 @@ __all__ = [
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LwF",
+    "MeanOutputLoss",
     "Method",
     "Pretrain",
     "Replay",

@@ -57,6 +57,8 @@ class ContinualMetrics(Callback):
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
+        start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
+            base session.
 
     Example:
         >>> ContinualMetrics(clients=["client1"]).clients
@@ -68,6 +70,7 @@ class ContinualMetrics(Callback):
         clients: Literal["all", "none"] | list[str] = "all",
         on: Literal["test", "validation"] = "test",
         training: bool = False,
+        start: bool = False,
     ) -> None:
         if on not in ("test", "validation"):
             raise ValueError(f'Expected `on` to be "test" or "validation" but got "{on}".')
@@ -76,6 +79,7 @@ class ContinualMetrics(Callback):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
         self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
         self.training = training
+        self.start = start
         self.record: dict[str, Any] = {}
         self._current: dict[str, list[int]] = {}
         self._test: tuple[Any, Tensor, Tensor] | None = None
@@ -115,6 +119,8 @@ class ContinualMetrics(Callback):
                 "tasks": tasks,
                 "rounds": [],
             }
+            if self.start:
+                self.record["start"] = self._count(pl_module)
         self._started = time.monotonic()
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:

@@ -31,6 +31,7 @@ class Step:
         predict: ``predict(state, x)`` is the output of the same module with another state, in evaluation mode and
             without gradient: a teacher.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
+        y: The batch's targets, shape (batch, ...); None where the batch is no pair.
     """
 
     params: Mapping[str, Tensor]
@@ -39,6 +40,7 @@ class Step:
     output: Tensor
     predict: Callable[[Mapping[str, Tensor], Any], Tensor]
     weight: Tensor | None = None
+    y: Tensor | None = None
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
@@ -72,6 +74,7 @@ class Method(Callback):
         self._seen: list[tuple[Any, Tensor]] = []
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
+        self._targets: Tensor | None = None
 
     # The method: pure functions, to be overridden.
 
@@ -156,6 +159,7 @@ class Method(Callback):
                 # Only a method that rehearses looks at the samples again.
                 self._seen.append((batch[0] if self.rehearses else None, batch[1]))
             self._mix(batch, batch_idx)
+        self._targets = batch[1] if _is_labelled(batch) else None
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
@@ -199,7 +203,7 @@ class Method(Callback):
         x, output = self._call
         self._call = None
         trainable = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        step = Step(trainable, self.server, x, output, teacher_of(pl_module))
+        step = Step(trainable, self.server, x, output, teacher_of(pl_module), y=methods[-1]._targets)
         weight, extra = 1.0, torch.zeros((), device=loss.device)
         for method in active:
             weight *= method.task_weight()
