@@ -47,8 +47,10 @@ def fold_batchnorm(module: nn.Module) -> None:
                         "Replace it by a BatchNorm2d that does, and train again."
                     )
                 training = convolution.training
-                fused = fuse_conv_bn_eval(convolution.eval(), norm.eval())
-                setattr(sequence, first, fused.train(training))
+                fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
+                # A bias that was not there before comes back frozen.
+                cast(Tensor, fused.bias).requires_grad_(convolution.weight.requires_grad)
+                setattr(sequence, first, fused)
                 setattr(sequence, second, nn.Identity())
 
 
@@ -92,10 +94,9 @@ class Int8Convolution(nn.Module):
         """Levels minus the zero point, shape (batch, out_channels, h, w), of such levels of the given scale."""
         # Levels are whole numbers in floating point: the sums are exact below 2^24, whatever the order of summation,
         # so that a sample's result does not depend on its batch, on vmap or on the device.
-        x = F.conv2d(
-            x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.stride, self.padding, self.dilation, self.groups
-        )
-        factor = scale * self.weight_scale / self.scale
+        weight, bias = self.weight.float(), self.bias.float()
+        x = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        factor = scale.float() * self.weight_scale.float() / self.scale.float()
         return _clamp(x.mul_(factor[:, None, None]).round_(), self.zero_point)
 
 
@@ -137,8 +138,8 @@ class Int8Backbone(nn.Module):
         return sum(value.numel() * (1 if value.dtype == torch.int8 else 4) for value in self.buffers())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, channels, h, w), multiples of the last layer's scale, of images."""
-        return self._run(x) * self.layers[-1].scale
+        """Maps (batch, channels, h, w), multiples of the last layer's scale, of images; in their type."""
+        return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
 
     def levels(self, x: Tensor) -> Tensor:
         """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape. `dequantize` gives the maps back."""
@@ -147,15 +148,14 @@ class Int8Backbone(nn.Module):
     def dequantize(self, levels: Tensor) -> Tensor:
         """The maps of stored levels, equal to the bit to those that `forward` gives."""
         last = self.layers[-1]
-        return (levels.to(last.scale.dtype) - last.zero_point) * last.scale
+        return (levels.float() - last.zero_point) * last.scale.float()
 
     def _run(self, x: Tensor) -> Tensor:
-        """The last layer's levels minus its zero point, in floating point."""
+        """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
         # Autocast would round the sums to 8 or 11 bits.
         with torch.autocast(x.device.type, enabled=False):
             scale = self.input_scale
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = _clamp((x / scale).round_(), self.input_zero_point)
+            x = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
             for layer in self.layers:
                 x = layer(x, scale)
                 scale = layer.scale
@@ -228,9 +228,7 @@ def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
                 "in floating point."
             )
     if not found:
-        raise ValueError(
-            "Expected `model.backbone` to hold convolutions but it has none: there is nothing to quantise."
-        )
+        raise ValueError("Expected `model.backbone` to hold convolutions but got none. Move its convolutions there.")
     return found
 
 
@@ -274,7 +272,7 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 
 def _converted(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
     """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
-    with _quietly():
+    with quietly():
         try:
             from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
         except ModuleNotFoundError as error:
@@ -330,7 +328,7 @@ class _ChainQuantizer:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -6,4 +6,4 @@ from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.mlp import MLP
 from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
 
-__all__ = ["DSICNet", "HARCNN", "MLP", "EchoStateNetwork", "RidgeReadout", "RidgeStatistics"]
+__all__ = ["HARCNN", "MLP", "DSICNet", "EchoStateNetwork", "RidgeReadout", "RidgeStatistics"]
