@@ -63,7 +63,8 @@ class DSICNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits, shape (batch, num_classes), of images (batch, channels, height, width), or of the backbone's maps."""
-        return self.head(self.latent(x))
+        logits: Tensor = self.head(self.latent(x))
+        return logits
 
     def latent(self, x: Tensor) -> Tensor:
         """The backbone's maps, shape (batch, 64, h, w); maps that were computed before are returned as they are."""
@@ -74,7 +75,8 @@ class DSICNet(nn.Module):
                 f"Expected images of shape {self.input_shape} (channels, height, width) but got {tuple(x.shape[1:])}. "
                 "Resize them, or build the network with their `image_size` and `channels`."
             )
-        return self.backbone(x)
+        maps: Tensor = self.backbone(x)
+        return maps
 
     def embed(self, x: Tensor) -> Tensor:
         """What the classifier sees: shape (batch, 80)."""

@@ -1,0 +1,346 @@
+"""Int8 for the part of a model that does not learn: fold the normalisation, then quantise the backbone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+
+def fold_batchnorm(module: nn.Module) -> None:
+    """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
+
+    The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
+    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was. Make the
+    optimizer after folding.
+
+    Args:
+        module: The module, searched at all depths.
+
+    Raises:
+        ValueError: If a normalisation keeps no running statistics: there is nothing constant to fold.
+
+    Example:
+        >>> block = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+        >>> fold_batchnorm(block)
+        >>> block[0].bias.shape, block[1]
+        (torch.Size([2]), Identity())
+    """
+    for name, sequence in module.named_modules():
+        if not isinstance(sequence, nn.Sequential):
+            continue
+        layers = list(sequence.named_children())
+        for (first, convolution), (second, norm) in itertools.pairwise(layers):
+            if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+                if norm.running_mean is None:
+                    raise ValueError(
+                        f"Expected `{name}.{second}` to keep running statistics but got `track_running_stats=False`. "
+                        "Replace it by a BatchNorm2d that does, and train again."
+                    )
+                training = convolution.training
+                fused = fuse_conv_bn_eval(convolution.eval(), norm.eval()).train(training)
+                # A bias that was not there before comes back frozen.
+                cast(Tensor, fused.bias).requires_grad_(convolution.weight.requires_grad)
+                setattr(sequence, first, fused)
+                setattr(sequence, second, nn.Identity())
+
+
+class Int8Convolution(nn.Module):
+    """A convolution of 8-bit levels whose output is rounded to 8-bit levels again; all its state is in buffers.
+
+    A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
+    output channel; the bias is in units of ``input scale * weight scale``, as on integer hardware. A ReLU that
+    follows is implied: then the output's zero point is 0, and no level lies below it.
+
+    Args:
+        convolution: The convolution whose geometry this one takes over; the state is left at zero.
+
+    Example:
+        >>> layer = Int8Convolution(nn.Conv2d(3, 4, 3))
+        >>> {name: (str(value.dtype)[6:], tuple(value.shape)) for name, value in layer.state_dict().items()}
+        ... # doctest: +NORMALIZE_WHITESPACE
+        {'weight': ('int8', (4, 3, 3, 3)), 'weight_scale': ('float32', (4,)), 'bias': ('int32', (4,)),
+         'scale': ('float32', ()), 'zero_point': ('int32', ())}
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, convolution: nn.Conv2d) -> None:
+        super().__init__()
+        self.stride = convolution.stride
+        self.padding = convolution.padding
+        self.dilation = convolution.dilation
+        self.groups = convolution.groups
+        self.register_buffer("weight", torch.zeros(convolution.weight.shape, dtype=torch.int8))
+        self.register_buffer("weight_scale", torch.ones(convolution.out_channels))
+        self.register_buffer("bias", torch.zeros(convolution.out_channels, dtype=torch.int32))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Levels minus the zero point, shape (batch, out_channels, h, w), of such levels of the given scale."""
+        # Levels are whole numbers in floating point: the sums are exact below 2^24, whatever the order of summation,
+        # so that a sample's result does not depend on its batch, on vmap or on the device.
+        weight, bias = self.weight.float(), self.bias.float()
+        x = F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        factor = scale.float() * self.weight_scale.float() / self.scale.float()
+        return _clamp(x.mul_(factor[:, None, None]).round_(), self.zero_point)
+
+
+class Int8Backbone(nn.Module):
+    """A frozen chain of int8 convolutions: floating-point images in, floating-point maps of 256 levels out.
+
+    Nothing in it is trainable, and training mode changes nothing. Its state is its `state_dict`: a model that was
+    prepared with ``quantize_backbone(model, None)`` takes another's state and gives the same outputs to the bit.
+
+    Args:
+        convolutions: The convolutions by name, in their order, whose geometry is taken over.
+
+    Example:
+        >>> backbone = Int8Backbone({"stem": nn.Conv2d(1, 2, 3)})
+        >>> backbone(torch.zeros(5, 1, 8, 8)).shape, backbone.levels(torch.zeros(5, 1, 8, 8)).dtype
+        (torch.Size([5, 2, 6, 6]), torch.uint8)
+        >>> backbone.int8_bytes  # 18 weights; 2 scales and 2 biases; scale and zero point of input and output
+        50
+    """
+
+    input_scale: Tensor
+    input_zero_point: Tensor
+
+    def __init__(self, convolutions: dict[str, nn.Conv2d]) -> None:
+        super().__init__()
+        self.register_buffer("input_scale", torch.ones(()))
+        self.register_buffer("input_zero_point", torch.zeros((), dtype=torch.int32))
+        for name, convolution in convolutions.items():
+            self.add_module(name, Int8Convolution(convolution))
+
+    @property
+    def layers(self) -> list[Int8Convolution]:
+        """The convolutions, in their order."""
+        return cast(list[Int8Convolution], list(self.children()))
+
+    @property
+    def int8_bytes(self) -> int:
+        """Bytes of the state on a device: 1 for a weight, 4 for each bias, scale and zero point."""
+        return sum(value.numel() * (1 if value.dtype == torch.int8 else 4) for value in self.buffers())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, channels, h, w), multiples of the last layer's scale, of images; in their type."""
+        return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
+
+    def levels(self, x: Tensor) -> Tensor:
+        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape. `dequantize` gives the maps back."""
+        return (self._run(x) + self.layers[-1].zero_point).to(torch.uint8)
+
+    def dequantize(self, levels: Tensor) -> Tensor:
+        """The maps of stored levels, equal to the bit to those that `forward` gives."""
+        last = self.layers[-1]
+        return (levels.float() - last.zero_point) * last.scale.float()
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
+        # Autocast would round the sums to 8 or 11 bits.
+        with torch.autocast(x.device.type, enabled=False):
+            scale = self.input_scale
+            x = _clamp((x.float() / scale.float()).round_(), self.input_zero_point)
+            for layer in self.layers:
+                x = layer(x, scale)
+                scale = layer.scale
+        return x
+
+
+def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: int = 64) -> None:
+    """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
+
+    Post-training and static: batch normalisation is folded, weights are symmetric per output channel, activations
+    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images. The maps that
+    come out are quantised too. The rest of the model stays as it is; make the optimizer afterwards.
+
+    Args:
+        model: A module with a `backbone`: an `nn.Sequential`, of any depth, of `Conv2d`, `BatchNorm2d` and `ReLU`.
+        calibration: Images as the backbone will see them, shape (images, channels, height, width); a hundred will do.
+            None builds the structure alone, without torchao, for a state that is loaded afterwards.
+        batch_size: Images per step of the calibration.
+
+    Raises:
+        ValueError: If there is no such `backbone`, if it is quantised already, or if the images are none, of the wrong
+            shape or not finite.
+        ModuleNotFoundError: If there are images but no torchao.
+
+    Example:
+        >>> from lightning_fcl.models import DSICNet
+        >>> net = DSICNet()
+        >>> quantize_backbone(net, None)
+        >>> net(torch.zeros(2, 1, 64, 48)).shape, net.backbone.int8_bytes
+        (torch.Size([2, 10]), 28408)
+    """
+    backbone = _float_backbone(model)
+    convolutions = _chain(backbone)
+    quantized = Int8Backbone({name.replace(".", "_"): layer for name, layer in convolutions.items()})
+    device = next(iter(convolutions.values())).weight.device
+    if calibration is not None:
+        _check_images(model, calibration, next(iter(convolutions.values())).in_channels)
+        _fill(quantized, list(convolutions.values()), _converted(backbone, calibration, batch_size))
+    model.backbone = quantized.to(device)
+
+
+def _float_backbone(model: nn.Module) -> nn.Module:
+    """A folded copy of the model's backbone, in evaluation mode on the CPU."""
+    backbone = getattr(model, "backbone", None)
+    if not isinstance(backbone, nn.Module):
+        raise ValueError(
+            f"Expected a model with a `backbone` but `{type(model).__name__}` has none. Use DSICNet, or name the "
+            "frozen part of your model so."
+        )
+    if isinstance(backbone, Int8Backbone):
+        raise ValueError(
+            "Expected `model.backbone` in floating point but it is quantised already. Build the model anew to "
+            "quantise it with other images."
+        )
+    backbone = copy.deepcopy(backbone).cpu().float().eval()
+    fold_batchnorm(backbone)
+    return backbone
+
+
+def _chain(backbone: nn.Module) -> dict[str, nn.Conv2d]:
+    """The convolutions of a chain of convolutions, each with or without a ReLU, by name."""
+    found: dict[str, nn.Conv2d] = {}
+    for name, layer in backbone.named_modules():
+        if isinstance(layer, nn.Conv2d) and layer.padding_mode == "zeros":
+            found[name] = layer
+        elif not (isinstance(layer, nn.Sequential | nn.Identity) or (isinstance(layer, nn.ReLU) and found)):
+            raise ValueError(
+                "Expected `model.backbone` to be an nn.Sequential of Conv2d (padded with zeros), BatchNorm2d after "
+                f"them, and ReLU, but got {type(layer).__name__} at `{name}`. Keep such layers in the part that stays "
+                "in floating point."
+            )
+    if not found:
+        raise ValueError("Expected `model.backbone` to hold convolutions but got none. Move its convolutions there.")
+    return found
+
+
+def _check_images(model: nn.Module, images: Tensor, channels: int) -> None:
+    expected = tuple(getattr(model, "input_shape", (channels, *images.shape[2:])))
+    if images.dim() != 4 or tuple(images.shape[1:]) != expected or len(images) == 0:
+        raise ValueError(
+            f"Expected `calibration` images of shape (at least 1, {', '.join(map(str, expected))}) but got "
+            f"{tuple(images.shape)}. Pass a batch of the images that the model is trained on."
+        )
+    if not (images.is_floating_point() and images.isfinite().all()):
+        raise ValueError(
+            f"Expected `calibration` images of finite floating-point numbers but got some that are not, in "
+            f"{images.dtype}. Scale and clean them as for training."
+        )
+
+
+def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.GraphModule) -> None:
+    """Write into a chain what was calibrated: the numbers lie in the graph in the order of the layers."""
+    activations, weights = [], []
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.quantized_decomposed.quantize_per_tensor.default:
+            activations.append(node.args[1:3])
+        elif node.target is torch.ops.quantized_decomposed.dequantize_per_channel.default:
+            weights.append([graph.get_buffer(part.target) for part in node.args[:2]])
+    scale, zero_point = activations[0]
+    quantized.input_scale.fill_(scale)
+    quantized.input_zero_point.fill_(zero_point)
+    for layer, convolution, (levels, scales), (out_scale, out_zero_point) in zip(
+        quantized.layers, convolutions, weights, activations[1:], strict=True
+    ):
+        layer.weight.copy_(levels)
+        layer.weight_scale.copy_(scales)
+        if convolution.bias is not None:
+            units = (convolution.bias.detach().double() / (scales.double() * scale)).round()
+            layer.bias.copy_(units.clamp(-(2**31), 2**31 - 1))
+        layer.scale.fill_(out_scale)
+        layer.zero_point.fill_(out_zero_point)
+        scale = out_scale
+
+
+def _converted(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
+    """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
+    with quietly():
+        try:
+            from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "Expected `torchao`, which calibrates int8 models, but it is not installed. "
+                'Run `pip install "lightning-fcl[device]"`.'
+            ) from error
+        images = images.detach().cpu().float()
+        example = images[:1].expand(2, -1, -1, -1)
+        batch = {0: torch.export.Dim("batch", min=1)}
+        exported = torch.export.export(backbone, (example,), dynamic_shapes=(batch,)).module()
+        prepared = prepare_pt2e(exported, cast(Any, _ChainQuantizer()))
+        with torch.no_grad():
+            for part in torch.split(images, batch_size):
+                prepared(part)
+        return cast(fx.GraphModule, convert_pt2e(prepared))
+
+
+class _ChainQuantizer:
+    """Tells PT2E which tensors to quantise: every convolution's input and weight, and the chain's output."""
+
+    def transform_for_annotation(self, model: fx.GraphModule) -> fx.GraphModule:
+        return model
+
+    def annotate(self, model: fx.GraphModule) -> fx.GraphModule:
+        from torchao.quantization.pt2e import HistogramObserver, PerChannelMinMaxObserver
+        from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
+
+        activation = QuantizationSpec(torch.uint8, HistogramObserver, 0, 255, torch.per_tensor_affine)
+        # A channel of zeros would get a scale so small that its bias does not fit into 32 bits.
+        observer = PerChannelMinMaxObserver.with_args(eps=1e-5)
+        weight = QuantizationSpec(torch.int8, observer, -127, 127, torch.per_channel_symmetric, ch_axis=0)
+        for node in model.graph.nodes:
+            if node.target is not torch.ops.aten.conv2d.default:
+                continue
+            follower = next(iter(node.users))
+            relu = follower.target in (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
+            inputs = {node.args[0]: activation, node.args[1]: weight}
+            node.meta["quantization_annotation"] = QuantizationAnnotation(
+                input_qspec_map=inputs, output_qspec=None if relu else activation, _annotated=True
+            )
+            if relu:
+                follower.meta["quantization_annotation"] = QuantizationAnnotation(
+                    output_qspec=activation, _annotated=True
+                )
+        return model
+
+    def validate(self, model: fx.GraphModule) -> None:
+        pass
+
+    def prepare_obs_or_fq_callback(self, model: fx.GraphModule, observers: dict[Any, Any]) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _clamp(x: Tensor, zero_point: Tensor) -> Tensor:
+    """Cut levels minus their zero point to those of 8 bits; overwrites them."""
+    # Bounds that are tensors would be slower, and vmap has no rule for an in-place `clamp_`.
+    return x.add_(zero_point).clamp(0, 255).sub_(zero_point)

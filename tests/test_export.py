@@ -1,0 +1,138 @@
+import copy
+import math
+from collections import Counter
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from lightning_fcl.export import export_onnx
+from lightning_fcl.models import DSICNet
+from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Smooth random images."""
+    torch.manual_seed(0)
+    return nn.functional.interpolate(torch.randn(24, 1, 8, 6), (64, 48), mode="bicubic")
+
+
+@pytest.fixture(scope="module")
+def model(images):
+    torch.manual_seed(0)
+    net = DSICNet()
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = None
+    with torch.no_grad():
+        net.train()(images)
+    quantize_backbone(net, images)
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def files(model, images, tmp_path_factory):
+    """The int8 backbone and the whole classifier, exported, and the differences that were measured."""
+    folder = tmp_path_factory.mktemp("onnx")
+    parts = {"backbone": model.backbone, "whole": model}
+    return {
+        name: (folder / f"{name}.onnx", export_onnx(part, images[:3], folder / f"{name}.onnx"), part)
+        for name, part in parts.items()
+    }
+
+
+def run(path, batch):
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0])
+
+
+def test_a_float_network_for_any_batch(images, tmp_path):
+    net = DSICNet()
+    assert export_onnx(net.train(), images[:2], tmp_path / "new" / "net.onnx") < 1e-4
+    assert net.training
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["net.onnx"]
+    for batch in (images[:1], images):
+        assert torch.allclose(run(tmp_path / "new" / "net.onnx", batch), net.eval()(batch), atol=1e-4)
+
+
+@pytest.mark.parametrize("part", ["backbone", "whole"])
+def test_int8_in_the_file_gives_what_pytorch_gives(files, part, images):
+    path, difference, module = files[part]
+    assert difference < 1e-4
+    for batch in (images[:1], images):
+        assert torch.allclose(run(path, batch), module(batch), atol=1e-4)
+
+
+def test_the_weights_in_the_file_are_the_int8_ones(files, model):
+    path, _, backbone = files["backbone"]
+    graph = onnx.load(path).graph
+    onnx.checker.check_model(path, full_check=True)
+    stored = [numpy_helper.to_array(value) for value in graph.initializer]
+    weights = [value for value in stored if value.dtype == "int8"]
+    expected = [layer.weight.numpy() for layer in backbone.layers]
+    assert all((a.shape == b.shape and (a == b).all()) for a, b in zip(weights, expected, strict=True))
+    assert not any(value.dtype == "float32" and value.ndim > 1 for value in stored)
+    counts = Counter(node.op_type for node in graph.node)
+    # One per activation, and one DequantizeLinear more per weight and per bias.
+    assert counts == {"Conv": 14, "QuantizeLinear": 15, "DequantizeLinear": 15 + 2 * 14}
+    in_float = 4 * sum(value.size for value in weights)
+    assert backbone.int8_bytes < path.stat().st_size < 0.6 * in_float
+
+
+def test_the_file_names_no_source_files(files):
+    for path, _, _ in files.values():
+        assert b".py" not in path.read_bytes()
+
+
+def test_the_head_stays_in_floating_point(files):
+    stored = [numpy_helper.to_array(value) for value in onnx.load(files["whole"][0]).graph.initializer]
+    assert {(80, 64, 1, 1), (10, 80)} <= {value.shape for value in stored if value.dtype == "float32"}
+
+
+def test_the_module_stays_as_it_is(files, model, images):
+    before = copy.deepcopy(model.state_dict())
+    assert "backbone.zero_point" not in before
+    fold_batchnorm(folded := copy.deepcopy(model))
+    assert torch.allclose(folded(images), model(images), atol=1e-5)
+
+
+class Wrong(nn.Module):
+    """Gives other numbers when it is exported."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        return x + self.error if torch.compiler.is_exporting() else 1 * x
+
+
+@pytest.mark.parametrize("error", [0.01, math.nan])
+def test_a_file_that_differs_is_not_kept(error, tmp_path):
+    path = tmp_path / "net.onnx"
+    path.write_text("older")
+    with pytest.raises(ValueError, match=r"agree with PyTorch within 0.0001 but got differences of \["):
+        export_onnx(Wrong(error), torch.randn(3, 2), path)
+    assert path.read_text() == "older"
+    assert [item.name for item in tmp_path.iterdir()] == ["net.onnx"]
+
+
+def test_the_difference_is_measured(tmp_path):
+    difference = export_onnx(Wrong(0.01), torch.zeros(3, 2), tmp_path / "net.onnx", tolerance=0.1)
+    assert difference == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(0, 2), torch.zeros(3)])
+def test_an_example_must_be_a_batch(example, tmp_path):
+    with pytest.raises(ValueError, match="Expected `example` to be a batch"):
+        export_onnx(nn.Linear(2, 2), example, tmp_path / "net.onnx")
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(ModuleNotFoundError, match=r'Expected `onnxruntime`.*pip install "lightning-fcl\[device\]"'):
+        export_onnx(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.onnx")
