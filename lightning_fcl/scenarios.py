@@ -393,8 +393,8 @@ def odfcl(
             raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
     if people <= base or (people - base) % sessions:
         raise ValueError(
-            f"Expected `people` to leave as many classes for each of the {sessions} sessions but got {people}, of which "
-            f"{base} are in the base session. Set `people` to {base} and a multiple of `sessions`."
+            f"Expected `people` to leave as many classes for each of {sessions} sessions but got {people}, {base} of "
+            f"them in the base session. Set `people` to {base} and a multiple of `sessions`."
         )
     rng = np.random.default_rng([seed, 3])
     drawn, parts = _draw_people(y, people, (train_per_class, test_per_class, validation_per_class), rng)
@@ -409,6 +409,7 @@ def odfcl(
     rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, sessions + 1)]
     others = rng.permutation(np.setdiff1d(np.unique(y), drawn))
     order = np.concatenate([drawn, others])
+    numbers = np.argsort(order)[y]
     pretrain = [rng.permutation(np.flatnonzero(y == c))[:pretrain_per_class] for c in others]
     return Plan(
         train=tuple(current for current in rounds for _ in range(rounds_per_session)),
@@ -416,7 +417,7 @@ def odfcl(
             node: tuple(e for e in range(1, sessions + 1) for _ in range(rounds_per_session)) for node in shares
         },
         tasks={node: tuple(groups) for node, groups in tasks.items()},
-        groups=np.where((number := np.argsort(order)[y]) < people, number, 0),
+        groups=np.where(numbers < people, numbers, 0),
         test=np.sort(np.concatenate(parts["test"])),
         validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
         pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),

@@ -225,6 +225,7 @@ class FederatedStream(L.LightningDataModule):
                 f"{self.validation} and {self.owners} leave none."
             )
         group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
+        assert self.scenario not in ("flwf", "odfcl")
         entries = scenarios.incremental(
             self.scenario,
             arrays.y,
@@ -292,6 +293,21 @@ class FederatedStream(L.LightningDataModule):
         assert self._samples is not None
         chosen = torch.from_numpy(indices)
         return [self._samples[chosen], torch.from_numpy(self.y[indices])]
+
+    def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
+        """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
+
+        Args:
+            function: From samples (batch, ...) to others (batch, ...); to those a frozen backbone gives, for example.
+            device: Where it computes.
+        """
+        everything = np.arange(len(self.y))
+        with torch.no_grad():
+            parts = [
+                function(self.take(part)[0].to(device)).cpu()
+                for part in np.split(everything, range(256, len(everything), 256))
+            ]
+        self._samples = torch.cat(parts)
 
     @property
     def draws(self) -> bool:

@@ -1,5 +1,6 @@
 """Callbacks: the methods, and what watches a federation."""
 
+from lightning_fcl.callbacks.base_session import BaseSession
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
@@ -14,6 +15,7 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "ActivationDensity",
+    "BaseSession",
     "ContinualMetrics",
     "FLwF",
     "FLwF2T",

@@ -1,0 +1,254 @@
+"""The base session: a network is trained in one place, its backbone frozen, before devices go on with its head."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fcl.clients import start_randomness
+from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.scenarios import IntArray
+from lightning_fcl.stream import FederatedStream
+from lightning_fcl.tasks.classification import Classifier
+
+
+_CALIBRATION = 256  # images, those of the base session first
+
+
+class BaseSession(Callback):
+    """When a fit is set up: trains the network in one place, then freezes its backbone (Kröger et al.: session T0).
+
+    1. The whole network learns the stream's pre-training classes, with a classifier that is thrown away.
+    2. With a new classifier, of zeros, it learns the classes of the base session. Rows of classes that come later are
+       not touched: they start level.
+    3. Batch normalisation is folded, and the backbone frozen: in int8, calibrated on the images of steps 1 and 2, or in
+       fp32. What is left to train is ``model.head``.
+
+    A fit that is continued, and `test`, make the structure only; the checkpoint has the numbers. For devices to send
+    the head alone, give the strategy ``reductions={"model.backbone.*": "fixed"}``.
+
+    Args:
+        pretrain_epochs: Passes over the pre-training samples; 0 leaves step 1 out.
+        epochs: Passes over the base session's samples, at least 1.
+        lr: Learning rate of both, with AdamW and a cosine to zero.
+        weight_decay: Its weight decay.
+        batch_size: Images per step.
+        augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
+        backbone: ``"int8"`` or ``"float"``.
+        latents: Whether the backbone's maps of all samples are computed once, before the first round: a frozen backbone
+            gives the same maps in every epoch. The result is the same; `Replay` then remembers maps.
+        cache: Folder where trained networks are kept, as safetensors files, for other runs that begin in the same way;
+            None keeps none.
+
+    Raises:
+        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
+
+    Example:
+        >>> BaseSession(epochs=30, backbone="int8").backbone
+        'int8'
+    """
+
+    def __init__(
+        self,
+        pretrain_epochs: int = 40,
+        epochs: int = 30,
+        lr: float = 2e-3,
+        weight_decay: float = 0.01,
+        batch_size: int = 32,
+        augment: bool = True,
+        backbone: Literal["int8", "float"] = "int8",
+        latents: bool = False,
+        cache: str | None = None,
+    ) -> None:
+        if epochs < 1 or pretrain_epochs < 0:
+            raise ValueError(
+                f"Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got {epochs} and "
+                f"{pretrain_epochs}."
+            )
+        if backbone not in ("int8", "float"):
+            raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{backbone}".')
+        if lr <= 0 or batch_size < 2:
+            raise ValueError(
+                f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {lr} and "
+                f"{batch_size}."
+            )
+        self.pretrain_epochs = pretrain_epochs
+        self.epochs = epochs
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.batch_size = batch_size
+        self.augment = augment
+        self.backbone = backbone
+        self.latents = latents
+        self.cache = Path(cache) if cache is not None else None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Train the base session, or make room for a checkpoint's."""
+        network = getattr(pl_module, "model", None)
+        if not all(isinstance(getattr(network, part, None), nn.Module) for part in ("backbone", "head")):
+            raise ValueError(
+                f"Expected the `model` of `{type(pl_module).__name__}` to have a `backbone` and a `head`, as DSICNet has, "
+                f"but got a `{type(network).__name__}`."
+            )
+        assert isinstance(network, nn.Module)
+        if getattr(network, "frozen", False):
+            return  # of an earlier fit, which this one goes on from
+        images = None
+        if stage == "fit" and trainer.ckpt_path is None:
+            stream = trainer.datamodule  # type: ignore[attr-defined]
+            if not isinstance(stream, FederatedStream) or not len(stream.plan.base):
+                raise ValueError(
+                    'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
+                    f"`datamodule` but got {stream}."
+                )
+            self._train(network, stream)
+            images = stream.take(self._samples(stream)[0])[0]
+            images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
+        self._freeze(network, images)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compute the maps of all samples, if they are wanted."""
+        if self.latents:
+            network: Any = pl_module.model
+            trainer.datamodule.map(network.latent, pl_module.device)  # type: ignore[attr-defined]
+
+    def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
+        """The pre-training samples and the number of their classes."""
+        samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
+        return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
+
+    def _train(self, network: nn.Module, stream: FederatedStream) -> None:
+        """Steps 1 and 2, or what the cache has of them."""
+        path = self.cache / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
+        if path is not None and path.is_file():
+            network.load_state_dict(load_file(path))
+            return
+        samples, others = self._samples(stream)
+        own = _classifier(network)
+        with isolate_rng():
+            start_randomness(stream.seed, "base session")
+            if len(samples):
+                _put_classifier(network, nn.Linear(own.in_features, others))
+                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others)
+            _put_classifier(network, own)
+            nn.init.zeros_(own.weight)
+            nn.init.zeros_(own.bias)
+            classes = len(set(stream.y[stream.plan.base].tolist()))
+            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
+                pass  # a name of its own: other processes may be at the same session
+            save_file({name: value.contiguous() for name, value in network.state_dict().items()}, scratch.name)
+            os.replace(scratch.name, path)
+
+    def _fit(
+        self, network: nn.Module, stream: FederatedStream, indices: IntArray, epochs: int, first: int, classes: int
+    ) -> None:
+        """Train on samples whose labels are ``first`` to ``first + classes - 1``, in a plain Trainer."""
+        x, y = stream.take(indices)
+        samples = _Images(x, y - first, self.augment)
+        loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
+        pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
+        trainer = L.Trainer(
+            accelerator="auto",
+            devices=1,
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
+            trainer.fit(pupil, loader)
+        network.cpu()
+
+    def _freeze(self, network: nn.Module, images: Tensor | None) -> None:
+        """Step 3."""
+        network.eval()
+        fold_batchnorm(network)
+        if self.backbone == "int8":
+            quantize_backbone(network, images)
+        backbone: Any = network.backbone
+        backbone.requires_grad_(False)
+        network.frozen = True  # type: ignore[assignment]
+        network.train()
+
+    def _key(self, network: nn.Module, stream: FederatedStream) -> str:
+        """Changes when the trained network would be another one."""
+        digest = hashlib.sha256()
+        arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
+        digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())
+        for indices in (self._samples(stream)[0], stream.plan.base):
+            for part in stream.take(indices):
+                digest.update(part.numpy().tobytes())
+        for name, value in network.state_dict().items():
+            digest.update(name.encode())
+            digest.update(value.numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+class _Images(Dataset[tuple[Tensor, Tensor]]):
+    """Labelled images, perhaps mirrored and shifted."""
+
+    def __init__(self, x: Tensor, y: Tensor, augment: bool) -> None:
+        from torchvision.transforms import v2
+
+        self.x = x
+        self.y = y
+        mirrored_and_shifted = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(tuple(x.shape[2:]), padding=4)])
+        self.transform = mirrored_and_shifted if augment else nn.Identity()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self.x[index]), self.y[index]
+
+
+class _Pupil(Classifier):
+    """The network on its first classes, with AdamW and a cosine to zero."""
+
+    def __init__(self, network: nn.Module, classes: int, lr: float, weight_decay: float, steps: int) -> None:
+        super().__init__(network, classes)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : self.num_classes]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
+        cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * t / self.steps)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+
+def _classifier(network: nn.Module) -> nn.Linear:
+    head: Any = network.head
+    if not isinstance(getattr(head, "classifier", None), nn.Linear):
+        raise ValueError(
+            "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."
+        )
+    classifier: nn.Linear = head.classifier
+    return classifier
+
+
+def _put_classifier(network: nn.Module, classifier: nn.Linear) -> None:
+    head: Any = network.head
+    head.classifier = classifier
