@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_fcl.stream import FederatedStream
     from lightning_fcl.tasks.classification import Classifier, HARClassifier
     from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
+    from lightning_fcl.tasks.ridge import RidgeClassifier
 
 _HOMES = {
     "FederatedStrategy": "lightning_fcl.strategy",
@@ -22,6 +23,7 @@ _HOMES = {
     "HARClassifier": "lightning_fcl.tasks.classification",
     "ReservoirClassifier": "lightning_fcl.tasks.reservoir",
     "ReservoirRegressor": "lightning_fcl.tasks.reservoir",
+    "RidgeClassifier": "lightning_fcl.tasks.ridge",
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "HARClassifier",
     "ReservoirClassifier",
     "ReservoirRegressor",
+    "RidgeClassifier",
 ]
 
 

@@ -26,6 +26,8 @@ from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
 
 log = logging.getLogger(__name__)
 
+_UNSENT = "unsent"  # the section of what a client could not send
+
 ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -39,12 +41,16 @@ class RoundLog:
         download_bytes: Bytes that each client received.
         dropped: Clients whose upload was refused, and why.
         skipped: Clients that were chosen but had no data.
+        missed: Clients that trained but missed the synchronisation.
+        master: In a swarm, the client that brought the uploads together.
     """
 
     upload_bytes: dict[str, int] = field(default_factory=dict)
     download_bytes: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    master: str | None = None
 
 
 class Federation:
@@ -149,15 +155,19 @@ class Federation:
 
     def download(self, client: str) -> tuple[State, ClientState]:
         """The state that a client starts a round from (the server's, and its own entries), and all that it has kept."""
-        self.log.download_bytes[client] = self._download_bytes
         kept = self.store[client]
-        if self._all_travel:
-            return self.state, kept
         own = kept.get("model", {})
+        unsent = kept.get(_UNSENT, {})
+        if not unsent:
+            self.log.download_bytes[client] = self._download_bytes
+        if self._all_travel and not unsent:
+            return self.state, kept
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
         state = {
             name: own[name].to(value.device)
             if name in own and self.reductions[name] == "none"
+            else unsent[name].to(value.device)
+            if name in unsent
             else neutral(value, self.reductions[name])
             for name, value in self.state.items()
         }
@@ -204,10 +214,17 @@ class Federation:
             return float(turn.samples + turn.rehearsed)
         return 1.0 if isinstance(self.client_weights, str) else self.client_weights[turn.client]
 
-    def keep(self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory]) -> None:
-        """Keep what stays with a client: the entries of ``state`` without reduction, and ``memories`` by section."""
+    def keep(
+        self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
+    ) -> None:
+        """Keep what stays with a client: the entries of ``state`` without reduction, and ``memories`` by section.
+
+        A client that ``missed`` the synchronisation keeps what it would have sent, and goes on from it.
+        """
         own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
-        kept: ClientState = {section: memory for section, memory in {"model": own, **memories}.items() if memory}
+        unsent = {n: v.detach().clone() for n, v in state.items() if missed and travels_up(self.reductions[n])}
+        sections = {"model": own, _UNSENT: unsent, **memories}
+        kept: ClientState = {section: memory for section, memory in sections.items() if memory}
         if kept or self.store[client]:
             self.store[client] = kept
 

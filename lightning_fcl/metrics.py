@@ -317,7 +317,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     For each model ``A_gen``, ``final_accuracy`` (on the whole test set after the last round) and ``stream_accuracy``;
     for each client ``A_per``. For each model with T > 1 tasks ``A_T`` and ``F_T`` with the number in T's place, from
     the mean over a task's rounds (Usmanova et al. 2021); and from a task's last round, as is usual in continual
-    learning, ``average_accuracy``, ``forgetting`` and ``BWT``; and ``stream_accuracy_i`` after experience i, from 0. Beside the clients' values the mean over the clients
+    learning, ``average_accuracy``, ``forgetting`` and ``BWT``; and
+    ``stream_accuracy_i`` after experience i, from 0. Beside the clients' values the mean over the clients
     that have one, as ``metric/clients``. Finally ``upload_bytes/total`` and ``download_bytes/total``.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size
 from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
+from lightning_fcl.swarm import Swarm
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -57,6 +58,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         cohort_size: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
@@ -86,6 +88,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         cohort_size: int | Literal["auto"] = "auto",
         client_store: Literal["memory", "disk"] = "memory",
         keep_optimizer: bool = False,
+        swarm: Swarm | None = None,
         seed: int | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -106,6 +109,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.reductions = reductions or {}
         self.cohort_size = cohort_size
         self.keep_optimizer = keep_optimizer
+        self.swarm = swarm
         self.federation = Federation(ClientStore(client_store), client_weights, server_optimizer, trim, byzantine)
         self.stream: FederatedStream | None = None
         self.turn: Turn | None = None
@@ -121,6 +125,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._rehearsing: list[Method] = []
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
+        self._master: str | None = None  # of the last round
 
     @property
     def seed(self) -> int:
@@ -203,7 +208,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 self.stream,
                 lambda: current_round(trainer),
                 self.participation,
-                lambda: self.absent,
+                lambda: self.absent | (self.swarm.gone(current_round(trainer)) if self.swarm else set()),
                 self._epochs,
                 self.seed,
                 self.cohort_clients,
@@ -227,7 +232,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 f"Set `max_epochs={plan.rounds}`."
             )
         named = [c for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients]
-        self.federation.check_clients(plan.clients, named)
+        self.federation.check_clients(plan.clients, [*named, *(self.swarm.nodes if self.swarm else ())])
 
     def _clients_per_step(self, module: L.LightningModule) -> int:
         """Clients that train in one vectorised step, as far as the module and the Trainer allow it."""
@@ -238,6 +243,11 @@ class FederatedStrategy(SingleDeviceStrategy):
             )
         if isinstance(module, ReservoirTask):
             module.check_federation(methods_of(module.trainer), self.reductions)
+            if self.swarm is not None and (self.swarm.dropout or self.swarm.missing):
+                raise ValueError(
+                    f"Expected a `swarm` without `dropout` and `missing` for a `{type(module).__name__}`, whose "
+                    f"clients begin each round with new sums, but got {self.swarm.settings()}. Leave them out."
+                )
             return module.clients_at_once() if self.cohort_size == "auto" else self.cohort_size
         if self.cohort_size == 1:
             return 1
@@ -293,6 +303,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             "robust": {"trim": self.federation.trim, "byzantine": self.federation.byzantine},
             "server_optimizer": self.federation.has_server_optimizer,
             "keep_optimizer": self.keep_optimizer,
+            "swarm": self.swarm.settings() if self.swarm else None,
             "seed": self.seed,
         }
 
@@ -432,8 +443,10 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.optimizers = self._base_optimizers
         own = {name: value.detach() for name, value in entries(module).items()} if cohort is None else {}
         states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
-        taken = self.federation.upload(slot.turns, states)
-        if not (methods or self.keep_optimizer or self.federation.personal or self._listeners("on_client_end")):
+        missed = [self.swarm is not None and self.swarm.misses(t.client, t.round, self.seed) for t in slot.turns]
+        taken = self._upload(slot.turns, states, missed)
+        personal = self.federation.personal or self.swarm is not None
+        if not (methods or self.keep_optimizer or personal or self._listeners("on_client_end")):
             return  # nothing stays with the clients, and nobody looks at them
         for row, turn in enumerate(slot.turns):
             if not taken[row]:
@@ -447,19 +460,47 @@ class FederatedStrategy(SingleDeviceStrategy):
                 kept[name] = method.finish(memory, state, slot.data[row], turn, generator)
             if self.keep_optimizer:
                 kept["optimizer"] = optimizer_memory(self.optimizers[0])
-            self.federation.keep(turn.client, state, kept)
+            self.federation.keep(turn.client, state, kept, missed[row])
             self._tell("on_client_end", turn, state if cohort is not None else None)
+
+    def _upload(self, turns: Sequence[Turn], states: State, missed: Sequence[bool]) -> list[bool]:
+        """Send the states of those in reach; whether each client's state is one to go on with."""
+        if not any(missed):
+            return self.federation.upload(turns, states)
+        self.federation.log.missed += [turn.client for turn, out in zip(turns, missed, strict=True) if out]
+        fine = [True] * len(turns)
+        rows = [row for row, out in enumerate(missed) if not out]
+        if rows:
+            sent = {name: value[rows] for name, value in states.items()}
+            taken = self.federation.upload([turns[row] for row in rows], sent)
+            for row, taken_row in zip(rows, taken, strict=True):
+                fine[row] = taken_row
+        return fine
 
     def end_round(self) -> None:
         """Aggregate, and put the server state into the module."""
         assert self.lightning_module is not None and self._batches is not None
         self.turn = None
         load_entries(self.lightning_module, self.federation.finish_round())
-        if isinstance(self.lightning_module, ReservoirTask):
-            self.lightning_module.on_after_aggregation()
+        solve = getattr(self.lightning_module, "on_after_aggregation", None)
+        if solve is not None:
+            solve()
         self._round_done = True
         self.federation.log.skipped = self._batches.skipped
+        if self.swarm is not None:
+            self._elect(self.swarm)
         self._tell("on_round_end")
+
+    def _elect(self, swarm: Swarm) -> None:
+        """Name the round's master, over whose radio nothing went."""
+        assert self.stream is not None
+        record = self.federation.log
+        record.master = swarm.master([client for client in self.stream.plan.clients if client in record.upload_bytes])
+        if self._master is not None and record.master not in (self._master, None):
+            log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
+        if record.master is not None:
+            self._master = record.master
+            record.upload_bytes[self._master] = record.download_bytes[self._master] = 0
 
     def _listeners(self, event: str) -> list[Callback]:
         assert self.lightning_module is not None

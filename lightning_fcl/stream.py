@@ -225,9 +225,9 @@ class FederatedStream(L.LightningDataModule):
                 f"{self.validation} and {self.owners} leave none."
             )
         group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
-        assert self.scenario not in ("flwf", "odfcl")
+        kind: Any = self.scenario
         entries = scenarios.incremental(
-            self.scenario,
+            kind,
             arrays.y,
             self._owners(arrays, train, rng),
             group,

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.clients import start_randomness
 from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.scenarios import IntArray
 from lightning_fcl.stream import FederatedStream
 from lightning_fcl.tasks.classification import Classifier
-
 
 _CALIBRATION = 256  # images, those of the base session first
 
@@ -101,8 +101,8 @@ class BaseSession(Callback):
         network = getattr(pl_module, "model", None)
         if not all(isinstance(getattr(network, part, None), nn.Module) for part in ("backbone", "head")):
             raise ValueError(
-                f"Expected the `model` of `{type(pl_module).__name__}` to have a `backbone` and a `head`, as DSICNet has, "
-                f"but got a `{type(network).__name__}`."
+                f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
+                f"`{type(network).__name__}`."
             )
         assert isinstance(network, nn.Module)
         if getattr(network, "frozen", False):
@@ -119,6 +119,10 @@ class BaseSession(Callback):
             images = stream.take(self._samples(stream)[0])[0]
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self._freeze(network, images)
+        begin = getattr(pl_module, "on_base_session", None)
+        if images is not None and begin is not None:
+            with evaluating(network):
+                begin(*stream.take(stream.plan.base))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute the maps of all samples, if they are wanted."""

@@ -148,6 +148,8 @@ class ContinualMetrics(Callback):
                 "download_bytes": dict(strategy.federation.log.download_bytes),
                 "dropped": dict(strategy.federation.log.dropped),
                 "skipped": list(strategy.federation.log.skipped),
+                "missed": list(strategy.federation.log.missed),
+                "master": strategy.federation.log.master,
                 "seconds": now - self._started,
             }
         )

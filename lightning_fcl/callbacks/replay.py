@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.method import Method
-from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.clients import Memory, Turn, seed_of
 from lightning_fcl.scenarios import Indices
 
 Policy = Literal["reservoir", "class-balanced", "refresh"]
@@ -34,10 +35,12 @@ class Replay(Method):
         repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has been
             offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"`` only,
             whose samples stand for all alike.
+        base: Whether every client's buffer begins with the samples of the stream's base session, as far as they fit:
+            they were learnt in one place, before the clients, which get them along with the model.
         clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or there is no base session to begin with.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
@@ -50,6 +53,7 @@ class Replay(Method):
         policy: Policy = "class-balanced",
         update: Literal["round", "experience"] = "experience",
         repeat: bool = False,
+        base: bool = False,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
@@ -68,6 +72,25 @@ class Replay(Method):
         self.repeat = repeat
         self.policy = policy
         self.update = update
+        self.base = base
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In a federation, fill the buffers with the base session's samples, if they begin with these."""
+        if not self.base or trainer.ckpt_path is not None:
+            return
+        stream: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not self._federated or not len(stream.plan.base):
+            raise ValueError(
+                'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` but '
+                f"got {stream}. Leave `base` out."
+            )
+        strategy: Any = trainer.strategy
+        data = stream.take(stream.plan.base)
+        for client in stream.plan.clients:
+            generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, "base session"))
+            turn = Turn(client, round=0, stream_samples=stream.plan.samples[client])
+            store = strategy.federation.store
+            store[client] = {**store[client], type(self).__name__: self.finish({}, {}, data, turn, generator)}
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """All remembered samples, perhaps repeated."""
