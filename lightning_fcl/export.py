@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +40,80 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
         ...     export_onnx(nn.Linear(3, 2), torch.randn(4, 3), folder + "/linear.onnx") < 1e-5
         True
     """
+    _check_example(example)
+    _require_onnx()
+    module = copy.deepcopy(module).cpu().eval()
+    example = example.detach().cpu()
+    batches = [example, torch.cat([example, example[:1]])]
+    return _keep_if_equal(_onnx_bytes(module, example), Path(path), module, batches, _run_onnx, tolerance)
+
+
+def export_executorch(
+    module: nn.Module, example: Tensor, path: str | Path, max_batch: int = 1, tolerance: float = 1e-4
+) -> float:
+    """Write a module as an ExecuTorch program (`.pte`), run the file, and compare.
+
+    What XNNPACK can do is left to it, in integers for an `Int8Backbone`: its levels are shifted from 0 .. 255 to
+    -128 .. 127, which XNNPACK wants, and its weights are int8 in the file.
+
+    Args:
+        module: A module from one tensor to one tensor; it is exported in evaluation mode and stays as it is.
+        example: A batch of inputs, shape (batch, ...), on which the outputs are compared, for batches of 1 and of
+            ``max_batch``.
+        path: The file; it appears when it is whole and compared, and replaces an older one only then.
+        max_batch: The largest batch that the program takes: its memory is planned for it.
+        tolerance: The largest difference from PyTorch's outputs that is allowed.
+
+    Returns:
+        The largest difference from PyTorch's outputs.
+
+    Raises:
+        ValueError: If ``example`` is empty, ``max_batch`` is below 1, or the outputs differ by more than ``tolerance``.
+        ModuleNotFoundError: If executorch is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+        ...     export_executorch(nn.Linear(3, 2), torch.randn(4, 3), folder + "/linear.pte") < 1e-5
+        True
+    """
+    _check_example(example)
+    if max_batch < 1:
+        raise ValueError(f"Expected `max_batch` to be at least 1 but got {max_batch}.")
+    module = copy.deepcopy(module).cpu().eval()
+    batches = [example.detach().cpu()[torch.arange(size) % len(example)] for size in {1, max_batch}]
+    content = _executorch_bytes(module, example.detach().cpu(), max_batch)
+    return _keep_if_equal(content, Path(path), module, batches, _run_executorch, tolerance)
+
+
+def _check_example(example: Tensor) -> None:
     if example.dim() < 2 or len(example) == 0:
         raise ValueError(
             f"Expected `example` to be a batch of at least one input but got the shape {tuple(example.shape)}. "
             "Pass some of the inputs that the module will see."
         )
-    _require_onnx()
-    path = Path(path)
+
+
+def _keep_if_equal(
+    content: bytes,
+    path: Path,
+    module: nn.Module,
+    batches: list[Tensor],
+    run: Callable[[Path, Tensor], Tensor],
+    tolerance: float,
+) -> float:
+    """Give a file its name if it does what the module does; the largest difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    module = copy.deepcopy(module).cpu().eval()
-    example = example.detach().cpu()
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(_onnx_bytes(module, example))
-        differences = [_difference(module, partial, batch) for batch in (example, torch.cat([example, example[:1]]))]
+        partial.write_bytes(content)
+        with torch.no_grad():
+            differences = [float((module(batch) - run(partial, batch)).abs().max()) for batch in batches]
         # Not `max() > tolerance`: that is false for NaN.
         if not all(difference <= tolerance for difference in differences):
             raise ValueError(
-                f"Expected ONNX Runtime to agree with PyTorch within {tolerance} but got differences of {differences} "
-                "for two sizes of batch. Nothing was written; raise `tolerance` if they are acceptable."
+                f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
+                f"{differences}. Nothing was written; raise `tolerance` if they are acceptable."
             )
         partial.replace(path)
     finally:
@@ -83,7 +139,7 @@ def _onnx_bytes(module: nn.Module, example: Tensor) -> bytes:
     example = torch.cat([example, example])
     with quietly(), torch.no_grad():
         program: Any = torch.onnx.export(
-            _with_nodes(module),
+            _with(_OnnxChain, module),
             (example,),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
@@ -100,29 +156,52 @@ def _onnx_bytes(module: nn.Module, example: Tensor) -> bytes:
     return whole
 
 
-def _difference(module: nn.Module, path: Path, batch: Tensor) -> float:
-    """The largest difference of a file's outputs from those of its module."""
+def _run_onnx(path: Path, batch: Tensor) -> Tensor:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     # Without it, x86 processors that lack VNNI cut sums of products of 8 bits at 16 bits.
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    (output,) = session.run(None, {"input": batch.numpy()})
-    with torch.no_grad():
-        return float((module(batch) - torch.from_numpy(output)).abs().max())
+    return torch.from_numpy(session.run(None, {"input": batch.numpy()})[0])
 
 
-def _with_nodes(module: nn.Module) -> nn.Module:
-    """A copy of a module whose int8 parts are written as ONNX nodes."""
+def _executorch_bytes(module: nn.Module, example: Tensor, max_batch: int) -> bytes:
+    """The ExecuTorch program of a module in evaluation mode."""
+    with quietly(), torch.no_grad():
+        try:
+            from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+            from executorch.exir import to_edge_transform_and_lower
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"Expected `{error.name}`, which writes ExecuTorch programs, but it is not installed. "
+                'Run `pip install "lightning-fcl[executorch]"`.'
+            ) from error
+        # Tracing takes a batch of one for a constant.
+        example = example[torch.arange(min(max_batch, 2)) % len(example)]
+        shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
+        program = torch.export.export(_with(_ExecutorchChain, module), (example,), dynamic_shapes=shapes)
+        content: bytes = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
+    return content
+
+
+def _run_executorch(path: Path, batch: Tensor) -> Tensor:
+    from executorch.runtime import Runtime
+
+    output: Tensor = Runtime.get().load_program(path).load_method("forward").execute([batch])[0]
+    return output
+
+
+def _with(kind: Callable[[Int8Backbone], nn.Module], module: nn.Module) -> nn.Module:
+    """A copy of a module whose int8 parts are written in the operations of a format."""
     whole = nn.Sequential(copy.deepcopy(module))
     for name, part in list(whole.named_modules()):
         if isinstance(part, Int8Backbone):
-            whole.set_submodule(name, _Nodes(part))
+            whole.set_submodule(name, kind(part))
     return whole
 
 
-class _Nodes(nn.Module):
+class _OnnxChain(nn.Module):
     """An `Int8Backbone` as a chain of ONNX's QuantizeLinear, DequantizeLinear and Conv."""
 
     def __init__(self, backbone: Int8Backbone) -> None:
@@ -154,3 +233,35 @@ def _rounded(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 def _dequantized(levels: Tensor, scale: Tensor, zero_point: Tensor | None = None, axis: int = 1) -> Tensor:
     inputs = (levels, scale) if zero_point is None else (levels, scale, zero_point)
     return torch.onnx.ops.symbolic("DequantizeLinear", inputs, {"axis": axis}, dtype=torch.float32, shape=levels.shape)
+
+
+class _ExecutorchChain(nn.Module):
+    """An `Int8Backbone` as a chain of the quantisations and convolutions that ExecuTorch's backends know."""
+
+    def __init__(self, backbone: Int8Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+        points = [(backbone.input_scale, backbone.input_zero_point)]
+        points += [(layer.scale, layer.zero_point) for layer in backbone.layers]
+        self.points = [(float(scale), int(zero_point) - 128) for scale, zero_point in points]
+        for layer, (scale, _) in zip(backbone.layers, self.points, strict=False):
+            # Backends round it to the same whole numbers again.
+            layer.register_buffer("real_bias", (layer.bias.double() * scale * layer.weight_scale).float())
+            layer.register_buffer("zeros", torch.zeros(len(layer.bias), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _shifted(x, *self.points[0])
+        for layer, point in zip(self.backbone.layers, self.points[1:], strict=True):
+            weight = torch.ops.quantized_decomposed.dequantize_per_channel(
+                layer.weight, layer.weight_scale, layer.get_buffer("zeros"), 0, -127, 127, torch.int8
+            )
+            bias = layer.get_buffer("real_bias")
+            x = F.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+            x = _shifted(x, *point)
+        return x
+
+
+def _shifted(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    levels = torch.ops.quantized_decomposed.quantize_per_tensor(x, scale, zero_point, -128, 127, torch.int8)
+    x = torch.ops.quantized_decomposed.dequantize_per_tensor(levels, scale, zero_point, -128, 127, torch.int8)
+    return x

@@ -329,7 +329,12 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
+    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend.
+
+    Example:
+        >>> with quietly():
+        ...     warnings.warn("a deprecation", stacklevel=1)
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,5 +1,6 @@
 import copy
 import math
+import sys
 from collections import Counter
 
 import onnx
@@ -9,7 +10,7 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
-from lightning_fcl.export import export_onnx
+from lightning_fcl.export import export_executorch, export_onnx
 from lightning_fcl.models import DSICNet
 from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
 
@@ -133,6 +134,28 @@ def test_an_example_must_be_a_batch(example, tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModuleNotFoundError, match=r'Expected `onnxruntime`.*pip install "lightning-fcl\[device\]"'):
         export_onnx(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.onnx")
+
+
+@pytest.mark.slow  # ExecuTorch's own passes take most of it
+@pytest.mark.parametrize(("part", "size"), [("float", 1), ("backbone", 5), ("whole", 1)])
+def test_an_executorch_program_gives_what_pytorch_gives(part, size, model, images, tmp_path):
+    runtime = pytest.importorskip("executorch.runtime", reason="executorch is not installed")
+    module = {"float": DSICNet().eval(), "backbone": model.backbone, "whole": model}[part]
+    path = tmp_path / "net.pte"
+    assert export_executorch(module, images[:3], path, max_batch=size) < 1e-4
+    method = runtime.Runtime.get().load_program(path).load_method("forward")
+    assert torch.allclose(method.execute([images[-size:]])[0], module(images[-size:]), atol=1e-4)
+    if part == "backbone":
+        # Weights of four bytes alone would be 88 kB.
+        assert path.stat().st_size < 0.7 * 4 * sum(layer.weight.numel() for layer in module.layers)
+
+
+def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="`max_batch` to be at least 1 but got 0"):
+        export_executorch(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.pte", max_batch=0)
+    monkeypatch.setitem(sys.modules, "executorch.backends.xnnpack.partition.xnnpack_partitioner", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-fcl\[executorch\]"'):
+        export_executorch(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.pte")
