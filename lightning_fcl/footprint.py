@@ -186,7 +186,7 @@ def _entries(
             learnt = f"{layer}.weight" in trained
         # Neither counters are parameters nor the scales of a layer that is quantised already.
         scale = value.is_floating_point() and not state.get(f"{layer}.weight", value).is_floating_point()
-        aside = scale or (value.dim() == 0 and not value.is_floating_point())
+        aside = scale or (value.dim() == 0 and not isinstance(value, nn.Parameter))
         size, reduction = value.nbytes, reductions[name]
         if not learnt and value.is_floating_point():
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()

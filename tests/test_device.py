@@ -205,12 +205,13 @@ def test_a_layer_that_is_int8_already_is_left_as_it_is():
             super().__init__()
             self.register_buffer("weight", torch.zeros(5, 6, dtype=torch.int8))
             self.register_buffer("weight_scale", torch.ones(5))
+            self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
 
         def forward(self, x):
             return nn.functional.linear(x, self.weight.to(x.dtype)) * self.weight_scale
 
     footprint = measure(nn.Sequential(Quantised(), nn.Linear(5, 2)), (6,), {"0.*": "fixed"})
-    assert (footprint.numbers(trained=False), footprint.bytes(trained=False)) == (30, 30 + 4 * 5)
+    assert (footprint.numbers(trained=False), footprint.bytes(trained=False)) == (30, 30 + 4 * 5 + 4)
     assert footprint.frozen_forward == 30
 
 
