@@ -13,6 +13,7 @@ COMMANDS = """commands:
   test        test a checkpoint:           lightning-fcl test --config RECIPE --ckpt_path CHECKPOINT
   reproduce   run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5
   tune        search for settings:         lightning-fcl tune SEARCH.yaml --trials 50
+  device-report   what a microcontroller would need to run a recipe, without training
   demo        the quickstart, compared with plain fine-tuning
   data        list, check or fetch data sets
 
@@ -39,6 +40,11 @@ TUNE = """A search file:
     model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
     trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
 A search that was cut off continues. Its results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
+"""
+DEVICE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+  trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
+Devices and links are in lightning_fcl/device_profiles.yaml, which also says how times are estimated. A YAML file of
+your own has the entries of one of them.
 """
 RAW = argparse.RawDescriptionHelpFormatter
 
@@ -80,6 +86,21 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     tune.add_argument("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     tune.add_argument("--restart", action="store_true", help="delete the trials that are there and begin anew")
+    device = commands.add_parser(
+        "device-report",
+        help=argparse.SUPPRESS,
+        description="What a microcontroller would need to run a recipe: nothing is trained.",
+        epilog=DEVICE,
+        formatter_class=RAW,
+    )
+    device.add_argument("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
+    device.add_argument("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")
+    device.add_argument("--profile", default="gap9-lpm", help="device, or a YAML file of yours (default: gap9-lpm)")
+    device.add_argument("--link", default="uwb-loco", help="link, or a YAML file of yours (default: uwb-loco)")
+    device.add_argument("--nodes", type=int, metavar="N", help="nodes of a round (default: the recipe's, or 3)")
+    device.add_argument("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
+    device.add_argument("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
+    device.add_argument("--out", type=Path, help="folder for device.json and device.md (default: none)")
     demo = commands.add_parser("demo", help=argparse.SUPPRESS, description="Run and compare the quickstart.")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     data = commands.add_parser("data", help=argparse.SUPPRESS, description="Look after data sets.")
@@ -117,6 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from lightning_fcl.tune import tune
 
             tune(options.search, options.out, options.trials, options.workers, options.seed, options.restart)
+        elif options.command == "device-report":
+            from lightning_fcl.device import parse_shape, report_recipe
+
+            shape = parse_shape(options.input) if options.input is not None else None
+            recipes = [*options.recipes, *options.config]
+            report_recipe(recipes, options.profile, options.link, options.nodes, options.samples, shape, options.out)
         elif options.command == "demo":
             from lightning_fcl.reproduce import demo
 

@@ -1,0 +1,230 @@
+"""What a module holds, computes and sends: parameters, MACs, activation memory and bytes on the wire, of one sample.
+
+M_T is what a device trains, M_F what is frozen there (Kröger et al. 2025, "On-Device Federated Continual Learning on
+RISC-V-based Ultra-Low-Power SoC for Intelligent Nano-Drone Swarms"). A parameter is trained if it requires a gradient
+and is not declared ``fixed`` or ``download``; a reservoir's M_T is its readout. M_F computes in int8, on a byte for
+each number, and M_T in fp32, on four.
+
+A batch normalisation behind a convolution or linear layer is counted as folded into it: of its numbers a bias per
+channel is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fcl.aggregation import Reduction, declare, entries, travels_down, travels_up
+from lightning_fcl.tasks.reservoir import ReservoirTask
+from lightning_fcl.trace import Layer, Recorder, flop_counter, only_trained
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a module's state, batch normalisation folded.
+
+    Args:
+        name: Its name in the state.
+        layer: The layer that it belongs to; a folded bias belongs to the convolution.
+        numbers: How many parameters it holds; 0 for a counter, or the scales of int8 weights.
+        trained: Whether it is part of M_T.
+        bytes: On the device: M_T as it is (fp32); of M_F a matrix has a byte for each weight and an fp32 scale for each
+            row (output channel), a vector is fp32; what is int8 already is left as it is.
+        upload: Bytes that a node sends of it in a round.
+        download: Bytes that a node receives of it in a round.
+    """
+
+    name: str
+    layer: str
+    numbers: int
+    trained: bool
+    bytes: int
+    upload: int
+    download: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a module holds, computes and sends.
+
+    Args:
+        entries: Its state.
+        layers: Its layers in the order of the forward pass; those that work in place (activations, dropout) left out.
+        frozen_forward: MACs of one sample: forward pass of M_F.
+        trained_forward: Forward pass of M_T.
+        learning: Backward pass of M_T; of a reservoir the statistics, without a forward pass of the readout.
+        statistics: Whether it learns by statistics, not by gradients.
+        folded: How many batch normalisations are folded.
+        unfolded: Its parameters before they are folded.
+        simulated: Bytes that the simulation's nodes send and receive in a round: batch normalisation as it is.
+        uncounted: Layers with weights of which no MACs are known.
+    """
+
+    entries: tuple[Entry, ...]
+    layers: tuple[Layer, ...]
+    frozen_forward: int
+    trained_forward: int
+    learning: int
+    statistics: bool
+    folded: int
+    unfolded: int
+    simulated: tuple[int, int]
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def fp32_macs(self) -> int:
+        """fp32 MACs of learning from one sample."""
+        return self.learning + (0 if self.statistics else self.trained_forward)
+
+    def numbers(self, trained: bool) -> int:
+        """Parameters of M_T or of M_F."""
+        return sum(entry.numbers for entry in self.entries if entry.trained == trained)
+
+    def bytes(self, trained: bool) -> int:
+        """Bytes of M_T or of M_F on the device."""
+        return sum(entry.bytes for entry in self.entries if entry.trained == trained)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of activations that a learning step keeps for the backward pass: the inputs of M_T's layers."""
+        return 0 if self.statistics else sum(4 * layer.inputs for layer in self.layers if layer.trained)
+
+
+def measure(module: nn.Module, input_shape: Sequence[int], rules: Mapping[str, str] | None = None) -> Footprint:
+    """What a module holds, computes and sends.
+
+    Args:
+        module: Maps a batch of samples to outputs; a reservoir task is taken apart. It is called on one sample of zeros
+            in evaluation mode, and left as it was.
+        input_shape: Shape of a sample, without the batch.
+        rules: Pattern of state entries -> reduction, over the module's own, as `FederatedStrategy` takes them.
+
+    Raises:
+        ValueError: If the module does not take such a sample, or a reduction does not fit.
+
+    Example:
+        >>> footprint = measure(nn.Linear(4, 3), (4,), {"weight": "fixed"})
+        >>> footprint.numbers(trained=True), footprint.learning, footprint.simulated
+        (3, 0, (12, 12))
+    """
+    reductions = declare(entries(module), getattr(module, "reductions", {}), rules or {})
+    trained = _trained(module, reductions)
+    parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    sample = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)
+    try:
+        if isinstance(module, ReservoirTask):
+            return _reservoir(module, sample, _entries(module, reductions, trained, {}))
+        recorder = Recorder(module)
+        with only_trained(module, trained):
+            backward = recorder.run(sample)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"Expected a model that takes samples of shape {tuple(input_shape)} but it failed: {error}. Give the shape "
+            "of a sample, without the batch (--input)."
+        ) from error
+    return _footprint(module, recorder, backward, reductions, trained)
+
+
+def _footprint(
+    module: nn.Module, recorder: Recorder, backward: int, reductions: Mapping[str, Reduction], trained: set[str]
+) -> Footprint:
+    """Put together what was recorded and what the state says."""
+    folded = {
+        norm: layer
+        for norm, layer in recorder.folded.items()
+        # A frozen convolution with a norm that is trained, or the reverse, cannot be one.
+        if all(
+            (f"{norm}.{own}" in trained) == (f"{layer}.weight" in trained)
+            for own in ("weight", "bias")
+            if f"{norm}.{own}" in reductions
+        )
+    }
+    held, plain = _entries(module, reductions, trained, folded), _entries(module, reductions, trained, {})
+    layers = [_with_weights(layer, held) for layer in recorder.layers if layer.name not in folded]
+    # What elementwise layers hold is the buffer of the layer before, which they work on in place.
+    layers = [layer for layer in layers if layer.weights or layer.name not in recorder.in_place]
+    return Footprint(
+        entries=held,
+        layers=tuple(layers),
+        frozen_forward=recorder.frozen,
+        trained_forward=recorder.learnt,
+        learning=backward,
+        statistics=False,
+        folded=len(folded),
+        unfolded=sum(parameter.numel() for parameter in module.parameters()),
+        simulated=(sum(entry.upload for entry in plain), sum(entry.download for entry in plain)),
+        uncounted=tuple(layer.name for layer in layers if layer.name in recorder.uncounted),
+    )
+
+
+def _trained(module: nn.Module, reductions: Mapping[str, Reduction]) -> set[str]:
+    """The entries of M_T."""
+    if isinstance(module, ReservoirTask):
+        return {name for name in reductions if name.startswith("readout.")}
+    kept = {name for name, reduction in reductions.items() if reduction not in ("fixed", "download")}
+    # What gathers statistics is learnt too, though no gradient reaches it.
+    gathered = {name for name in kept if reductions[name] in ("sum", "cat")}
+    return gathered | {name for name, p in module.named_parameters() if p.requires_grad and name in kept}
+
+
+def _entries(
+    module: nn.Module, reductions: Mapping[str, Reduction], trained: set[str], folded: Mapping[str, str]
+) -> tuple[Entry, ...]:
+    """The state, entry by entry; ``folded`` tells the convolution of each batch normalisation that is folded."""
+    state, result = entries(module), []
+    for name, value in state.items():
+        layer, _, own = name.rpartition(".")
+        learnt = name in trained
+        if layer in folded:
+            stands = "bias" if f"{layer}.bias" in state else "running_mean"
+            if own != stands or f"{folded[layer]}.bias" in state:
+                continue
+            layer = folded[layer]
+            learnt = f"{layer}.weight" in trained
+        # Neither counters are parameters nor the scales of a layer that is quantised already.
+        scale = value.is_floating_point() and not state.get(f"{layer}.weight", value).is_floating_point()
+        aside = scale or (value.dim() == 0 and not isinstance(value, nn.Parameter))
+        size, reduction = value.nbytes, reductions[name]
+        if not learnt and value.is_floating_point():
+            size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
+        up, down = travels_up(reduction) * value.nbytes, travels_down(reduction) * value.nbytes
+        result.append(Entry(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
+    return tuple(result)
+
+
+def _with_weights(layer: Layer, held: Sequence[Entry]) -> Layer:
+    own = [entry for entry in held if entry.layer == layer.name]
+    # A frozen layer behind a trained one hands gradients on in fp32.
+    weights = sum(4 * entry.numbers if layer.learns else entry.bytes for entry in own)
+    return replace(layer, weights=weights, trained=weights if any(entry.trained for entry in own) else 0)
+
+
+def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[Entry, ...]) -> Footprint:
+    """A reservoir is frozen; its readout adds each state's outer products to A and B (Bacciu et al. 2021, eq. 11-12).
+
+    A device takes a step at a time: it holds a step's input and two states of the layer at hand.
+    """
+    with torch.no_grad(), flop_counter() as counter:
+        pooled = list(task.pooled(sample))
+        frozen = counter.get_total_flops() // 2
+        for states in pooled:
+            task.readout(states)
+        forward = counter.get_total_flops() // 2 - frozen
+    size = {entry.name: entry.bytes for entry in held}
+    units, features, outputs = task.reservoir.units, task.reservoir.features, task.readout.out_features
+    layers = []
+    for number in range(task.reservoir.layers):
+        drive, _ = task.reservoir.weights(number)
+        weights = sum(size[f"reservoir.{kind}_weight_{number}"] for kind in ("input", "recurrent"))
+        weights += 3 * 4 * units  # gain, bias and recurrent bias
+        layers.append(Layer(f"reservoir layer {number + 1}", False, drive.shape[1] + units, units, weights))
+    statistics = size["readout.A"] + size["readout.B"]
+    layers.append(Layer("readout", True, features, outputs, size["readout.weight"], trained=statistics))
+    # B is symmetric: half of it, and the diagonal, is computed.
+    learning = sum(len(states) for states in pooled) * (features * (features + 1) // 2 + outputs * features)
+    wire = (sum(entry.upload for entry in held), sum(entry.download for entry in held))
+    numbers = sum(entry.numbers for entry in held)
+    return Footprint(held, tuple(layers), frozen, forward, learning, True, 0, numbers, wire)
