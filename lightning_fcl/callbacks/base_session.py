@@ -58,14 +58,14 @@ class BaseSession(Callback):
         ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
 
     Example:
-        >>> BaseSession(epochs=30, backbone="int8").backbone
+        >>> BaseSession(epochs=60, backbone="int8").backbone
         'int8'
     """
 
     def __init__(
         self,
         pretrain_epochs: int = 40,
-        epochs: int = 30,
+        epochs: int = 60,
         lr: float = 2e-3,
         weight_decay: float = 0.01,
         batch_size: int = 32,
