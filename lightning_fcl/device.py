@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from lightning_fcl.device_profiles import Device, Link, read_device, read_link
 from lightning_fcl.device_table import render
 from lightning_fcl.footprint import Footprint, measure
+from lightning_fcl.quantization import fold_batchnorm
 from lightning_fcl.report import write_whole
 from lightning_fcl.rounds import round_half_up
 from lightning_fcl.stream import FederatedStream
@@ -187,6 +188,7 @@ class Setting:
         local_epochs: Local epochs of a round.
         stream: Where the data come from; nothing is loaded yet.
         participation: Share or number of clients per round.
+        callbacks: What the recipe says of its callbacks: ``class_path`` and ``init_args``.
     """
 
     module: L.LightningModule
@@ -194,6 +196,7 @@ class Setting:
     local_epochs: int
     stream: FederatedStream
     participation: int | float
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_setting(recipes: Sequence[str | Path]) -> Setting:
@@ -222,7 +225,10 @@ def read_setting(recipes: Sequence[str | Path]) -> Setting:
     strategy = config["trainer"]["strategy"]
     own = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
     shares = own.get("participation", 1.0)
-    return Setting(made["model"], own.get("reductions") or {}, own.get("local_epochs", 1), made["data"], shares)
+    callbacks = config["trainer"].get("callbacks") or []
+    return Setting(
+        made["model"], own.get("reductions") or {}, own.get("local_epochs", 1), made["data"], shares, callbacks
+    )
 
 
 def report_recipe(
@@ -253,6 +259,8 @@ def report_recipe(
         FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
     """
     setting = read_setting(recipes)
+    if any(callback["class_path"].endswith(".BaseSession") for callback in setting.callbacks):
+        fold_batchnorm(setting.module)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:
         shape, seen, clients = _of_data(setting, required=input_shape is None)
         input_shape = shape if input_shape is None else input_shape

@@ -118,7 +118,7 @@ class BaseSession(Callback):
             self._train(network, stream)
             images = stream.take(self._samples(stream)[0])[0]
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
-        self._freeze(network, images)
+        self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)
         if images is not None and begin is not None:
             with evaluating(network):
@@ -182,8 +182,8 @@ class BaseSession(Callback):
             trainer.fit(pupil, loader)
         network.cpu()
 
-    def _freeze(self, network: nn.Module, images: Tensor | None) -> None:
-        """Step 3."""
+    def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
+        """Fold, and freeze the backbone: step 3, with images to calibrate on; without, for a state to be loaded."""
         network.eval()
         fold_batchnorm(network)
         if self.backbone == "int8":
