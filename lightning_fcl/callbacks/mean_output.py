@@ -128,7 +128,7 @@ class MeanOutputLoss(Method):
                 "new": _mask(turn.new_classes, turn.num_classes),
                 "old": _mask(turn.old_classes, turn.num_classes),
             }
-        seen = memory.get("seen", torch.zeros(0, dtype=torch.bool))
+        seen = memory.get("seen", torch.zeros(turn.num_classes, dtype=torch.bool))
         if not memory or turn.experience > int(memory["experience"]):
             memory = {"experience": torch.tensor(turn.experience), "old": seen, "seen": seen}
         return memory
@@ -139,20 +139,24 @@ class MeanOutputLoss(Method):
             raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
         classes = step.output.shape[-1]
         old = _padded(memory["old"].to(step.output.device), classes)
-        new = _padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step.y, old)
+        new = _padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
         total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
             remembered = (_one_hot(step.y, step.output) & old).any(dim=-1, keepdim=True)
-            allowed = torch.where(remembered, new | old, allowed)
+            allowed = torch.where(remembered, new | old, allowed) | _one_hot(step.y, step.output)
             fewer = torch.where(allowed, step.output, _NEVER)
             total = total + F.cross_entropy(fewer, step.y, reduction="none")
             total = total - F.cross_entropy(step.output, step.y, reduction="none")
         return step.mean(total)
 
-    def _of(self, y: Tensor, old: Tensor) -> Tensor:
-        """The new classes of a batch."""
-        return (torch.arange(len(old), device=y.device) == y[:, None]).any(dim=0) & ~old
+    def _of(self, step: Step, old: Tensor) -> Tensor:
+        """The new classes of a batch, without those of what is padding."""
+        assert step.y is not None
+        there = _one_hot(step.y, step.output)
+        if step.weight is not None:
+            there = there & (step.weight > 0)[:, None]
+        return there.any(dim=0) & ~old
 
     def finish(self, memory: Memory, own: State, data: object, turn: Turn, generator: torch.Generator) -> Memory:
         """In a plain Trainer, remember the classes seen."""

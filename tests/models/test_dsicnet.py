@@ -1,0 +1,85 @@
+"""DSICNet has the parameters that its docstring counts, and takes images or the backbone's maps."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl.models import DSICNet
+from lightning_fcl.quantization import fold_batchnorm
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def depthwise(channels):
+    return channels * 3 * 3 + 2 * channels
+
+
+def pointwise(inputs, outputs):
+    return inputs * outputs + 2 * outputs
+
+
+# By hand: weights, and two numbers of batch normalisation for each output channel.
+STEM = 16 * 3 * 3 + 2 * 16
+PAIRS = [(16, 32), (32, 64), (64, 64), (64, 64), (64, 64), (64, 64)]
+BACKBONE = STEM + sum(depthwise(i) + pointwise(i, o) for i, o in PAIRS) + depthwise(64)
+
+
+def test_parameters():
+    net = DSICNet()
+    assert size(net.backbone) == BACKBONE == 23_872
+    assert size(net.head) == pointwise(64, 80) + 80 * 10 + 10
+    assert size(net) == 29_962
+    assert f"{size(net):,}" in DSICNet.__doc__
+
+
+def test_the_folded_head_is_24_kilobytes_and_computes_the_same():
+    net = DSICNet().train()
+    for _ in range(3):
+        net(torch.randn(8, 1, 64, 48))  # running statistics other than 0 and 1
+    net.eval()
+    x = torch.randn(2, 1, 64, 48)
+    before = net(x)
+    fold_batchnorm(net)
+    assert size(net.head) == (64 * 80 + 80) + (80 * 10 + 10) == 6_010
+    assert sum(p.nbytes for p in net.head.parameters()) == 24_040
+    assert f"{size(net.head):,}" in DSICNet.__doc__
+    torch.testing.assert_close(net(x), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("image_size", "maps"), [((64, 48), (4, 3)), ((16, 16), (1, 1)), ((33, 47), (3, 3))])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shapes(image_size, maps, channels):
+    net = DSICNet(num_classes=7, image_size=image_size, channels=channels).eval()
+    x = torch.randn(5, channels, *image_size)
+    assert net(x).shape == (5, 7) and net.latent(x).shape == (5, 64, *maps) and net.embed(x).shape == (5, 80)
+    assert size(net) == BACKBONE + (channels - 1) * 16 * 9 + pointwise(64, 80) + 80 * 7 + 7
+    assert net.features == 80 and net.latent_channels == 64
+
+
+def test_maps_that_were_computed_before_give_the_same():
+    net, x = DSICNet(image_size=(32, 32)).eval(), torch.randn(3, 1, 32, 32)
+    maps = net.backbone(x)
+    assert torch.equal(net.latent(x), maps) and net.latent(maps) is maps
+    assert torch.equal(net(maps), net(x)) and torch.equal(net.embed(maps), net.embed(x))
+    assert torch.equal(net.head.classifier(net.embed(x)), net(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 48, 64), (3, 64, 48), (1, 64, 47)])
+def test_other_images_are_refused(shape):
+    message = (
+        f"Expected images of shape (1, 64, 48) (channels, height, width) but got {shape}. Resize them, or build the "
+        "network with their `image_size` and `channels`."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DSICNet()(torch.zeros(2, *shape))
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"^Expected `num_classes` to be at least 1 but got 0\.$"):
+        DSICNet(num_classes=0)
+    with pytest.raises(ValueError, match=r"^Expected `image_size` of at least 16 x 16 pixels but got \(64, 15\)\.$"):
+        DSICNet(image_size=(64, 15))
