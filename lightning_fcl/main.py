@@ -44,7 +44,7 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 """
 DEVICE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
-Devices and links are in lightning_fcl/device_profiles.yaml, which also says how times are estimated. A YAML file of
+Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
 your own has the entries of one of them.
 """
 RAW = argparse.RawDescriptionHelpFormatter
@@ -146,11 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             tune(options.search, options.out, options.trials, options.workers, options.seed, options.restart)
         elif options.command == "export":
-            from lightning_fcl.export import export_run
+            from lightning_fcl.device.export import export_run
 
             export_run(options.run, options.out, options.format)
         elif options.command == "device-report":
-            from lightning_fcl.device import parse_shape, report_recipe
+            from lightning_fcl.device.report import parse_shape, report_recipe
 
             shape = parse_shape(options.input) if options.input is not None else None
             recipes = [*options.recipes, *options.config]

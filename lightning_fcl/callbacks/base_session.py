@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.clients import start_randomness
-from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.scenarios import IntArray
 from lightning_fcl.stream import FederatedStream
 from lightning_fcl.tasks.classification import Classifier

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.quantization import Int8Backbone, quietly
+from lightning_fcl.device.quantization import Int8Backbone, quietly
 
 
 def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance: float = 1e-4) -> float:
@@ -103,7 +103,7 @@ def export_run(run: Path, out: Path | None = None, kind: str = "onnx") -> list[P
     """
     from lightning_fcl.callbacks.base_session import BaseSession
     from lightning_fcl.cli import newest_checkpoint
-    from lightning_fcl.device import read_setting
+    from lightning_fcl.device.report import read_setting
 
     checkpoint = newest_checkpoint(run)
     if checkpoint is None or not (run / "config.yaml").is_file():

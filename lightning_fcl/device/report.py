@@ -1,9 +1,9 @@
 """`lightning-fcl device-report`: what a microcontroller would need to run a recipe, estimated without training.
 
-What is counted, and in which units, is said in `lightning_fcl.footprint` and `lightning_fcl.trace`; what was measured
-on which device, and what is assumed to carry it over to other models, in device_profiles.yaml. M_F is computed anew
-for each sample and epoch. Not counted are the passes and the memory of callbacks (a teacher's forward pass, a replay
-buffer), the data, the inputs that skip connections keep, and the program itself.
+What is counted, and in which units, is said in `footprint` and `trace` beside this module; what was measured on which
+device, and what is assumed to carry it over to other models, in profiles.yaml. M_F is computed anew for each sample and
+epoch. Not counted are the passes and the memory of callbacks (a teacher's forward pass, a replay buffer), the data, the
+inputs that skip connections keep, and the program itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from lightning_fcl.device_profiles import Device, Link, read_device, read_link
-from lightning_fcl.device_table import render
-from lightning_fcl.footprint import Footprint, measure
-from lightning_fcl.quantization import fold_batchnorm
+from lightning_fcl.device.footprint import Footprint, measure
+from lightning_fcl.device.profiles import Device, Link, read_device, read_link
+from lightning_fcl.device.quantization import fold_batchnorm
+from lightning_fcl.device.table import render
+from lightning_fcl.device.trace import Layer
 from lightning_fcl.report import write_whole
 from lightning_fcl.rounds import round_half_up
 from lightning_fcl.stream import FederatedStream
-from lightning_fcl.trace import Layer
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -55,8 +55,8 @@ def device_report(
         samples: Samples of a local epoch.
         nodes: Nodes that take part in a round.
         local_epochs: Local epochs of a round.
-        profile: A device of device_profiles.yaml, or a YAML file of your own.
-        link: A link of device_profiles.yaml, or a YAML file of your own.
+        profile: A device of profiles.yaml, or a YAML file of your own.
+        link: A link of profiles.yaml, or a YAML file of your own.
 
     Returns:
         Plain values, as in ``device.json``: ``parameters``, ``bytes``, ``macs`` of a sample, ``memory`` (bytes),
