@@ -203,6 +203,9 @@ class Federation:
         return taken
 
     def _drop(self, turn: Turn, entries_at_fault: Sequence[str]) -> None:
+        kept = self.store[turn.client]
+        if _UNSENT in kept:  # from which it would never recover
+            self.store[turn.client] = {section: memory for section, memory in kept.items() if section != _UNSENT}
         names = ", ".join(entries_at_fault[:3]) + (" ..." if len(entries_at_fault) > 3 else "")
         self.log.dropped[turn.client] = f"not finite: {names}"
         log.warning("Round %d: dropped the upload of client %s (not finite: %s).", turn.round, turn.client, names)

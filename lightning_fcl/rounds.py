@@ -59,7 +59,8 @@ def participants(
     """
     clients, present = plan.clients, {c: rows for c, rows in plan.train[round].items() if c not in absent}
     if not present:
-        raise ValueError(f"Expected at least one client with data in round {round} but none has any.")
+        gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+        raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
     number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
     rng = np.random.default_rng(seed_of(seed, "participation", round))
     chosen = set(rng.permutation(len(clients))[: max(1, number)].tolist())

@@ -391,6 +391,8 @@ def odfcl(
         if number < 1:
             name = "rounds_per_session" if name == "rounds" else name
             raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
+    if pretrain_per_class < 0:
+        raise ValueError(f"Expected `pretrain_per_class` to be at least 0 but got {pretrain_per_class}.")
     if people <= base or (people - base) % sessions:
         raise ValueError(
             f"Expected `people` to leave as many classes for each of {sessions} sessions but got {people}, {base} of "
@@ -407,7 +409,7 @@ def odfcl(
             tasks[node].append(tuple(c for c in range(first, first + each) if _holds(c - first, each, nodes, n)))
     joint = with_history([{node: own[e] for node, own in shares.items()} for e in range(sessions + 1)], history)
     rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, sessions + 1)]
-    others = rng.permutation(np.setdiff1d(np.unique(y), drawn))
+    others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
     order = np.concatenate([drawn, others])
     numbers = np.argsort(order)[y]
     pretrain = [rng.permutation(np.flatnonzero(y == c))[:pretrain_per_class] for c in others]

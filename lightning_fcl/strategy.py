@@ -496,7 +496,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         assert self.stream is not None
         record = self.federation.log
         record.master = swarm.master([client for client in self.stream.plan.clients if client in record.upload_bytes])
-        if self._master is not None and record.master not in (self._master, None):
+        if self._master not in (None, *record.upload_bytes) and record.master is not None:
             log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
         if record.master is not None:
             self._master = record.master

@@ -137,7 +137,12 @@ def slow_task_metrics(record, model, tasks, entries):
         now, then = a(number, d, True), a(d, d, True)
         return None if now is None or then is None else now - then
 
+    def seen_so_far(t):
+        rounds = [e for e in entries if e["experience"][model] == t - 1]
+        return accuracy_on(record, rounds[-1], model, [g for i in range(t) for g in tasks[i]]) if rounds else None
+
     return {
+        **{f"stream_accuracy_{t - 1}/{model}": seen_so_far(t) for t in range(1, number + 1)},
         f"A_{number}/{model}": mean([a(number, d, False) for d in range(1, number + 1)]),
         f"F_{number}/{model}": mean([lost(d, False) for d in range(1, number)]),
         f"average_accuracy/{model}": mean([a(number, d, True) for d in range(1, number + 1)]),
@@ -202,6 +207,30 @@ def test_stream_accuracies_equal_slow_reference(seed):
         if np.isfinite(ours).any():
             last = ours[np.isfinite(ours)][-1]
             assert summarize(record)[f"stream_accuracy/{model}"] == pytest.approx(last)
+
+
+def test_the_start_is_experience_0_of_the_server_alone():
+    """By hand: a base session of two groups, then one more in each of two sessions of two rounds."""
+    correct = [[4, 2, 3, 0], [3, 3, 4, 0], [1, 0, 4, 1], [2, 1, 1, 5]]
+    rounds = [
+        {"round": r, "experience": {"node": 1 + r // 2, "server": 1 + r // 2}, "correct": {"node": row, "server": row}}
+        for r, row in enumerate(correct)
+    ]
+    tasks = {model: [[0, 1], [2], [3]] for model in ("node", "server")}
+    record = {"groups": list("abcd"), "totals": [5, 5, 5, 5], "tasks": tasks, "rounds": rounds, "start": [5, 3, 0, 0]}
+    summary = summarize(record)
+    expected = {"stream_accuracy_0": 8 / 10, "stream_accuracy_1": 10 / 15, "stream_accuracy_2": 9 / 20}
+    for name, value in {**expected, "stream_accuracy": 9 / 20, "final_accuracy": 9 / 20}.items():
+        assert summary[f"{name}/server"] == pytest.approx(value), name
+    assert summary["average_accuracy/server"] == pytest.approx((3 / 10 + 1 / 5 + 5 / 5) / 3)
+    assert summary["forgetting/server"] == pytest.approx((8 / 10 - 3 / 10 + 4 / 5 - 1 / 5) / 2)
+    assert "stream_accuracy_0/node" not in summary and "forgetting/node" in summary
+    assert summary["stream_accuracy_1/node"] == pytest.approx(10 / 15)
+    np.testing.assert_allclose(stream_accuracies(record), [8 / 10, 10 / 15, 9 / 20])
+    np.testing.assert_allclose(matrices(record, "last")["server"][0], [8 / 10, 0, 0])
+    assert [len(curve.rounds) for curve in curves(record).values()] == [4, 4]
+    del record["start"]
+    assert "stream_accuracy_0/server" not in summarize(record)
 
 
 def test_stream_accuracies_of_a_model_that_was_not_tested():

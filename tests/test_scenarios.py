@@ -5,7 +5,15 @@ import re
 import numpy as np
 import pytest
 
-from lightning_fcl.scenarios import class_experiences, domain_experiences, flwf, incremental, rounds_of, split
+from lightning_fcl.scenarios import (
+    class_experiences,
+    domain_experiences,
+    flwf,
+    incremental,
+    odfcl,
+    rounds_of,
+    split,
+)
 
 
 def exactly(message):
@@ -258,3 +266,160 @@ def test_flwf_takes_other_tasks():
 def test_flwf_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=exactly(message)):
         flwf(Y, **options)
+
+
+# Ten people with enough images, two that have 35 but for one, and two with few.
+PEOPLE = rng(3).permutation(np.repeat(np.arange(16), [40] * 10 + [35] * 2 + [34] * 2 + [5, 1]))
+
+
+def held(plan, session, rounds=20):
+    """What each node trains on in a session, the same in each of its rounds."""
+    for current in plan.train[session * rounds : (session + 1) * rounds]:
+        assert {node: part.tolist() for node, part in current.items()} == {
+            node: part.tolist() for node, part in plan.train[session * rounds].items()
+        }
+    return plan.train[session * rounds]
+
+
+def test_odfcl_is_the_papers_plan():
+    plan = odfcl(PEOPLE)
+    numbers = np.argsort(plan.order)[PEOPLE]
+    assert plan.rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.outputs == 10
+    assert sorted(plan.order) == list(range(16)) and set(plan.order[:10]) <= set(range(12))
+    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
+    assert len(plan.validation) == 0
+    sizes = np.bincount(PEOPLE)[plan.order]
+    assert counts(numbers, plan.pretrain) == {c: sizes[c] for c in range(10, 16)}
+    for session in (0, 1):
+        for n, (node, part) in enumerate(held(plan, session).items()):
+            assert node == f"node{n + 1}"
+            assert counts(numbers, part) == {4 + 3 * session + n: 28}
+            assert plan.tasks[node][session + 1] == (4 + 3 * session + n,)
+    assert plan.experiences == dict.fromkeys(plan.clients, (1,) * 20 + (2,) * 20)
+    assert {tasks[0] for tasks in plan.tasks.values()} == {(0, 1, 2, 3)}
+    assert plan.classes(0) == plan.classes(19) == ((4, 5, 6), (0, 1, 2, 3))
+    assert plan.classes(20) == plan.classes(39) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+    assert plan.groups[plan.test].tolist() == numbers[plan.test].tolist()
+
+
+@pytest.mark.parametrize("validation", [0, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 10])
+def test_odfcl_uses_every_sample_once(nodes, validation):
+    plan = odfcl(PEOPLE, nodes=nodes, validation_per_class=validation)
+    sessions = [np.concatenate(list(held(plan, session).values())) for session in (0, 1)]
+    numbers = np.argsort(plan.order)[PEOPLE]
+    for session, samples in enumerate(sessions):
+        assert counts(numbers, samples) == dict.fromkeys(range(4 + 3 * session, 7 + 3 * session), 28 - validation)
+    parts = [*sessions, plan.base, plan.test, plan.validation, plan.pretrain]
+    used = np.concatenate(parts)
+    assert len(used) == len(set(used.tolist())) == 10 * 35 + int((numbers >= 10).sum())
+    assert counts(numbers, plan.validation) == ({c: validation for c in range(10)} if validation else {})
+    for node in plan.clients:
+        for session in (0, 1):
+            assert set(numbers[plan.train[20 * session][node]]) == set(plan.tasks[node][session + 1])
+    assert plan.classes(25) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5])
+def test_odfcl_history(nodes):
+    """Joint training: what a node has seen, and its share of the base session."""
+    plain, seen, everything = (odfcl(PEOPLE, nodes=nodes, history=h) for h in ("round", "seen", "all"))
+    shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
+    assert sorted(shares[0]) == sorted([*plain.base, *np.concatenate(list(plain.train[0].values()))])
+    for node in plain.clients:
+        first, second = plain.train[0][node].tolist(), plain.train[20][node].tolist()
+        base = set(seen.train[0][node]) - set(first)
+        assert base <= set(plain.base)
+        assert set(seen.train[20][node]) == {*base, *first, *second} == set(everything.train[0][node])
+    assert len(shares[1]) == len(set(shares[1])) == 280
+    assert seen.classes(25) == plain.classes(25)
+
+
+def test_odfcl_comes_from_the_seed():
+    def parts(seed):
+        plan = odfcl(PEOPLE, validation_per_class=5, seed=seed)
+        return [p.tolist() for p in (plan.order, plan.base, plan.test, plan.validation, *held(plan, 0).values())]
+
+    assert parts(0) == parts(0)
+    assert all(left != right for left, right in zip(parts(0), parts(1), strict=True))
+
+
+def test_odfcl_of_other_sizes():
+    plan = odfcl(
+        PEOPLE, people=8, base=2, sessions=3, nodes=2, train_per_class=6, test_per_class=2, pretrain_per_class=3,
+        rounds_per_session=4,
+    )  # fmt: skip
+    numbers = np.argsort(plan.order)[PEOPLE]
+    assert plan.rounds == 12 and plan.outputs == 8
+    assert plan.tasks == {"node1": ((0, 1), (2,), (4,), (6,)), "node2": ((0, 1), (3,), (5,), (7,))}
+    assert counts(numbers, plan.pretrain) == {c: min(3, n) for c, n in counts(numbers, np.arange(422)).items() if c > 7}
+    assert plan.classes(11) == ((6, 7), (0, 1, 2, 3, 4, 5))
+    assert len(odfcl(PEOPLE, pretrain_per_class=0).pretrain) == 0
+
+
+def test_odfcl_does_not_mind_labels_that_nobody_has():
+    y = np.where(PEOPLE > 3, PEOPLE + 2, PEOPLE)  # nobody is 4 or 5
+    plan = odfcl(y)
+    numbers = np.argsort(plan.order)[y]
+    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
+    assert set(numbers[plan.pretrain]) == {c for c in range(10, 18) if (y == plan.order[c]).any()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": 0}, "Expected `base` to be at least 1 but got 0."),
+        ({"sessions": 0}, "Expected `sessions` to be at least 1 but got 0."),
+        ({"nodes": 0}, "Expected `nodes` to be at least 1 but got 0."),
+        ({"rounds_per_session": 0}, "Expected `rounds_per_session` to be at least 1 but got 0."),
+        ({"pretrain_per_class": -1}, "Expected `pretrain_per_class` to be at least 0 but got -1."),
+        (
+            {"people": 9},
+            "Expected `people` to leave as many classes for each of 2 sessions but got 9, 4 of them in the base "
+            "session. Set `people` to 4 and a multiple of `sessions`.",
+        ),
+        (
+            {"people": 4},
+            "Expected `people` to leave as many classes for each of 2 sessions but got 4, 4 of them in the base "
+            "session. Set `people` to 4 and a multiple of `sessions`.",
+        ),
+        (
+            {"people": 14},
+            "Expected at least 14 people with 35 samples but the data set has 12. Lower `people`, `train_per_class` or "
+            "`test_per_class`.",
+        ),
+        (
+            {"train_per_class": 40},
+            "Expected at least 10 people with 47 samples but the data set has 0. Lower `people`, `train_per_class` or "
+            "`test_per_class`.",
+        ),
+        (
+            {"validation_per_class": 28},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "28, 28 and 7.",
+        ),
+        (
+            {"validation_per_class": -1},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "-1, 28 and 7.",
+        ),
+        (
+            {"test_per_class": 0},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "0, 28 and 0.",
+        ),
+        ({"history": "none"}, 'Expected `history` to be "round", "seen" or "all" but got `none`.'),
+    ],
+)
+def test_odfcl_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        odfcl(PEOPLE, **options)
+
+
+def test_new_and_old_classes_of_other_scenarios():
+    """New is what nobody has learnt before; a client may be ahead of another."""
+    plan = flwf(Y, tasks={"a": [[0], [1]], "b": [[1, 2], [0, 3]]}, samples_per_round=12)
+    assert plan.classes(0) == ((0, 1, 2), ()) and plan.classes(7) == ((3,), (0, 1, 2))
+    assert flwf(Y).classes(7) == ((0, 2, 3, 4, 5), (1,))

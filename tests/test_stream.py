@@ -339,3 +339,85 @@ def test_a_plain_trainer_trains_one_client(make_task):
             torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
             optimizer.step()
     torch.testing.assert_close(task.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+
+
+def faces(people=8, images=12, size=16, seed=0):
+    """Images whose people are in no order."""
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.repeat(np.arange(people), images))
+    x = rng.normal(size=(len(y), 1, size, size)).astype(np.float32) + y[:, None, None, None]
+    return Arrays(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
+
+
+SMALL = {
+    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 6, "test_per_class": 3,
+    "validation_per_class": 2, "rounds_per_session": 2,
+}  # fmt: skip
+
+
+def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
+    arrays = faces()
+    stream = FederatedStream(arrays, "odfcl", scenario_args=SMALL, seed=0)
+    stream.setup("fit")
+    assert stream.num_classes == len(stream.classes) == 6 and stream.group_names == list(stream.classes)
+    names = [*stream.classes, *(arrays.classes[c] for c in stream.plan.order[6:])]
+    assert sorted(names) == sorted(arrays.classes) and names != list(arrays.classes)
+    x, y = stream.take(np.arange(len(arrays.y)))
+    assert torch.equal(x, torch.from_numpy(arrays.x))
+    assert [names[label] for label in y] == [arrays.classes[label] for label in arrays.y]
+    for round, classes in enumerate([(2, 3), (2, 3), (4, 5), (4, 5)]):
+        for node, label in zip(("node1", "node2"), classes, strict=True):
+            turn = stream.turn(node, round)
+            assert turn.labels.tolist() == [label] * 4 and turn.num_classes == 6
+            assert turn.new_classes == classes and turn.old_classes == tuple(range(classes[0]))
+            assert turn.experience == 1 + round // 2 and turn.last_round == (round % 2 == 1)
+            assert turn.samples == 4 and turn.stream_samples == 8
+    for loader, number in ((stream.test_dataloader(), 3), (stream.val_dataloader(), 2)):
+        assert torch.cat([y for _, y in loader]).bincount().tolist() == [number] * 6
+    assert set(torch.cat([y for _, y in stream.pretrain_dataloader()]).tolist()) == {6, 7}
+
+
+def test_odfcl_takes_seed_history_and_arguments():
+    def plan(**kwargs):
+        stream = FederatedStream(faces(), "odfcl", **{"scenario_args": SMALL, "seed": 0, **kwargs})
+        stream.setup("fit")
+        return stream.plan
+
+    assert plan().order.tolist() == plan().order.tolist() != plan(seed=1).order.tolist()
+    assert len(plan(history="seen").train[-1]["node1"]) == 4 + 2 * 4
+    message = "Expected `scenario_args` to be among people, base, sessions, nodes"
+    with pytest.raises(ValueError, match=f"^{message}.*but got `node`. Did you mean `nodes`?"):
+        plan(scenario_args={"node": 3})
+
+
+def test_turns_know_which_classes_are_new_and_old():
+    x, y = arrays()
+    stream = prepared(x, y, class_order=[3, 1, 0, 2], clients=3, rounds_per_experience=2)
+    turns = [stream.turn("1", round) for round in range(4)]
+    assert [turn.new_classes for turn in turns] == [(1, 3)] * 2 + [(0, 2)] * 2
+    assert [turn.old_classes for turn in turns] == [()] * 2 + [(1, 3)] * 2
+    stream = prepared(x, y, group=y % 2, scenario="domain-incremental", clients=3)
+    assert [(turn.new_classes, turn.old_classes) for turn in (stream.turn("1", 0), stream.turn("1", 1))] == [
+        ((), ())
+    ] * 2
+
+
+def test_map_replaces_every_sample_by_what_is_made_of_it():
+    x, y = arrays(samples=600)
+    for data in (x, Pairs(x, y)):
+        stream, sizes = prepared(data, y), []
+
+        def double(batch, sizes=sizes):
+            sizes.append(len(batch))
+            assert not torch.is_grad_enabled()
+            return 2 * batch[:, :3]
+
+        stream.map(double)
+        assert sum(sizes) == 600 and max(sizes) < 600  # in batches
+        assert not stream.draws
+        taken = stream.take(np.array([5, 599, 0]))
+        assert (
+            torch.equal(taken[0], torch.from_numpy(2 * x[[5, 599, 0], :3]))
+            and taken[1].tolist() == y[[5, 599, 0]].tolist()
+        )
+        assert torch.cat([batch for batch, _ in stream.test_dataloader()]).shape[1] == 3

@@ -146,7 +146,7 @@ class BaseSession(Callback):
         with isolate_rng():
             start_randomness(stream.seed, "base session")
             if len(samples):
-                _put_classifier(network, nn.Linear(own.in_features, others))
+                _put_classifier(network, nn.Linear(own.in_features, others, dtype=own.weight.dtype))
                 self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others)
             _put_classifier(network, own)
             nn.init.zeros_(own.weight)

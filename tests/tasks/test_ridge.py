@@ -1,0 +1,175 @@
+"""The ridge readout on a frozen network: whatever the split, the solution on all samples together."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics
+from lightning_fcl.models import MLP, DSICNet
+from lightning_fcl.swarm import Swarm
+
+
+def faces(people=8, images=10, seed=0):
+    """Images and people."""
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.repeat(np.arange(people), images))
+    pattern = rng.normal(size=(people, 1, 16, 16))
+    return (0.5 * rng.normal(size=(len(y), 1, 16, 16)) + pattern[y]).astype(np.float32), y
+
+
+class Exact(DSICNet):
+    """In double precision: in single precision a sample's features depend on its batch, by rounding."""
+
+    def latent(self, x):
+        return super().latent(x.double())
+
+
+def network(classes=4):
+    torch.manual_seed(0)
+    net = Exact(classes, (16, 16)).double()
+    for _ in range(20):  # statistics for batch normalisation
+        net(1.1 * torch.randn(32, 1, 16, 16))
+    return net.eval()
+
+
+def pooled(task, x, y, classes, beta):
+    """The solution on all samples, in NumPy."""
+    with torch.no_grad():
+        states = task.model.eval().embed(x).double().numpy()
+    a, b = np.eye(classes)[y.numpy()].T @ states, states.T @ states
+    return a, b, np.linalg.solve(b + beta * np.eye(len(b)), a.T).T
+
+
+def assert_solves(task, x, y, classes, beta):
+    a, b, weight = pooled(task, x, y, classes, beta)
+    ours = {name: getattr(task.readout, name).numpy() for name in ("A", "B", "weight")}
+    rows, columns = np.triu_indices(len(b))
+    packed = b[rows, columns] if task.readout.symmetric else b
+    for name, expected in (("A", a), ("B", packed), ("weight", weight)):
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max(), err_msg=name)
+    assert int(task.readout.n) == len(y)
+    with torch.no_grad():
+        np.testing.assert_allclose(task(x), task.model.embed(x).numpy() @ weight.T, rtol=0, atol=1e-5)
+    assert np.abs(weight).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("partition", "clients", "experiences", "batch_size"),
+    [("iid", 1, 1, 100), ("iid", 5, 2, 8), ("dirichlet", 7, 4, 3), ("shards", 3, 2, 32)],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_any_split_is_the_pooled_solution(fit, partition, clients, experiences, batch_size, symmetric):
+    options = {"partition": partition, "clients": clients, "experiences": experiences, "batch_size": batch_size}
+    stream = FederatedStream.from_arrays(*faces(people=4, images=20), seed=0, test=0.25, **options)
+    task = RidgeClassifier(network(), 4, beta=0.7, symmetric=symmetric)
+    fit(task, stream, seed=0)
+    x, y = stream.take(np.setdiff1d(np.arange(80), stream.plan.test))
+    assert len(y) == 60
+    assert_solves(task, x, y, 4, 0.7)
+
+
+def test_the_order_of_the_clients_does_not_matter(fit):
+    (x, y), owner = faces(people=4, images=20), np.arange(80) % 5
+    weights = []
+    for names in (owner, 4 - owner, (owner * 3 + 1) % 5):
+        stream = FederatedStream.from_arrays(x, y, client=names, experiences=1, test=0.0, batch_size=7)
+        fit(task := RidgeClassifier(network(), 4), stream, seed=0)
+        weights.append(task.readout.weight)
+    for weight in weights[1:]:
+        torch.testing.assert_close(weight, weights[0], rtol=1e-9, atol=1e-9 * float(weights[0].abs().max()))
+
+
+def test_nothing_else_changes(fit):
+    task = RidgeClassifier(network(), 4)
+    stream = FederatedStream.from_arrays(*faces(people=4), clients=3, experiences=2, seed=0)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    fit(task, stream, seed=0)
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+ODFCL = {
+    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
+    "rounds_per_session": 1,
+}  # fmt: skip
+
+
+def federated(fit, task, callbacks=(), **kwargs):
+    stream = FederatedStream.from_arrays(*faces(), scenario="odfcl", scenario_args=ODFCL, batch_size=4, seed=0)
+    session = BaseSession(pretrain_epochs=1, epochs=2, augment=False, backbone="float")
+    fit(task, stream, [session, *callbacks], seed=0, **kwargs)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "swarm", [None, Swarm(), Swarm(missing={"node1": [0]}), Swarm(missing={"node1": [0], "node2": [0]})]
+)
+def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
+    task = RidgeClassifier(network(6), 6, beta=0.5)
+    stream = federated(fit, task, swarm=swarm)
+    used = np.concatenate([stream.plan.base, *(part for current in stream.plan.train for part in current.values())])
+    assert len(used) == 6 * 7
+    assert_solves(task, *stream.take(used), 6, 0.5)
+
+
+def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
+    class Readouts(ContinualMetrics):
+        def __init__(self):
+            super().__init__("none", start=True)
+            self.after = []
+
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            self.after.append((pl_module.readout.weight.clone(), int(pl_module.readout.n)))
+
+        def on_round_end(self, trainer, pl_module):
+            super().on_round_end(trainer, pl_module)
+            self.after.append((pl_module.readout.weight.clone(), int(pl_module.readout.n)))
+
+    task, readouts = RidgeClassifier(network(6), 6), Readouts()
+    stream = federated(fit, task, [readouts], swarm=Swarm(missing={"node1": [0]}))
+    base, (first, second) = stream.plan.base, stream.plan.train
+    used = [base, np.concatenate([base, first["node2"]])]
+    used.append(np.concatenate([used[1], first["node1"], *second.values()]))
+    for (weight, n), indices in zip(readouts.after, used, strict=True):
+        assert n == len(indices)
+        expected = pooled(task, *stream.take(indices), 6, 1.0)[2]
+        np.testing.assert_allclose(weight, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
+    x, y = stream.take(stream.plan.test)
+    with torch.no_grad():
+        states = task.model.eval().embed(x).double()
+    right = y[(states @ readouts.after[0][0].T).argmax(1) == y]
+    assert readouts.record["start"] == torch.bincount(right, minlength=6).tolist()
+
+
+def test_bytes(fit):
+    metrics, task = ContinualMetrics("none"), RidgeClassifier(network(10), 10)
+    fit(task, FederatedStream.from_arrays(*faces(people=10), clients=3, experiences=2, seed=0), [metrics])
+    for entry in metrics.record["rounds"]:
+        # The upper triangle of B and A in double precision, and a count; back comes the solution.
+        assert set(entry["upload_bytes"].values()) == {(10 * 80 + 80 * 81 // 2) * 8 + 8}
+        assert set(entry["download_bytes"].values()) == {10 * 80 * 8}
+
+
+def test_labels_out_of_range():
+    task = RidgeClassifier(network(), 4)
+    for labels, wrong in (([0, 4], 4), ([-1, 2], -1)):
+        message = f"Expected labels between 0 and 3 but got {wrong}. Set `num_classes` to the data's number of classes."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            task.add(torch.zeros(2, 1, 16, 16), torch.tensor(labels))
+    assert int(task.readout.n) == 0 and not task.readout.A.any()
+
+
+def test_a_network_without_features_is_refused():
+    message = (
+        "Expected `model` to have `features`, a number, and `embed(x)` but got a `MLP`. Use DSICNet, or give your "
+        "network both."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        RidgeClassifier(MLP([6, 5, 4]), 4)
+    with pytest.raises(ValueError, match=r"^Expected `beta` to be at least 0 and finite but got -1\.0\.$"):
+        RidgeClassifier(network(), 4, beta=-1.0)
+    assert isinstance(RidgeClassifier(network(), 4), Classifier)
