@@ -14,6 +14,7 @@ COMMANDS = """commands:
   reproduce   run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5
   tune        search for settings:         lightning-fcl tune SEARCH.yaml --trials 50
   device-report   what a microcontroller would need to run a recipe, without training
+  export      a run's model as ONNX:        lightning-fcl export runs/fit
   demo        the quickstart, compared with plain fine-tuning
   data        list, check or fetch data sets
 
@@ -43,7 +44,7 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 """
 DEVICE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
-Devices and links are in lightning_fcl/device_profiles.yaml, which also says how times are estimated. A YAML file of
+Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
 your own has the entries of one of them.
 """
 RAW = argparse.RawDescriptionHelpFormatter
@@ -86,6 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     tune.add_argument("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     tune.add_argument("--restart", action="store_true", help="delete the trials that are there and begin anew")
+    export = commands.add_parser(
+        "export", help=argparse.SUPPRESS, description="Write a run's model as files for devices, compared with PyTorch."
+    )
+    export.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
+    export.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
+    export.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
     device = commands.add_parser(
         "device-report",
         help=argparse.SUPPRESS,
@@ -138,8 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from lightning_fcl.tune import tune
 
             tune(options.search, options.out, options.trials, options.workers, options.seed, options.restart)
+        elif options.command == "export":
+            from lightning_fcl.device.export import export_run
+
+            export_run(options.run, options.out, options.format)
         elif options.command == "device-report":
-            from lightning_fcl.device import parse_shape, report_recipe
+            from lightning_fcl.device.report import parse_shape, report_recipe
 
             shape = parse_shape(options.input) if options.input is not None else None
             recipes = [*options.recipes, *options.config]
@@ -150,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             demo(options.out)
         else:
             _data(options.action, options.names, options.root)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
             raise
         parser.exit(2, f"lightning-fcl: error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.clients import start_randomness
-from lightning_fcl.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.scenarios import IntArray
 from lightning_fcl.stream import FederatedStream
 from lightning_fcl.tasks.classification import Classifier
@@ -119,7 +119,7 @@ class BaseSession(Callback):
                 )
             self._train(network, stream)
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
-        self._freeze(network, images)
+        self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)
         if images is not None and begin is not None:
             with evaluating(network):
@@ -183,8 +183,8 @@ class BaseSession(Callback):
             trainer.fit(pupil, loader)
         network.cpu()
 
-    def _freeze(self, network: nn.Module, images: Tensor | None) -> None:
-        """Step 3."""
+    def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
+        """Fold, and freeze the backbone: step 3, with images to calibrate on; without, for a state to be loaded."""
         network.eval()
         fold_batchnorm(network)
         if self.backbone == "int8":

@@ -15,8 +15,8 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
 from lightning_fcl.callbacks.mean_output import mean_output_loss
 from lightning_fcl.callbacks.method import Step
+from lightning_fcl.device.quantization import fold_batchnorm
 from lightning_fcl.models import DSICNet
-from lightning_fcl.quantization import fold_batchnorm
 
 OUTPUTS = ("probabilities", "log-probabilities", "logits")
 NEW = torch.tensor([False, False, True, True, True, False])

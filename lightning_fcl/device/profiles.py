@@ -1,4 +1,4 @@
-"""Devices and links as data, device_profiles.yaml: what was measured once, and other models are estimated from."""
+"""Devices and links as data, profiles.yaml: what was measured once, and other models are estimated from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from lightning_fcl.report import did_you_mean
 
-SHIPPED = Path(__file__).with_name("device_profiles.yaml")
+SHIPPED = Path(__file__).with_name("profiles.yaml")
 MEMORIES = ("tcdm", "ram", "flash")
 
 
@@ -107,7 +107,7 @@ Profile = TypeVar("Profile", Device, Link)
 
 
 def read_device(name: str | Path) -> Device:
-    """A device of device_profiles.yaml, or of a YAML file of your own with the same keys.
+    """A device of profiles.yaml, or of a YAML file of your own with the same keys.
 
     Raises:
         ValueError: If the device is not known, or an entry is missing, unknown or not above 0.
@@ -120,7 +120,7 @@ def read_device(name: str | Path) -> Device:
 
 
 def read_link(name: str | Path) -> Link:
-    """A link of device_profiles.yaml, or of a YAML file of your own with the same keys.
+    """A link of profiles.yaml, or of a YAML file of your own with the same keys.
 
     Raises:
         ValueError: As `read_device` does.

@@ -13,7 +13,7 @@ def render(report: Mapping[str, Any]) -> str:
         report: What `lightning_fcl.device.report_recipe` returns.
 
     Example:
-        >>> from lightning_fcl.device import device_report
+        >>> from lightning_fcl.device.report import device_report
         >>> from lightning_fcl.models import MLP
         >>> text = render(device_report(MLP([4, 3]), (4,)))
         >>> [line.split() for line in text.splitlines() if line.startswith("| upload")]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.aggregation import Reduction, declare, entries, travels_down, travels_up
+from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
 from lightning_fcl.tasks.reservoir import ReservoirTask
-from lightning_fcl.trace import Layer, Recorder, flop_counter, only_trained
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import yaml
 from torch import nn
 
 from lightning_fcl import Classifier, ReservoirClassifier
-from lightning_fcl.device import device_report, report_recipe
-from lightning_fcl.device_profiles import SHIPPED, read_device, read_link
-from lightning_fcl.footprint import measure
+from lightning_fcl.device.footprint import measure
+from lightning_fcl.device.profiles import SHIPPED, read_device, read_link
+from lightning_fcl.device.report import device_report, report_recipe
+from lightning_fcl.device.trace import flop_counter
 from lightning_fcl.main import main
 from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
 from lightning_fcl.reproduce import recipes_folder
-from lightning_fcl.trace import flop_counter
 
 RECIPES = recipes_folder()
 IMAGE = (1, 64, 48)

@@ -1,9 +1,9 @@
 """`lightning-fcl device-report`: what a microcontroller would need to run a recipe, estimated without training.
 
-What is counted, and in which units, is said in `lightning_fcl.footprint` and `lightning_fcl.trace`; what was measured
-on which device, and what is assumed to carry it over to other models, in device_profiles.yaml. M_F is computed anew
-for each sample and epoch. Not counted are the passes and the memory of callbacks (a teacher's forward pass, a replay
-buffer), the data, the inputs that skip connections keep, and the program itself.
+What is counted, and in which units, is said in `footprint` and `trace` beside this module; what was measured on which
+device, and what is assumed to carry it over to other models, in profiles.yaml. M_F is computed anew for each sample and
+epoch. Not counted are the passes and the memory of callbacks (a teacher's forward pass, a replay buffer), the data, the
+inputs that skip connections keep, and the program itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from lightning_fcl.device_profiles import Device, Link, read_device, read_link
-from lightning_fcl.device_table import render
-from lightning_fcl.footprint import Footprint, measure
+from lightning_fcl.device.footprint import Footprint, measure
+from lightning_fcl.device.profiles import Device, Link, read_device, read_link
+from lightning_fcl.device.quantization import fold_batchnorm
+from lightning_fcl.device.table import render
+from lightning_fcl.device.trace import Layer
 from lightning_fcl.report import write_whole
 from lightning_fcl.rounds import round_half_up
 from lightning_fcl.stream import FederatedStream
-from lightning_fcl.trace import Layer
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -54,8 +55,8 @@ def device_report(
         samples: Samples of a local epoch.
         nodes: Nodes that take part in a round.
         local_epochs: Local epochs of a round.
-        profile: A device of device_profiles.yaml, or a YAML file of your own.
-        link: A link of device_profiles.yaml, or a YAML file of your own.
+        profile: A device of profiles.yaml, or a YAML file of your own.
+        link: A link of profiles.yaml, or a YAML file of your own.
 
     Returns:
         Plain values, as in ``device.json``: ``parameters``, ``bytes``, ``macs`` of a sample, ``memory`` (bytes),
@@ -187,6 +188,7 @@ class Setting:
         local_epochs: Local epochs of a round.
         stream: Where the data come from; nothing is loaded yet.
         participation: Share or number of clients per round.
+        callbacks: What the recipe says of its callbacks: ``class_path`` and ``init_args``.
     """
 
     module: L.LightningModule
@@ -194,6 +196,7 @@ class Setting:
     local_epochs: int
     stream: FederatedStream
     participation: int | float
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_setting(recipes: Sequence[str | Path]) -> Setting:
@@ -222,7 +225,10 @@ def read_setting(recipes: Sequence[str | Path]) -> Setting:
     strategy = config["trainer"]["strategy"]
     own = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
     shares = own.get("participation", 1.0)
-    return Setting(made["model"], own.get("reductions") or {}, own.get("local_epochs", 1), made["data"], shares)
+    callbacks = config["trainer"].get("callbacks") or []
+    return Setting(
+        made["model"], own.get("reductions") or {}, own.get("local_epochs", 1), made["data"], shares, callbacks
+    )
 
 
 def report_recipe(
@@ -253,6 +259,8 @@ def report_recipe(
         FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
     """
     setting = read_setting(recipes)
+    if any(callback["class_path"].endswith(".BaseSession") for callback in setting.callbacks):
+        fold_batchnorm(setting.module)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:
         shape, seen, clients = _of_data(setting, required=input_shape is None)
         input_shape = shape if input_shape is None else input_shape

@@ -9,10 +9,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.func import functional_call, vmap
 
-from lightning_fcl import Classifier, FederatedStream, quantization
+from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.cohort import why_not_vectorized
+from lightning_fcl.device import quantization
+from lightning_fcl.device.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
 from lightning_fcl.models import DSICNet
-from lightning_fcl.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
 
 
 def standard(images):
