@@ -117,6 +117,12 @@ class BaseSession(Callback):
                     'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
                     f"`datamodule` but got {stream}."
                 )
+            outputs = _classifier(network).out_features
+            if outputs < stream.num_classes:
+                raise ValueError(
+                    f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
+                    f"{outputs}. Raise the network's `num_classes`."
+                )
             self._train(network, stream)
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)

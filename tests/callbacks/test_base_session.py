@@ -18,8 +18,8 @@ from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLos
 from lightning_fcl.callbacks.base_session import _Images
 from lightning_fcl.clients import start_randomness
 from lightning_fcl.datasets import Arrays
+from lightning_fcl.device.quantization import Int8Backbone, fold_batchnorm
 from lightning_fcl.models import MLP, DSICNet
-from lightning_fcl.quantization import Int8Backbone, fold_batchnorm
 
 SMALL = {
     "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
@@ -423,3 +423,9 @@ def test_a_stream_without_base_session(fit, make_stream):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         BaseSession(**arguments)
+
+
+def test_a_network_with_too_few_outputs(fit):
+    task = Classifier(DSICNet(num_classes=3, image_size=(16, 16)), 6)
+    with pytest.raises(ValueError, match="an output for each of the stream's 6 classes but got 3"):
+        fit(task, make_faces(), [BaseSession(**QUICK)])
