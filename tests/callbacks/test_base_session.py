@@ -18,8 +18,8 @@ from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLos
 from lightning_fcl.callbacks.base_session import _Images
 from lightning_fcl.clients import start_randomness
 from lightning_fcl.datasets import Arrays
+from lightning_fcl.device.quantization import Int8Backbone, fold_batchnorm
 from lightning_fcl.models import MLP, DSICNet
-from lightning_fcl.quantization import Int8Backbone, fold_batchnorm
 
 SMALL = {
     "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
