@@ -4,6 +4,7 @@ import copy
 import math
 import re
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -226,7 +227,6 @@ def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
 
 
 def test_what_was_drawn_before_does_not_matter(run):
-    """Nor does the session move the random numbers of what comes after it."""
     states = []
     for seed in (1, 2):
         task = make_net()
@@ -258,8 +258,6 @@ def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
 
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
-    import lightning.pytorch as L
-
     session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
     task, _ = run(session)
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
