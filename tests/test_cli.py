@@ -317,48 +317,48 @@ def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, mon
     assert (tmp_path / "out" / "config.yaml").is_file()
 
 
-ODFCL = sorted(
-    path.name
-    for path in (RECIPES / "odfcl").glob("*.yaml")
-    if not path.name.startswith(("base.", "rows.", "scale-", "search-"))
-)
+ODFCL = paper_rows(RECIPES / "odfcl", None)
 
 
 @pytest.fixture
 def short(tmp_path):
     """Copies a recipe, with a base session of one epoch, kept in a folder of the test."""
 
-    def copy(name):
-        recipe = yaml.safe_load((RECIPES / "odfcl" / name).read_text())
+    def copy(path):
+        recipe = yaml.safe_load(path.read_text())
         for callback in recipe.get("trainer", {}).get("callbacks", []):
             if callback["class_path"].endswith("BaseSession"):
                 arguments = callback["init_args"]
                 assert arguments["cache"] == "runs/base-sessions"
                 epochs = min(1, arguments.get("pretrain_epochs", 1))
                 arguments.update(epochs=1, pretrain_epochs=epochs, cache=str(tmp_path / "base-sessions"))
-        (tmp_path / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
-        return ["--config", str(tmp_path / name)]
+        (tmp_path / path.name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return ["--config", str(tmp_path / path.name)]
 
     return copy
 
 
-@pytest.mark.parametrize("row", ODFCL)
-def test_recipes_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
-    names = ["base.yaml", *(["odfcl.yaml"] if row == "latent-replay.yaml" else []), row]
-    words = [word for name in names for word in short(name)]
-    smallest = ["--config", str(RECIPES / "odfcl" / "scale-smoke.yaml"), "--trainer.enable_progress_bar", "false"]
-    main(["fit", *words, *smallest, "--out", str(tmp_path / "out")])
+@pytest.mark.data
+@pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=pytest.mark.slow) for row in ODFCL])
+def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
+    recipe, smallest = ODFCL[row], RECIPES / "odfcl" / "scale-smoke.yaml"
+    words = [word for path in (*recipe.configs, smallest) for word in short(path)]
+    main(["fit", *words, *recipe.words, "--trainer.enable_progress_bar", "false", "--out", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    record, nodes = results["record"], 1 if row == "joint.yaml" else 3
+    record, settings = results["record"], dict(zip(recipe.words[::2], recipe.words[1::2], strict=True))
+    nodes = int(settings.get("--data.scenario_args.nodes", 3))
     assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
     assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert sum(record["start"][4:]) == 0  # nobody has taught them yet
-    assert [sum(r["experience"][f"node{n + 1}"] for n in range(nodes)) for r in record["rounds"]] == [
-        nodes, nodes, 2 * nodes, 2 * nodes,
-    ]  # fmt: skip
-    up, down = (32_328, 6_400) if row == "ridge.yaml" else (24_040, 24_040)
+    rounds = int(settings.get("--data.scenario_args.rounds_per_session", 2))
+    expected = [dict.fromkeys([*(f"node{n + 1}" for n in range(nodes)), "server"], e) for e in (1, 2)]
+    assert [entry["experience"] for entry in record["rounds"]] == [e for e in expected for _ in range(rounds)]
+    up, down = (32_328, 6_400) if "ridge" in row else (24_040, 24_040)
     for entry in record["rounds"]:
-        assert list(entry["upload_bytes"].values()) == [up] * nodes
-        assert list(entry["download_bytes"].values()) == [down] * nodes
+        for way, size in (("upload_bytes", up), ("download_bytes", down)):
+            assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {
+                c: size for c in entry[way] if c != entry["master"]
+            }
+            assert entry["missed"] or len(entry[way]) == nodes or "missed" in row
     assert {f"stream_accuracy_{i}/server" for i in range(3)} <= results["metrics"].keys()
     assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1

@@ -123,8 +123,15 @@ class BaseSession(Callback):
                     f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
                     f"{outputs}. Raise the network's `num_classes`."
                 )
-            self._train(network, stream)
+            self._train(network, stream, trainer.strategy.root_device.type)
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if getattr(c, "base", False)]
+        if self.latents and early:
+            raise ValueError(
+                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
+                "remembers maps, but it stands before it. Change their order."
+            )
         self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)
         if images is not None and begin is not None:
@@ -142,7 +149,7 @@ class BaseSession(Callback):
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
         return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
 
-    def _train(self, network: nn.Module, stream: FederatedStream) -> None:
+    def _train(self, network: nn.Module, stream: FederatedStream, device: str) -> None:
         """Steps 1 and 2, or what the cache has of them."""
         path = self.cache / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
@@ -154,12 +161,12 @@ class BaseSession(Callback):
             start_randomness(stream.seed, "base session")
             if len(samples):
                 _put_classifier(network, nn.Linear(own.in_features, others, dtype=own.weight.dtype))
-                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others)
+                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, device)
             _put_classifier(network, own)
             nn.init.zeros_(own.weight)
             nn.init.zeros_(own.bias)
             classes = len(set(stream.y[stream.plan.base].tolist()))
-            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes)
+            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, device)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
@@ -168,7 +175,14 @@ class BaseSession(Callback):
             os.replace(scratch.name, path)
 
     def _fit(
-        self, network: nn.Module, stream: FederatedStream, indices: IntArray, epochs: int, first: int, classes: int
+        self,
+        network: nn.Module,
+        stream: FederatedStream,
+        indices: IntArray,
+        epochs: int,
+        first: int,
+        classes: int,
+        device: str,
     ) -> None:
         """Train on samples whose labels are ``first`` to ``first + classes - 1``, in a plain Trainer."""
         x, y = stream.take(indices)
@@ -176,7 +190,7 @@ class BaseSession(Callback):
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
         trainer = L.Trainer(
-            accelerator="auto",
+            accelerator=device,
             devices=1,
             max_epochs=epochs,
             logger=False,

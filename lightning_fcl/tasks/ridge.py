@@ -67,6 +67,15 @@ class RidgeClassifier(Classifier):
         self.add(x, y)
         self.optimizers().step()  # type: ignore[union-attr] # nothing moves: checkpoints count steps
 
+    def on_train_start(self) -> None:
+        """Refuse to count samples more than once."""
+        epochs = getattr(self.trainer.strategy, "local_epochs", 1)
+        if epochs != 1:
+            raise ValueError(
+                f"Expected the strategy's `local_epochs` to be 1 for a `RidgeClassifier`, whose readout takes one "
+                f"pass, but got {epochs}."
+            )
+
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, shape (batch, ...), and their labels to the sums."""
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:

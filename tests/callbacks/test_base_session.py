@@ -4,6 +4,7 @@ import copy
 import math
 import re
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -226,7 +227,6 @@ def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
 
 
 def test_what_was_drawn_before_does_not_matter(run):
-    """Nor does the session move the random numbers of what comes after it."""
     states = []
     for seed in (1, 2):
         task = make_net()
@@ -258,8 +258,6 @@ def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
 
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
-    import lightning.pytorch as L
-
     session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
     task, _ = run(session)
     run.trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -429,3 +427,8 @@ def test_a_network_with_too_few_outputs(fit):
     task = Classifier(DSICNet(num_classes=3, image_size=(16, 16)), 6)
     with pytest.raises(ValueError, match="an output for each of the stream's 6 classes but got 3"):
         fit(task, make_faces(), [BaseSession(**QUICK)])
+
+
+def test_replay_of_maps_stands_behind_the_base_session(fit):
+    with pytest.raises(ValueError, match=r"Expected `Replay\(base=True\)` behind `BaseSession\(latents=True\)`"):
+        fit(make_net(), make_faces(), [Replay(9, base=True), BaseSession(**{**QUICK, "latents": True})])

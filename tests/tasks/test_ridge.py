@@ -173,3 +173,8 @@ def test_a_network_without_features_is_refused():
     with pytest.raises(ValueError, match=r"^Expected `beta` to be at least 0 and finite but got -1\.0\.$"):
         RidgeClassifier(network(), 4, beta=-1.0)
     assert isinstance(RidgeClassifier(network(), 4), Classifier)
+
+
+def test_several_local_epochs_are_refused(fit):
+    with pytest.raises(ValueError, match="`local_epochs` to be 1 for a `RidgeClassifier`"):
+        fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), FederatedStream.from_arrays(*faces(4), experiences=2), local_epochs=2)
