@@ -177,4 +177,5 @@ def test_a_network_without_features_is_refused():
 
 def test_several_local_epochs_are_refused(fit):
     with pytest.raises(ValueError, match="`local_epochs` to be 1 for a `RidgeClassifier`"):
-        fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), FederatedStream.from_arrays(*faces(4), experiences=2), local_epochs=2)
+        stream = FederatedStream.from_arrays(*faces(4), experiences=2)
+        fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), stream, local_epochs=2)
