@@ -7,6 +7,7 @@ from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.mlp import MLP
 from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
 from lightning_fcl.models.t2t import T2TBody
+from lightning_fcl.models.vit import SplitViT, ViT, fcl_vit
 
 __all__ = [
     "HARCNN",
@@ -16,5 +17,8 @@ __all__ = [
     "EchoStateNetwork",
     "RidgeReadout",
     "RidgeStatistics",
+    "SplitViT",
     "T2TBody",
+    "ViT",
+    "fcl_vit",
 ]
