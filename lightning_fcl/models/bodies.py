@@ -1,0 +1,255 @@
+"""The bodies behind `lightning_fcl.models.fcl_vit`: timm's and ours, with patches that suit the images.
+
+timm takes seconds to import: each builder imports what it needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fcl.models.cvt import CvTBody
+from lightning_fcl.models.t2t import T2TBody
+
+__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body"]
+
+Body = tuple[nn.Module, int]
+"""A module from images to features, and the number of features."""
+
+# From so many pixels on patches, strides and windows are the papers'; below, they are those for 32 x 32.
+LARGE = 112
+
+# Arguments of timm's classes that are not the caller's: `fcl_vit` sets them, or the body would not yield features.
+_OURS = {
+    *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
+    *("distilled", "strict_img_size", "dynamic_img_size"),
+    *("use_conv", "stem_backbone", "stem_stride", "stem_type"),
+}
+
+
+def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.fcl_vit`.
+
+    Raises:
+        ValueError: If the name or an option is not known, or the image size does not suit the architecture.
+
+    Example:
+        >>> body, features = make_body("t2t-7", image_size=32, channels=3, options={"depth": 1})
+        >>> features
+        256
+    """
+    variant = name.lower().replace("-", "_")
+    variant = FAMILIES.get(variant, variant)
+    if variant not in VARIANTS:
+        names = sorted({*FAMILIES, *VARIANTS})
+        raise ValueError(f"Expected `name` to be one of {', '.join(names)} but got {name!r}.{_hint(variant, names)}")
+    if channels < 1:
+        raise ValueError(f"Expected `channels` to be at least 1 but got {channels}. Read it from the data.")
+    build, defaults = VARIANTS[variant]
+    return build(image_size, channels, {**defaults, **options})
+
+
+def vit_body(
+    image_size: int,
+    channels: int,
+    patch_size: int = 4,
+    width: int = 192,
+    depth: int = 6,
+    heads: int = 12,
+    mlp_ratio: float = 4.0,
+) -> Body:
+    """The body of `lightning_fcl.models.ViT`, see there.
+
+    Raises:
+        ValueError: If patches do not divide the image, or heads the width.
+
+    Example:
+        >>> body, features = vit_body(32, 3, depth=1)
+        >>> features
+        192
+    """
+    from timm.models.vision_transformer import VisionTransformer
+
+    if width % heads:
+        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+    _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
+    body = VisionTransformer(
+        image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio
+    )
+    return body, width
+
+
+def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    options = {"patch_size": _choose(image_size, 4, 16), **options}
+    return vit_body(image_size, channels, **_checked(vit_body, options))
+
+
+def _cait(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    from timm.models.cait import Cait
+
+    options = {"patch_size": _choose(image_size, 4, 16), **options}
+    _check_size("CaiT", image_size, multiple=options["patch_size"], least=2 * options["patch_size"])
+    body = Cait(image_size, in_chans=channels, num_classes=0, **_checked(Cait, options))
+    return body, body.num_features
+
+
+def _pit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    from timm.models.pit import PoolingVisionTransformer
+
+    stride = options.get("stride", _choose(image_size, 2, 8))
+    options = {"patch_size": 2 * stride, "stride": stride, **options}
+    _check_size("PiT", image_size, multiple=stride, least=6 * stride)  # 5 patches a side: 5, 3, 2
+    body = PoolingVisionTransformer(
+        image_size, in_chans=channels, num_classes=0, **_checked(PoolingVisionTransformer, options)
+    )
+    return body, body.num_features
+
+
+def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    from timm.models.pvt_v2 import PyramidVisionTransformerV2
+
+    stride = _choose(image_size, 2, 4)
+    _check_size("PVT", image_size, multiple=8 * stride, least=16 * stride)
+    options = {"sr_ratios": _choose(image_size, (4, 2, 1, 1), (8, 4, 2, 1)), **options}
+    body = PyramidVisionTransformerV2(channels, 0, **_checked(PyramidVisionTransformerV2, options))
+    body.patch_embed.proj.stride = (stride, stride)  # timm has the 4 of the paper in its code
+    return body, body.num_features
+
+
+def _swin(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    from timm.models.swin_transformer import SwinTransformer
+
+    patch, window = _choose(image_size, (2, 4), (4, 7))
+    options = {"patch_size": patch, "window_size": window, "drop_path_rate": 0.0, **options}
+    _check_size("Swin", image_size, multiple=8 * options["patch_size"], least=16 * options["patch_size"])
+    body = SwinTransformer(image_size, in_chans=channels, num_classes=0, **_checked(SwinTransformer, options))
+    return body, body.num_features
+
+
+def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    from timm.models.levit import ConvNorm, Levit
+
+    stride = _choose(image_size, 4, 16)
+    _check_size("LeViT", image_size, multiple=stride, least=5 * stride)  # 5 positions a side: 5, 3, 2
+    options = dict(_checked(Levit, options))
+    if stride == 4:
+        width = options["embed_dim"][0]
+        first, second = ConvNorm(channels, width // 2, 3, 2, 1), ConvNorm(width // 2, width, 3, 2, 1)
+        options |= {"stem_backbone": nn.Sequential(first, nn.Hardswish(), second), "stem_stride": stride}
+    body = LevitBody(Levit(image_size, channels, 0, **options))
+    return body, body.norm.num_features
+
+
+class LevitBody(nn.Module):
+    """timm's LeViT without its classifier, batch normalisation, and average pooling.
+
+    timm keeps the attention biases that it gathered in evaluation mode until the next training. New weights from a
+    server, or those of `torch.func.functional_call`, would not be seen, a second backward would fail, and so would
+    `copy.deepcopy`: they are forgotten after each forward here.
+
+    Args:
+        levit: timm's ``Levit`` with ``num_classes=0``.
+    """
+
+    def __init__(self, levit: Any) -> None:
+        super().__init__()
+        self.levit = levit
+        self.norm = nn.BatchNorm1d(levit.num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        try:
+            tokens: Tensor = self.levit.forward_features(x)
+        finally:
+            for module in self.levit.modules():
+                if hasattr(module, "attention_bias_cache"):
+                    module.attention_bias_cache = {}
+        normed: Tensor = self.norm(tokens.flatten(0, 1))
+        return normed.view_as(tokens).mean(dim=1)
+
+
+def _cvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    if image_size < LARGE:
+        options = {"kernels": (3, 3, 3), "strides": (2, 2, 2), **options}
+    body = CvTBody(image_size, channels, **_checked(CvTBody, options))
+    return body, body.features
+
+
+def _t2t(image_size: int, channels: int, options: dict[str, Any]) -> Body:
+    if image_size < LARGE:
+        options = {"splits": ((3, 2), (3, 2), (3, 1)), **options}
+    body = T2TBody(image_size, channels, **_checked(T2TBody, options))
+    return body, body.features
+
+
+def _choose(image_size: int, small: Any, large: Any) -> Any:
+    return small if image_size < LARGE else large
+
+
+def _check_size(name: str, image_size: int, multiple: int, least: int) -> None:
+    if image_size < least or image_size % multiple:
+        near = max(least, -(-image_size // multiple) * multiple)
+        raise ValueError(
+            f"Expected `image_size` to be a multiple of {multiple} and at least {least} for {name} but got "
+            f"{image_size}. Resize the images, to {near} for example."
+        )
+
+
+def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if the class or function takes them."""
+    known = [name for name in inspect.signature(kind).parameters if name not in _OURS]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}."
+                f"{_hint(name, known)}"
+            )
+    return options
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    from lightning_fcl.report import did_you_mean
+
+    return did_you_mean(name, known)
+
+
+_CAIT = {"embed_dim": 192, "num_heads": 4, "init_values": 1e-5}
+_PVT = {"depths": (2, 2, 2, 2), "num_heads": (1, 2, 5, 8)}
+
+VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Body], dict[str, Any]]] = {
+    "vit": (_vit, {}),
+    "deit_tiny": (_vit, {"depth": 12, "heads": 3}),
+    "deit_small": (_vit, {"width": 384, "depth": 12, "heads": 6}),
+    "cait_xxs24": (_cait, {**_CAIT, "depth": 24}),
+    "cait_xxs36": (_cait, {**_CAIT, "depth": 36}),
+    "pit_ti": (_pit, {"base_dims": (32, 32, 32), "depth": (2, 6, 4), "heads": (2, 4, 8)}),
+    "pit_xs": (_pit, {"base_dims": (48, 48, 48), "depth": (2, 6, 4), "heads": (2, 4, 8)}),
+    "pit_s": (_pit, {"base_dims": (48, 48, 48), "depth": (2, 6, 4), "heads": (3, 6, 12)}),
+    "pvt_v2_b0": (_pvt, {**_PVT, "embed_dims": (32, 64, 160, 256)}),
+    "pvt_v2_b1": (_pvt, {**_PVT, "embed_dims": (64, 128, 320, 512)}),
+    "levit_128s": (_levit, {"embed_dim": (128, 256, 384), "key_dim": 16, "num_heads": (4, 6, 8), "depth": (2, 3, 4)}),
+    "levit_128": (_levit, {"embed_dim": (128, 256, 384), "key_dim": 16, "num_heads": (4, 8, 12), "depth": (4, 4, 4)}),
+    "levit_192": (_levit, {"embed_dim": (192, 288, 384), "key_dim": 32, "num_heads": (3, 5, 6), "depth": (4, 4, 4)}),
+    "swin_tiny": (_swin, {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}),
+    "swin_small": (_swin, {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}),
+    "cvt_13": (_cvt, {}),
+    "cvt_21": (_cvt, {"depths": (1, 4, 16)}),
+    "t2t_7": (_t2t, {}),
+    "t2t_10": (_t2t, {"depth": 10}),
+    "t2t_12": (_t2t, {"depth": 12}),
+    "t2t_14": (_t2t, {"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0}),
+}
+
+FAMILIES = {
+    "deit": "deit_tiny",
+    "cait": "cait_xxs24",
+    "pit": "pit_ti",
+    "pvt": "pvt_v2_b0",
+    "levit": "levit_128s",
+    "swin": "swin_tiny",
+    "cvt": "cvt_13",
+    "t2t": "t2t_7",
+}

@@ -1,0 +1,188 @@
+"""CvT: a pyramid of transformers whose tokens and projections come from convolutions (Wu et al., ICCV 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron
+
+__all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
+
+
+class CvTBody(nn.Module):
+    """The convolutional vision transformer without its classifier (Wu et al. 2021, "CvT", sections 3.1 to 3.3).
+
+    Each stage begins with a convolution that makes tokens of the map before it, normalised over their channels
+    (section 3.1: "convolutional token embedding"), and transforms them in blocks of `ConvolutionalBlock`. A class token
+    joins in the last stage; what becomes of it is the output. There are no positions: the convolutions tell them.
+
+    The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters
+    where the paper has 20.0 M. Left out: the last block's convolution of queries, as none but the class token asks
+    there, which no convolution touches; stochastic depth. Scores are divided by the root of a head's width, as usual;
+    the authors' code takes that of all heads together.
+
+    Args:
+        image_size: Height and width of the images, in pixels.
+        channels: Channels of the images.
+        widths: Channels of the tokens in each stage.
+        depths: Blocks of each stage.
+        heads: Heads of each stage.
+        kernels: Size of each stage's embedding convolution.
+        strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
+        mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
+
+    Raises:
+        ValueError: If the stages' arguments are not equally many, heads do not divide the width, or the image does
+            not fit the strides.
+
+    Example:
+        >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), heads=(1, 2), kernels=(3, 3), strides=(2, 2))
+        >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
+        (torch.Size([2, 16]), 16)
+    """
+
+    def __init__(
+        self,
+        image_size: int = 224,
+        channels: int = 3,
+        widths: Sequence[int] = (64, 192, 384),
+        depths: Sequence[int] = (1, 2, 10),
+        heads: Sequence[int] = (1, 3, 6),
+        kernels: Sequence[int] = (7, 3, 3),
+        strides: Sequence[int] = (4, 2, 2),
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        super().__init__()
+        sizes = [len(part) for part in (widths, depths, heads, kernels, strides)]
+        if len(set(sizes)) > 1 or not sizes[0]:
+            raise ValueError(
+                "Expected `widths`, `depths`, `heads`, `kernels` and `strides` to have one number for each stage but "
+                f"got {', '.join(map(str, sizes))} numbers."
+            )
+        side, stages = image_size, []
+        for number, (width, depth, of_heads, kernel, stride) in enumerate(
+            zip(widths, depths, heads, kernels, strides, strict=True), start=1
+        ):
+            if width % of_heads:
+                raise ValueError(f"Expected `widths` to be multiples of `heads` but got {width} for {of_heads} heads.")
+            side = patches(side, kernel, stride, image_size)
+            last = number == len(widths)
+            stages.append(_Stage(channels, width, depth, of_heads, kernel, stride, mlp_ratio, last))
+            channels = width
+        if side < 3:
+            raise ValueError(
+                f"Expected `image_size` to leave at least 3 x 3 positions in the last stage but got {side} x {side}, "
+                f"from `image_size`={image_size}. Take larger images, or smaller `strides`."
+            )
+        self.features = channels
+        self.stages = nn.Sequential(*stages)
+        self.norm = nn.LayerNorm(channels)
+        self.apply(initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        features: Tensor = self.norm(self.stages(x))
+        return features
+
+
+class _Stage(nn.Module):
+    """Maps to maps; the last stage: maps to its class token."""
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        depth: int,
+        heads: int,
+        kernel: int,
+        stride: int,
+        mlp_ratio: float,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(channels, width, kernel, stride, margin(kernel, stride))
+        self.norm = nn.LayerNorm(width)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width)) if last else None
+        if self.class_token is not None:
+            nn.init.trunc_normal_(self.class_token, std=0.02)
+        self.blocks = nn.ModuleList(
+            ConvolutionalBlock(width, heads, mlp_ratio, class_only=last and number == depth - 1)
+            for number in range(depth)
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        maps = self.embedding(maps)
+        side = maps.shape[-1]
+        tokens = self.norm(maps.flatten(2).transpose(1, 2))
+        if self.class_token is not None:
+            tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        for block in self.blocks:
+            tokens = block(tokens, side)
+        return tokens[:, 0] if self.class_token is not None else as_map(tokens, side)
+
+
+class ConvolutionalBlock(nn.Module):
+    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2).
+
+    Args:
+        width: Channels of the tokens.
+        heads: Heads of the attention.
+        mlp_ratio: Hidden width of the perceptron over that of the tokens.
+        class_only: Whether nothing but the first token is computed, the class token.
+
+    Example:
+        >>> ConvolutionalBlock(8, heads=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
+        torch.Size([1, 17, 8])
+    """
+
+    def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.class_only = class_only
+        self.norm1 = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width) if class_only else ConvolutionalProjection(width)
+        self.key = ConvolutionalProjection(width, stride=2)
+        self.value = ConvolutionalProjection(width, stride=2)
+        self.output = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = perceptron(width, mlp_ratio)
+
+    def forward(self, tokens: Tensor, side: int) -> Tensor:
+        """Tokens from tokens, shape (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
+        normed = self.norm1(tokens)
+        query = self.query(normed[:, :1]) if self.class_only else self.query(normed, side)
+        mixed = attend(query, self.key(normed, side), self.value(normed, side), self.heads)
+        tokens = tokens[:, : query.shape[1]] + self.output(mixed)
+        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
+        return transformed
+
+
+class ConvolutionalProjection(nn.Module):
+    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2).
+
+    Tokens before those of the map, such as the class token, pass by the convolution.
+
+    Args:
+        width: Channels of the tokens.
+        stride: Stride of the convolution: 2 leaves a quarter of the tokens ("squeezed", section 3.2.2).
+
+    Example:
+        >>> ConvolutionalProjection(8, stride=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
+        torch.Size([1, 5, 8])
+    """
+
+    def __init__(self, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, stride, padding=1, groups=width, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor, side: int) -> Tensor:
+        """Projected tokens, of tokens (batch, tokens, width): those of a ``side`` x ``side`` map come last."""
+        others = tokens.shape[1] - side * side
+        maps = self.norm(self.convolution(as_map(tokens[:, others:], side)))
+        projected: Tensor = self.linear(torch.cat([tokens[:, :others], maps.flatten(2).transpose(1, 2)], dim=1))
+        return projected

@@ -1,0 +1,178 @@
+"""T2T-ViT: tokens that gather their neighbours, step by step, before a transformer (Yuan et al., ICCV 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron
+
+__all__ = ["T2TBody", "TokenTransformer", "sinusoids", "soft_split"]
+
+
+class T2TBody(nn.Module):
+    """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
+
+    The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms
+    these (`TokenTransformer`), lays them out as a map again, and splits that; a linear layer follows the last split.
+    Then a deep and narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of
+    pre-norm attention without biases of queries, keys and values. The output is the class token.
+
+    The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters, and
+    50,432 fixed numbers in the positions; the paper has 4.3 M. Left out: the Performer of the T2T module, for which
+    full attention stands as in the paper's T2T-ViT_t; dropout and stochastic depth.
+
+    Args:
+        image_size: Height and width of the images, in pixels.
+        channels: Channels of the images.
+        width: Channels of the backbone's tokens, an even number.
+        depth: Blocks of the backbone.
+        heads: Heads of the backbone.
+        mlp_ratio: Hidden width of the backbone's perceptrons over that of the tokens.
+        splits: Size and stride of the patches in each soft split.
+        token_width: Channels of the tokens in the T2T module.
+
+    Raises:
+        ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
+
+    Example:
+        >>> body = T2TBody(32, width=16, depth=1, heads=2, splits=((3, 2), (3, 2)), token_width=8)
+        >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features
+        (torch.Size([2, 16]), 16)
+    """
+
+    positions: Tensor
+
+    def __init__(
+        self,
+        image_size: int = 224,
+        channels: int = 3,
+        width: int = 256,
+        depth: int = 7,
+        heads: int = 4,
+        mlp_ratio: float = 2.0,
+        splits: Sequence[tuple[int, int]] = ((7, 4), (3, 2), (3, 2)),
+        token_width: int = 64,
+    ) -> None:
+        super().__init__()
+        if width % heads or width % 2:
+            raise ValueError(f"Expected `width` to be even and a multiple of `heads`={heads} but got {width}.")
+        if not splits:
+            raise ValueError("Expected `splits` to hold at least one size and stride but got none.")
+        side, wide = image_size, channels
+        transformers = []
+        for number, (kernel, stride) in enumerate(splits, start=1):
+            side, wide = patches(side, kernel, stride, image_size), wide * kernel * kernel
+            if number < len(splits):
+                transformers.append(TokenTransformer(wide, token_width))
+                wide = token_width
+        self.splits = tuple(splits)
+        self.features = width
+        self.transformers = nn.ModuleList(transformers)
+        self.project = nn.Linear(wide, width)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.register_buffer("positions", sinusoids(1 + side * side, width), persistent=False)
+        self.blocks = nn.Sequential(*(_Block(width, heads, mlp_ratio) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        self.apply(initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of images (batch, channels, height, width), shape (batch, features)."""
+        tokens = self.project(self.tokens(x))
+        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), tokens], dim=1) + self.positions
+        features: Tensor = self.norm(self.blocks(tokens)[:, 0])
+        return features
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """What the T2T module makes of images: the last split's patches, shape (batch, tokens, patch)."""
+        tokens = soft_split(x, *self.splits[0])
+        for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
+            side = round(tokens.shape[1] ** 0.5)
+            tokens = soft_split(as_map(transformer(tokens), side), *split)
+        return tokens
+
+
+class TokenTransformer(nn.Module):
+    """Attention and a perceptron that make narrow tokens of wide ones (Yuan et al. 2021, eq. 1).
+
+    One head. As the widths differ, the values stand in the residual connection, as in the authors' code.
+
+    Args:
+        inputs: Channels of the tokens that come in.
+        width: Channels of the tokens that go out.
+
+    Example:
+        >>> TokenTransformer(27, 8)(torch.zeros(1, 16, 27)).shape
+        torch.Size([1, 16, 8])
+    """
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(inputs)
+        self.qkv = nn.Linear(inputs, 3 * width, bias=False)
+        self.output = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = perceptron(width, 1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, tokens, width) from tokens (batch, tokens, inputs)."""
+        query, key, value = self.qkv(self.norm1(tokens)).chunk(3, dim=2)
+        tokens = value + self.output(attend(query, key, value))
+        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
+        return transformed
+
+
+class _Block(nn.Module):
+    """A pre-norm transformer block (Yuan et al. 2021, eq. 5)."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = perceptron(width, mlp_ratio)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(tokens)).chunk(3, dim=2)
+        tokens = tokens + self.output(attend(query, key, value, self.heads))
+        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
+        return transformed
+
+
+def soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:
+    """Patches that overlap, padded with zeros so that there is one for each ``stride`` pixels (Yuan et al., eq. 3).
+
+    Args:
+        maps: Shape (batch, channels, height, width).
+        kernel: Height and width of a patch.
+        stride: Pixels from one patch to the next; it divides height and width.
+
+    Returns:
+        Shape (batch, patches, channels * kernel * kernel), row by row.
+
+    Example:
+        >>> soft_split(torch.zeros(1, 3, 32, 32), kernel=7, stride=4).shape
+        torch.Size([1, 64, 147])
+    """
+    return F.unfold(maps, kernel, padding=margin(kernel, stride), stride=stride).transpose(1, 2)
+
+
+def sinusoids(tokens: int, width: int) -> Tensor:
+    """Fixed positions: sine and cosine in turns, of wavelengths from 2 pi to 10000 * 2 pi (Vaswani et al. 2017).
+
+    Returns:
+        Shape (1, tokens, width).
+
+    Example:
+        >>> sinusoids(2, 2)[0].tolist()[0]
+        [0.0, 1.0]
+    """
+    rates = 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(tokens, dtype=torch.float64)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[None].float()

@@ -1,0 +1,130 @@
+"""CvT has the paper's parameters, and its convolutional projections are plain convolutions."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fcl.models import CvTBody
+from lightning_fcl.models.cvt import ConvolutionalBlock, ConvolutionalProjection
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """With weights that have no special value, nor running statistics."""
+    for value in (*module.parameters(), *module.buffers()):
+        if value.is_floating_point():
+            value.data += 0.1 * torch.rand_like(value)
+    return module.double().eval()
+
+
+def block(width):
+    """By hand: two norms; three projections; output; perceptron."""
+    convolutions = 3 * (9 * width + 2 * width)
+    attention = 4 * width * width + 4 * width
+    return 4 * width + convolutions + attention + (8 * width * width + 5 * width)
+
+
+def body(depths):
+    count, channels = 0, 3
+    for width, depth, kernel in zip((64, 192, 384), depths, (7, 3, 3), strict=True):
+        count += channels * width * kernel**2 + width + 2 * width + depth * block(width)
+        channels = width
+    return count + 384 + 2 * 384 - (9 * 384 + 2 * 384)  # class token, last norm; the last block's queries
+
+
+@pytest.mark.parametrize(("depths", "published"), [((1, 2, 10), 20.0), ((1, 4, 16), 31.6)])
+def test_parameters_are_the_papers(depths, published):
+    with torch.device("meta"):
+        model = CvTBody(224, depths=depths)
+    count = size(model) + 384 * 1000 + 1000
+    assert size(model) == body(depths)
+    assert count / 1e6 == pytest.approx(published, rel=0.01)
+    if depths == (1, 2, 10):
+        assert f"{count:,}" in CvTBody.__doc__
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("others", [0, 1])
+def test_projection_is_a_convolution_of_the_map(stride, others):
+    projection = shaken(ConvolutionalProjection(6, stride))
+    tokens = torch.randn(2, others + 5 * 5, 6, dtype=torch.float64)
+    maps = torch.zeros(2, 6, 5, 5, dtype=torch.float64)
+    for row in range(5):
+        for column in range(5):
+            maps[:, :, row, column] = tokens[:, others + 5 * row + column]
+    norm = projection.norm
+    scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+    outs = []
+    for channel in range(6):  # each channel has its own filter
+        out = F.conv2d(maps[:, [channel]], projection.convolution.weight[[channel]], stride=stride, padding=1)
+        outs.append((out - norm.running_mean[channel]) * scale[channel] + norm.bias[channel])
+    wanted = torch.cat([tokens[:, :others], torch.cat(outs, dim=1).flatten(2).transpose(1, 2)], dim=1)
+    wanted = wanted @ projection.linear.weight.T + projection.linear.bias
+    torch.testing.assert_close(projection(tokens, side=5), wanted)
+    assert wanted.shape[1] == others + (25 if stride == 1 else 9)
+
+
+def test_block_written_out():
+    layer = shaken(ConvolutionalBlock(8, heads=2))
+    tokens = torch.randn(3, 1 + 16, 8, dtype=torch.float64)
+    normed = F.layer_norm(tokens, (8,), layer.norm1.weight, layer.norm1.bias)
+    query, key, value = (part(normed, 4) for part in (layer.query, layer.key, layer.value))
+    assert query.shape == (3, 17, 8) and key.shape == value.shape == (3, 5, 8)
+    heads = []
+    for head in (slice(0, 4), slice(4, 8)):
+        scores = torch.einsum("bqc,bkc->bqk", query[..., head], key[..., head]) / 4**0.5
+        heads.append(torch.einsum("bqk,bkc->bqc", scores.softmax(dim=2), value[..., head]))
+    out = tokens + layer.output(torch.cat(heads, dim=2))
+    normed = F.layer_norm(out, (8,), layer.norm2.weight, layer.norm2.bias)
+    first, _, second = layer.mlp
+    wanted = out + second(F.gelu(first(normed)))
+    torch.testing.assert_close(layer(tokens, side=4), wanted)
+
+
+def test_the_last_block_computes_what_the_class_token_would_be():
+    full, last = ConvolutionalBlock(8, heads=2), ConvolutionalBlock(8, heads=2, class_only=True)
+    shaken(full)
+    state = {name.replace("query.linear", "query"): value for name, value in full.state_dict().items()}
+    last.double().eval().load_state_dict({name: state[name] for name in last.state_dict()})
+    tokens = torch.randn(3, 1 + 16, 8, dtype=torch.float64)
+    torch.testing.assert_close(last(tokens, side=4), full(tokens, side=4)[:, :1])
+
+
+def test_stages_halve_the_map():
+    seen = []
+    model = CvTBody(32, widths=(8, 12, 16), depths=(1, 2, 2), heads=(1, 2, 4), kernels=(3, 3, 3), strides=(2, 2, 2))
+    for layer in model.modules():
+        if isinstance(layer, ConvolutionalBlock):
+            layer.register_forward_hook(lambda _, args, out: seen.append((args[1], args[0].shape[1], out.shape[1])))
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 16)
+    assert seen == [(16, 256, 256), (8, 64, 64), (8, 64, 64), (4, 17, 17), (4, 17, 1)]
+
+
+def test_no_position_is_added():
+    """Away from the borders a shifted image has shifted tokens."""
+    model = CvTBody(48, widths=(8, 8), depths=(0, 1), heads=(1, 1), kernels=(7, 3), strides=(4, 2)).eval()
+    x = torch.zeros(1, 3, 48, 48)
+    x[..., 16:24, 16:24] = torch.randn(1, 3, 8, 8)
+    maps, shifted = model.stages[0](x), model.stages[0](x.roll(4, dims=3))
+    torch.testing.assert_close(maps.roll(1, dims=3), shifted)
+
+
+WRONG = {
+    "stages": ({"depths": (1, 2)}, "Expected `widths`, `depths`, `heads`, `kernels` and `strides` to have one number"),
+    "heads": ({"heads": (1, 5, 6)}, "Expected `widths` to be multiples of `heads` but got 192 for 5 heads."),
+    "stride": ({"image_size": 52}, "patches of 3 x 3 every 2 but got 52, which leaves 13 x 13 positions for them."),
+    "small": ({"image_size": 32}, "at least 3 x 3 positions in the last stage but got 2 x 2, from `image_size`=32."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    changes, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)), torch.device("meta"):
+        CvTBody(**changes)

@@ -1,0 +1,133 @@
+"""T2T-ViT has the paper's parameters, and its soft splits are patches that overlap."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.models import T2TBody
+from lightning_fcl.models.t2t import TokenTransformer, sinusoids, soft_split
+
+
+def transformer(inputs, width=64):
+    """By hand: norms, queries with keys and values, output, perceptron."""
+    return 2 * inputs + inputs * 3 * width + width * width + width + 2 * width + 2 * (width * width + width)
+
+
+def body(width, depth, ratio):
+    hidden = int(width * ratio)
+    block = 4 * width + 3 * width * width + width * width + width + 2 * width * hidden + hidden + width
+    module = transformer(3 * 49) + transformer(64 * 9) + 64 * 9 * width + width
+    return module + width + depth * block + 2 * width
+
+
+@pytest.mark.parametrize(
+    ("changes", "published"),
+    [
+        ({}, 4.3),
+        ({"depth": 10}, 5.9),
+        ({"depth": 12}, 6.9),
+        ({"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0}, 21.5),
+    ],
+)
+def test_parameters_are_the_papers(changes, published):
+    with torch.device("meta"):
+        model = T2TBody(224, **changes)
+    count = sum(p.numel() for p in model.parameters()) + (model.features + 1) * 1000
+    assert count == body(model.features, len(model.blocks), changes.get("mlp_ratio", 2.0)) + (model.features + 1) * 1000
+    fixed = (14 * 14 + 1) * model.features  # the authors' code counts the positions, too, though they are not learnt
+    assert (count + fixed) / 1e6 == pytest.approx(published, rel=0.01)
+    if not changes:
+        assert f"{count:,}" in T2TBody.__doc__ and f"{fixed:,}" in T2TBody.__doc__
+
+
+@pytest.mark.parametrize(("kernel", "stride", "around"), [(7, 4, 2), (3, 2, 1), (3, 1, 1), (4, 4, 0)])
+def test_soft_split_by_a_loop(kernel, stride, around):
+    maps = torch.randn(2, 3, 8, 8)
+    padded = torch.zeros(2, 3, 8 + 2 * around, 8 + 2 * around)
+    padded[:, :, around : around + 8, around : around + 8] = maps
+    patches = [
+        padded[:, :, row : row + kernel, column : column + kernel].reshape(2, -1)
+        for row in range(0, 8, stride)
+        for column in range(0, 8, stride)
+    ]
+    assert torch.equal(soft_split(maps, kernel, stride), torch.stack(patches, dim=1))
+
+
+def test_the_module_splits_three_times():
+    model = T2TBody(16, width=6, depth=1, heads=2, splits=((3, 2), (3, 2), (3, 1)), token_width=5).eval()
+    x = torch.randn(2, 3, 16, 16)
+    maps = x
+    for split, layer in zip(model.splits, model.transformers, strict=False):
+        tokens = layer(soft_split(maps, *split))
+        side = maps.shape[-1] // split[1]
+        maps = torch.stack([tokens[:, side * row : side * (row + 1)] for row in range(side)], dim=1).permute(0, 3, 1, 2)
+    wanted = soft_split(maps, 3, 1)
+    torch.testing.assert_close(model.tokens(x), wanted)
+    assert wanted.shape == (2, 16, 5 * 9)
+    tokens = torch.cat([model.class_token.expand(2, 1, 6), model.project(wanted)], dim=1) + sinusoids(17, 6)
+    torch.testing.assert_close(model(x), model.norm(model.blocks[0](tokens)[:, 0]))
+
+
+def test_token_transformer_written_out():
+    layer = TokenTransformer(7, 4).double()
+    tokens = torch.randn(2, 9, 7, dtype=torch.float64)
+    weights = layer.qkv.weight.split(4)
+    query, key, value = (F.layer_norm(tokens, (7,)) @ weight.T for weight in weights)
+    scores = query @ key.transpose(1, 2) / math.sqrt(4)
+    out = value + layer.output(scores.softmax(dim=2) @ value)
+    first, _, second = layer.mlp
+    wanted = out + second(F.gelu(first(F.layer_norm(out, (4,)))))
+    torch.testing.assert_close(layer(tokens), wanted)
+
+
+def test_without_positions_the_order_of_tokens_tells_nothing():
+    model = T2TBody(16, width=8, depth=2, heads=2, splits=((4, 4),)).eval()
+    rows = torch.randn(1, 3, 4, 4, 4, 4)  # 4 x 4 patches of 4 x 4
+
+    def image(order):
+        patches = rows.flatten(2, 3)[:, :, order].unflatten(2, (4, 4))
+        return patches.transpose(3, 4).reshape(1, 3, 16, 16)
+
+    torch.manual_seed(1)
+    there, elsewhere = image(torch.arange(16)), image(torch.randperm(16))
+    assert not torch.allclose(model(there), model(elsewhere))
+    model.positions.zero_()
+    torch.testing.assert_close(model(there), model(elsewhere))
+
+
+def test_positions_are_sines_and_cosines():
+    table = sinusoids(5, 6)[0]
+    for place in range(5):
+        for pair in range(3):
+            angle = place / 10000 ** (2 * pair / 6)
+            assert table[place, 2 * pair].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[place, 2 * pair + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_positions_do_not_travel():
+    model = T2TBody(16, width=8, depth=1, heads=2, splits=((4, 4),))
+    assert "positions" not in model.state_dict() and "positions" in dict(model.named_buffers())
+    assert model.double().positions.dtype is torch.float64
+
+
+WRONG = {
+    "heads": ({"heads": 3}, "Expected `width` to be even and a multiple of `heads`=3 but got 256."),
+    "odd": ({"width": 9, "heads": 3}, "Expected `width` to be even and a multiple of `heads`=3 but got 9."),
+    "size": ({"image_size": 40}, "patches of 3 x 3 every 2 but got 40, which leaves 5 x 5 positions for them. Resize"),
+    "small": (
+        {"image_size": 4},
+        "Expected `image_size` to suit patches of 7 x 7 every 4 but got 4, which leaves 4",
+    ),
+    "gaps": ({"splits": ((2, 4),)}, "patches of 2 x 2 every 4 but got 224, which leaves 224 x 224 positions"),
+    "none": ({"splits": ()}, "Expected `splits` to hold at least one size and stride but got none."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    changes, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)), torch.device("meta"):
+        T2TBody(**changes)

@@ -1,0 +1,60 @@
+"""The parts of our vision transformers, against plain computations."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_attention_head_by_head(heads):
+    query, key, value = (torch.randn(3, n, 8, dtype=torch.float64) for n in (5, 7, 7))
+    wanted = []
+    for part in torch.arange(8).chunk(heads):
+        scores = query[..., part] @ key[..., part].transpose(1, 2) / math.sqrt(8 / heads)
+        wanted.append(scores.softmax(dim=2) @ value[..., part])
+    torch.testing.assert_close(attend(query, key, value, heads), torch.cat(wanted, dim=2))
+
+
+def test_one_head_is_torchs_attention():
+    query, key, value = (torch.randn(2, 5, 8) for _ in range(3))
+    torch.testing.assert_close(attend(query, key, value), F.scaled_dot_product_attention(query, key, value))
+
+
+def test_keys_in_another_order_give_the_same():
+    query, key, value = (torch.randn(2, 5, 8) for _ in range(3))
+    order = torch.tensor([3, 0, 4, 1, 2])
+    torch.testing.assert_close(attend(query, key[:, order], value[:, order], 2), attend(query, key, value, 2))
+
+
+def test_a_map_is_its_tokens_row_by_row():
+    tokens = torch.randn(2, 9, 4)
+    maps = as_map(tokens, 3)
+    assert all(torch.equal(maps[:, :, n // 3, n % 3], tokens[:, n]) for n in range(9))
+    assert torch.equal(maps.flatten(2).transpose(1, 2), tokens)
+
+
+def test_there_is_a_patch_for_each_stride_or_an_error():
+    fitting = 0
+    for side, stride, kernel in product(range(1, 17), range(1, 6), range(1, 8)):
+        if side % stride or kernel < stride or kernel > side or (stride == 1 and kernel % 2 == 0):
+            with pytest.raises(ValueError, match=f"patches of {kernel} x {kernel} every {stride} but got 64"):
+                patches(side, kernel, stride, image_size=64)
+            continue
+        unfolded = F.unfold(torch.zeros(1, 1, side, side), kernel, padding=margin(kernel, stride), stride=stride)
+        assert unfolded.shape[2] == patches(side, kernel, stride, image_size=64) ** 2 == (side // stride) ** 2
+        fitting += 1
+    assert fitting > 100
+
+
+def test_linear_layers_are_initialised_and_no_other():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(3, 3, bias=False), nn.LayerNorm(3))
+    nn.init.ones_(model[2].bias)
+    model.apply(initialise)
+    assert model[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model[0].bias.abs().max() == 0 and model[2].bias.min() == 1

@@ -1,0 +1,451 @@
+"""Eight families of vision transformers: body and head apart, alive in all parts, ready to be averaged."""
+
+import copy
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.aggregation import Aggregator, declare, entries
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.models import SplitViT, ViT, fcl_vit
+from lightning_fcl.models.bodies import FAMILIES, VARIANTS, LevitBody
+
+# The smallest of each family, with the positions of the whole: those depend on patches and strides alone.
+TINY = {
+    "vit": {"width": 12, "depth": 2, "heads": 3},
+    "deit": {"width": 12, "depth": 2, "heads": 3},
+    "cait": {"embed_dim": 12, "depth": 2, "num_heads": 2, "init_values": 0.1},
+    "pit": {"base_dims": (8, 8, 8), "depth": (1, 1, 1), "heads": (1, 2, 4)},
+    "pvt": {"embed_dims": (8, 12, 16, 20), "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 2)},
+    "levit": {"embed_dim": (16, 24, 32), "key_dim": 8, "num_heads": (2, 3, 4), "depth": (1, 1, 1)},
+    "swin": {"embed_dim": 8, "depths": (2, 2, 2, 1), "num_heads": (1, 2, 2, 2)},
+    "cvt": {"widths": (8, 12, 16), "depths": (1, 1, 2), "heads": (1, 2, 2)},
+    "t2t": {"width": 12, "depth": 2, "heads": 2, "token_width": 8},
+}
+each = pytest.mark.parametrize("name", TINY)
+
+
+def tiny(name, image_size=32, num_classes=5, **options):
+    return fcl_vit(name, image_size, num_classes, **{**TINY[name], **options})
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def shaken(model):
+    """With weights that have no special value: some begin at 0, and would stop the gradient."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+# By hand, see ViT's docstring.
+ATTENTION = (192 * 576 + 576) + (192 * 192 + 192)
+PERCEPTRON = (192 * 768 + 768) + (768 * 192 + 192)
+BLOCK = ATTENTION + PERCEPTRON + 2 * 2 * 192
+
+
+def test_parameters_of_the_papers_vit():
+    model = ViT(num_classes=7)
+    assert size(model.body) == (3 * 16 * 192 + 192) + 192 + 65 * 192 + 6 * BLOCK + 2 * 192 == 2_691_648
+    assert 4 * size(model.body) == 10_766_592
+    assert size(model.head) == 192 * 7 + 7 and isinstance(model.head, nn.Linear)
+    for number in (3 * 16 * 192 + 192, 65 * 192, 6 * BLOCK, BLOCK, ATTENTION, PERCEPTRON, size(model.body)):
+        assert f"{number:,}" in ViT.__doc__
+    assert size(ViT(num_classes=7, heads=3)) == size(model)
+    assert len(model.body.blocks) == 6 and model.body.blocks[0].attn.num_heads == 12
+
+
+def test_vit_by_name_is_the_papers():
+    torch.manual_seed(0)
+    left = ViT(num_classes=7)
+    torch.manual_seed(0)
+    right = fcl_vit("vit", num_classes=7)
+    state = right.state_dict()
+    assert state.keys() == left.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in left.state_dict().items())
+
+
+def test_patches_are_a_linear_layer_on_pixels():
+    model = ViT(width=12, heads=2, depth=1)
+    x = torch.randn(2, 3, 32, 32)
+    pixels = F.unfold(x, 4, stride=4).transpose(1, 2)  # channel by channel, row by row
+    layer = model.body.patch_embed.proj
+    torch.testing.assert_close(model.body.patch_embed(x), pixels @ layer.weight.flatten(1).T + layer.bias)
+
+
+def test_vit_written_out():
+    model = shaken(ViT(width=12, heads=2, depth=1)).double().eval()
+    x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    body, block = model.body, model.body.blocks[0]
+    tokens = torch.cat([body.cls_token.expand(3, 1, 12), body.patch_embed(x)], dim=1) + body.pos_embed
+    parts = block.attn.qkv(F.layer_norm(tokens, (12,), block.norm1.weight, block.norm1.bias, 1e-6)).split(12, dim=2)
+    heads = []
+    for head in (slice(0, 6), slice(6, 12)):
+        query, key, value = (part[..., head] for part in parts)
+        heads.append((query @ key.transpose(1, 2) / 6**0.5).softmax(dim=2) @ value)
+    tokens = tokens + block.attn.proj(torch.cat(heads, dim=2))
+    normed = F.layer_norm(tokens, (12,), block.norm2.weight, block.norm2.bias, 1e-6)
+    tokens = tokens + block.mlp.fc2(F.gelu(block.mlp.fc1(normed)))
+    features = F.layer_norm(tokens, (12,), body.norm.weight, body.norm.bias, 1e-6)[:, 0]
+    torch.testing.assert_close(model(x), features @ model.head.weight.T + model.head.bias)
+
+
+# Millions of parameters with 1000 classes at 224 x 224: from the papers; LeViT's less one of its two heads, PVT's as in
+# its authors' repository.
+PUBLISHED = {
+    "deit_tiny": 5.7,
+    "deit_small": 22.1,
+    "cait_xxs24": 12.0,
+    "cait_xxs36": 17.3,
+    "pit_ti": 4.9,
+    "pit_xs": 10.6,
+    "pit_s": 23.5,
+    "pvt_v2_b0": 3.7,
+    "pvt_v2_b1": 14.0,
+    "levit_128s": 7.8 - 0.386,
+    "levit_128": 9.2 - 0.386,
+    "levit_192": 10.9 - 0.386,
+    "swin_tiny": 28.3,
+    "swin_small": 49.6,
+    "cvt_13": 20.0,
+    "cvt_21": 31.6,
+    "t2t_7": 4.3 - 0.050,
+    "t2t_10": 5.9 - 0.050,
+    "t2t_12": 6.9 - 0.050,
+    "t2t_14": 21.5 - 0.076,
+}
+
+
+def test_every_variant_has_a_published_size():
+    assert PUBLISHED.keys() == VARIANTS.keys() - {"vit"}
+    assert set(FAMILIES.values()) < VARIANTS.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_at_224_are_the_published(name):
+    with torch.device("meta"):
+        model = fcl_vit(name, image_size=224, num_classes=1000)
+    assert size(model) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.012)
+
+
+@each
+def test_the_documented_sizes(name):
+    columns = " ".join(fcl_vit.__doc__.split())
+    with torch.device("meta"):
+        small, large = (size(fcl_vit(name, image_size).body) for image_size in (32, 224))
+    assert f"{name} {small:,} {large:,}" in columns
+
+
+@pytest.mark.parametrize(
+    ("name", "original"),
+    [
+        ("deit_tiny", "deit_tiny_patch16_224"),
+        ("cait_xxs24", "cait_xxs24_224"),
+        ("pit_ti", "pit_ti_224"),
+        ("pvt_v2_b0", "pvt_v2_b0"),
+        ("swin_tiny", "swin_tiny_patch4_window7_224"),
+    ],
+)
+def test_at_224_the_parameters_are_those_of_timms_own_models(name, original):
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        model, theirs = fcl_vit(name, 224, 1000), timm.create_model(original)
+    ours = {name.removeprefix("body."): tuple(value.shape) for name, value in model.named_parameters()}
+    shapes = {name.replace("head.fc.", "head."): tuple(value.shape) for name, value in theirs.named_parameters()}
+    assert ours == shapes
+
+
+# Tokens that the attention of each stage has for keys at 32 x 32.
+KEYS = {
+    "vit": {65},
+    "cait": {64},
+    "pit": {1 + 15**2, 1 + 8**2, 1 + 4**2},
+    "pvt": {4 * 4, 2 * 2},
+    "levit": {8 * 8, 4 * 4, 2 * 2},
+    "swin": {4 * 4, 2 * 2},
+    "cvt": {8 * 8, 4 * 4, 1 + 2 * 2},
+    "t2t": {16 * 16, 8 * 8, 1 + 8 * 8},
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_attention_has_several_keys_at_32(name, monkeypatch):
+    seen, plain, softmax = set(), F.scaled_dot_product_attention, torch.Tensor.softmax
+
+    def watched(query, key, value, **kwargs):
+        seen.add(key.shape[2])
+        return plain(query, key, value, **kwargs)
+
+    def watched_softmax(scores, dim):
+        seen.add(scores.shape[dim])
+        return softmax(scores, dim)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "softmax", watched_softmax)
+    model = tiny(name)
+    for module in model.modules():
+        if isinstance(module, nn.Softmax):
+            module.register_forward_hook(lambda _, args, out: seen.add(out.shape[-1]))
+    model(torch.randn(2, 3, 32, 32))
+    if name == "cait":
+        seen.discard(65)  # of the class token's own blocks
+    assert seen == KEYS[name]
+
+
+@each
+def test_shapes_at_32(name):
+    model = fcl_vit(name, num_classes=7).eval()
+    x = torch.randn(2, 3, 32, 32)
+    features = model.body(x)
+    assert features.shape == (2, model.features) and torch.isfinite(features).all()
+    logits = model(x)
+    assert logits.shape == (2, 7)
+    assert torch.equal(logits, model.head(features)) and torch.equal(features, model.embed(x))
+
+
+@each
+def test_shapes_at_224(name):
+    model = fcl_vit(name, image_size=224, num_classes=7).eval()
+    with torch.no_grad():
+        assert model(torch.randn(1, 3, 224, 224)).shape == (1, 7)
+
+
+@each
+@pytest.mark.parametrize("image_size", [48, 64, 160])
+def test_other_sizes_and_channels(name, image_size):
+    model = tiny(name, image_size, channels=1)
+    assert model(torch.randn(2, 1, image_size, image_size)).shape == (2, 5)
+
+
+@each
+def test_state_is_body_and_head(name):
+    model = tiny(name)
+    parts = [{id(p) for p in part.parameters()} for part in (model.body, model.head)]
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == {id(p) for p in model.parameters()}
+    state = entries(model)
+    assert state.keys() == model.state_dict().keys()  # no two names for one tensor
+    assert {key.split(".")[0] for key in state} == {"body", "head"}
+    assert [key for key in state if key.startswith("head.")] == ["head.weight", "head.bias"]
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+# A constant that is added to all keys, or to all scores, changes no softmax.
+BLIND = ("key.linear.bias", "key.norm.bias", "attn.k.bias", "attn.proj_l.bias")
+
+
+@each
+def test_gradients_reach_every_row(name):
+    model, x = shaken(tiny(name).double()), torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.momentum = 1.0
+    model(x)
+    model.eval()  # in training LeViT's norms hide the constants that come before them
+    (model(x) * torch.randn(4, 5)).sum().backward()
+    for key, parameter in model.named_parameters():
+        rows = parameter.grad.flatten(1) if parameter.dim() > 1 else parameter.grad[None]
+        assert rows.abs().amax(dim=1).min() > 1e-9 or key.endswith(BLIND), key
+
+
+@each
+def test_a_few_steps_tell_eight_images_apart(name):
+    """By AdamW, as in the paper. As classes are equally frequent, the head alone cannot go below log(4)."""
+    model = tiny(name, num_classes=4).train()
+    x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(30):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses) < 1.1 < math.log(4) < losses[0] + 0.1
+
+
+@each
+def test_the_seed_decides(name):
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        states.append(tiny(name).state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not torch.equal(states[0]["head.weight"], states[2]["head.weight"])
+
+
+@each
+def test_copies_and_other_weights(name):
+    """After a forward in evaluation mode, in which a model may be tempted to keep what it gathered."""
+    model, other = shaken(tiny(name)).eval(), shaken(tiny(name)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    before, wanted = model(x), other(x)
+    assert not torch.allclose(before, wanted)
+    torch.testing.assert_close(copy.deepcopy(model)(x), before)
+    weights = {key: value.clone() for key, value in other.state_dict().items()}
+    torch.testing.assert_close(torch.func.functional_call(model, weights, (x,)), wanted)
+    torch.testing.assert_close(model(x), before)
+    model.load_state_dict(weights)
+    torch.testing.assert_close(model(x), wanted)
+
+
+@each
+def test_evaluation_mode_has_gradients_each_time(name):
+    model, x = tiny(name).eval(), torch.randn(2, 3, 32, 32)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+@each
+def test_nothing_is_dropped_and_one_image_is_enough_to_train(name):
+    model, x = shaken(tiny(name)).train(), torch.randn(1, 3, 32, 32)
+    first = model(x)
+    assert torch.equal(model(x), first)
+    first.sum().backward()
+
+
+def test_levit_is_timms_with_a_norm_before_the_pooling():
+    from timm.models.levit import Levit
+
+    model = shaken(tiny("levit")).eval()
+    assert isinstance(model.body, LevitBody)
+    with torch.no_grad():
+        model.body.norm.running_mean.normal_()
+        model.body.norm.running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 3, 32, 32)
+    tokens = model.body.levit.forward_features(x)
+    norm = model.body.norm
+    pooled = (tokens.mean(dim=1) - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
+    torch.testing.assert_close(model.body(x), pooled, rtol=1e-4, atol=1e-4)  # in evaluation the order tells nothing
+    assert type(model.body.levit) is Levit and isinstance(model.body.levit.head, nn.Identity)
+
+
+@pytest.mark.parametrize("name", ["levit", "cvt", "swin"])
+def test_states_can_be_averaged(name):
+    model = tiny(name).train()
+    reductions = declare(entries(model), {"head.*": "none"})
+    aggregator = Aggregator(reductions)
+    uploads = []
+    for client in range(2):
+        local = copy.deepcopy(model)
+        for _ in range(client + 1):
+            local(torch.randn(4, 3, 32, 32))
+        uploads.append({key: value.detach().clone() for key, value in entries(local).items()})
+        aggregator.add(uploads[-1], weight=client + 1)
+    result = aggregator.result(model.state_dict())
+    assert result.keys() == model.state_dict().keys()
+    for key, value in result.items():
+        assert value.dtype == uploads[0][key].dtype
+        mean = (uploads[0][key].double() + 2 * uploads[1][key].double()) / 3
+        torch.testing.assert_close(value.double(), mean.round() if key.endswith("tracked") else mean)
+    model.load_state_dict(result)
+
+
+def images(samples=24, classes=4):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, 3, 32, 32)).astype(np.float32), np.arange(samples) % classes
+
+
+def test_a_round_sends_the_body_and_nothing_else(fit):
+    stream = FederatedStream.from_arrays(*images(), clients=2, experiences=1, batch_size=4, seed=0)
+    task, metrics = Classifier(ViT(num_classes=4), 4), ContinualMetrics()
+    head = copy.deepcopy(task.model.head.state_dict())
+    trainer = fit(task, stream, [metrics], max_epochs=1, seed=0, reductions={"model.head.*": "none"})
+    sent = metrics.record["rounds"][0]["upload_bytes"]
+    assert sent == {"0": 10_766_592, "1": 10_766_592}
+    assert metrics.record["rounds"][0]["download_bytes"] == sent
+    assert all(torch.equal(value, head[key]) for key, value in task.model.head.state_dict().items())
+    for client in sent:
+        own = trainer.strategy.federation.store[client]["model"]
+        assert {key for key in own if "head" in key} == {"model.head.weight", "model.head.bias"}
+        assert not torch.equal(own["model.head.weight"], head["weight"])
+
+
+@pytest.mark.parametrize("name", ["vit", "t2t"])
+def test_a_cohort_is_one_by_one(fit, name):
+    states = []
+    for cohort in (1, 2):
+        torch.manual_seed(0)
+        task = Classifier(tiny(name, num_classes=4), 4, lambda params: torch.optim.SGD(params, lr=0.1))
+        stream = FederatedStream.from_arrays(*images(), clients=2, experiences=1, batch_size=4, seed=0)
+        fit(task, stream, max_epochs=1, seed=0, cohort_size=cohort)
+        states.append(task.state_dict())
+    for key, value in states[0].items():
+        torch.testing.assert_close(value, states[1][key], rtol=0, atol=1e-5)
+
+
+def test_a_recipe_names_it():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Classifier, "model")
+    network = {
+        "class_path": "lightning_fcl.models.fcl_vit",
+        "init_args": {"name": "t2t", "num_classes": 7},
+        "dict_kwargs": {"depth": 1},
+    }
+    arguments = {"num_classes": 7, "model": network}
+    config = parser.parse_object({"model": {"class_path": "lightning_fcl.Classifier", "init_args": arguments}})
+    model = parser.instantiate(config).model.model
+    assert isinstance(model, SplitViT) and model.head.out_features == 7 and len(model.body.blocks) == 1
+
+
+@pytest.mark.parametrize("name", ["deit-tiny", "DeiT_Tiny", "deit"])
+def test_spellings(name):
+    with torch.device("meta"):
+        assert size(fcl_vit(name, 224, 1000)) == 5_717_416
+
+
+WRONG = {
+    "name": (("switn",), {}, "Expected `name` to be one of cait, cait_xxs24, "),
+    "near": (("cvt13",), {}, "but got 'cvt13'. Did you mean cvt_13?"),
+    "classes": (("vit",), {"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0. Read it from the"),
+    "option": (("deit",), {"depht": 3}, "heads, mlp_ratio, but got 'depht'. Did you mean depth?"),
+    "timm's": (("swin",), {"img_size": 3}, "Expected options of SwinTransformer, which are patch_size, embed_dim,"),
+    "heads": (("vit",), {"heads": 7}, "Expected `width` to be a multiple of `heads`=7 but got 192."),
+    "vit": (
+        ("vit", 30),
+        {},
+        "a multiple of 4 and at least 8 for ViT but got 30. Resize the images, to 32 for",
+    ),
+    "cait": (("cait", 230), {}, "a multiple of 16 and at least 32 for CaiT but got 230. Resize the images, to 240 for"),
+    "pit": (("pit", 10), {}, "Expected `image_size` to be a multiple of 2 and at least 12 for PiT but got 10. Resize"),
+    "pvt": (("pvt", 28), {}, "Expected `image_size` to be a multiple of 16 and at least 32 for PVT but got 28."),
+    "levit": (("levit", 16), {}, "Expected `image_size` to be a multiple of 4 and at least 20 for LeViT but got 16."),
+    "swin": (("swin", 16), {}, "Expected `image_size` to be a multiple of 16 and at least 32 for Swin but got 16."),
+    "cvt": (("cvt", 36), {}, "Expected `image_size` to suit patches of 3 x 3 every 2 but got 36, which leaves 9 x 9"),
+    "t2t": (("t2t", 30), {}, "Expected `image_size` to suit patches of 3 x 3 every 2 but got 30, which leaves 15 x 15"),
+    "negative": (("pit", -8), {}, "Expected `image_size` to be a multiple of 2 and at least 12 for PiT but got -8."),
+    "channels": (("t2t",), {"channels": 0}, "Expected `channels` to be at least 1 but got 0."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    positional, options, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)), torch.device("meta"):
+        fcl_vit(*positional, **options)
+
+
+@each
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 32, 32), (3, 32, 36), (32, 32)])
+def test_other_images_are_refused(name, shape):
+    message = f"Expected images of shape (3, 32, 32) (channels, height, width) but got {shape}. Resize them, or build"
+    with pytest.raises(ValueError, match=re.escape(message)), torch.device("meta"):
+        tiny(name)(torch.zeros(2, *shape))
+
+
+@pytest.mark.slow
+def test_importing_the_package_does_not_import_timm():
+    code = "import sys, lightning_fcl, lightning_fcl.models; print('timm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
