@@ -1,5 +1,6 @@
 """Scenarios: which client sees which samples in which round. Pure functions from labels and owners to a `Plan`."""
 
+from lightning_fcl.scenarios.fedvit import fedvit
 from lightning_fcl.scenarios.flwf import flwf
 from lightning_fcl.scenarios.incremental import Indices, class_experiences, domain_experiences, incremental, rounds_of
 from lightning_fcl.scenarios.odfcl import odfcl
@@ -13,6 +14,7 @@ __all__ = [
     "Plan",
     "class_experiences",
     "domain_experiences",
+    "fedvit",
     "flwf",
     "incremental",
     "odfcl",

@@ -32,6 +32,8 @@ class Plan:
         order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
         outputs: Number of classes to tell apart, the first ones of ``order``.
         of_classes: Whether the test groups are classes.
+        blocks: For every client, all classes of the task of each of its experiences, see `block`; empty where
+            experiences are not told apart.
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -45,6 +47,7 @@ class Plan:
     order: IntArray | None = None
     outputs: int | None = None
     of_classes: bool = True
+    blocks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The classes that are new to the whole federation in a round, and those of earlier experiences."""
@@ -57,6 +60,14 @@ class Plan:
             new.update(parts[number])
             old.update(group for groups in parts[:number] for group in groups)
         return tuple(sorted(new - old)), tuple(sorted(old))
+
+    def block(self, client: str, experience: int) -> tuple[int, ...]:
+        """The classes among which a sample of a client's experience is classified, if it is told which experience.
+
+        These are the outputs to which a task-incremental method slices the logits; ``tasks`` has the classes of which
+        the client has samples. Empty where experiences are not told apart: all classes then compete.
+        """
+        return self.blocks[client][experience] if self.blocks else ()
 
     @property
     def clients(self) -> tuple[str, ...]:
