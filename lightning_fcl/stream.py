@@ -135,6 +135,7 @@ class FederatedStream(L.LightningDataModule):
         self.root = root
         self._seed = seed
         self._samples: Tensor | Dataset[Any] | None = None
+        self._scale: tuple[Tensor, Tensor] | None = None
         self.y: IntArray = scenarios.EMPTY
         self.classes: tuple[str, ...] = ()
         self.owner: NDArray[Any] | None = None
@@ -211,6 +212,8 @@ class FederatedStream(L.LightningDataModule):
             raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
         if self._samples is None:
             self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
+            if arrays.mean is not None and arrays.std is not None:
+                self._scale = (torch.from_numpy(arrays.mean), torch.from_numpy(arrays.std))
         self.y, self.classes, self.owner = arrays.y, arrays.classes, arrays.client
         if self.plan.order is not None:
             self.y = np.argsort(self.plan.order)[arrays.y]
@@ -306,8 +309,10 @@ class FederatedStream(L.LightningDataModule):
             batch = default_collate(items)
             return list(batch) if isinstance(batch, tuple) else batch
         assert self._samples is not None
-        chosen = torch.from_numpy(indices)
-        return [self._samples[chosen], torch.from_numpy(self.y[indices])]
+        x = self._samples[torch.from_numpy(indices)]
+        if self._scale is not None:
+            x = (x - self._scale[0]) / self._scale[1]
+        return [x, torch.from_numpy(self.y[indices])]
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
         """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
@@ -322,7 +327,7 @@ class FederatedStream(L.LightningDataModule):
                 function(self.take(part)[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
-        self._samples = torch.cat(parts)
+        self._samples, self._scale = torch.cat(parts), None
 
     @property
     def draws(self) -> bool:
