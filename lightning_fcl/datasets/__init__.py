@@ -25,6 +25,7 @@ _MODULES = {
     "hhar": "lightning_fcl.datasets.hhar",
     "lfw": "lightning_fcl.datasets.lfw",
     "orl": "lightning_fcl.datasets.orl",
+    "tinyimagenet": "lightning_fcl.datasets.tinyimagenet",
     "ucihar": "lightning_fcl.datasets.ucihar",
     "wesad": "lightning_fcl.datasets.wesad",
 }
@@ -112,7 +113,7 @@ def describe() -> list[Description]:
 
     Example:
         >>> [entry.name for entry in describe()]
-        ['digits', 'hhar', 'lfw', 'orl', 'ucihar', 'wesad']
+        ['digits', 'hhar', 'lfw', 'orl', 'tinyimagenet', 'ucihar', 'wesad']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 

@@ -192,7 +192,7 @@ def test_load_refuses_unknown_options(small):
 
 @pytest.mark.parametrize("call", [datasets.load, datasets.check, datasets.fetch])
 def test_unknown_names(call):
-    known = "Expected `name` to be one of `digits`, `hhar`, `lfw`, `orl`, `ucihar`, `wesad` but got"
+    known = "Expected `name` to be one of `digits`, `hhar`, `lfw`, `orl`, `tinyimagenet`, `ucihar`, `wesad` but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean `ucihar`?")):
         call("UCI-HAR")
     with pytest.raises(ValueError, match=re.escape(f"{known} 'digit'. Did you mean `digits`?")):
@@ -216,11 +216,16 @@ def test_check_fails_on_missing_and_damaged_data(small, tmp_path):
 
 def test_every_data_set_is_described():
     described = datasets.describe()
-    assert [entry.name for entry in described] == ["digits", "hhar", "lfw", "orl", "ucihar", "wesad"]
+    assert [entry.name for entry in described] == ["digits", "hhar", "lfw", "orl", "tinyimagenet", "ucihar", "wesad"]
     for entry in described:
         assert all("\n" not in text for text in vars(entry).values())
         assert entry.content and entry.licence and entry.citation and entry.size
-    homes = ("https://archive.ics.uci.edu/", "https://ndownloader.figshare.com/", "https://cam-orl.co.uk/")
+    homes = (
+        "https://archive.ics.uci.edu/",
+        "https://ndownloader.figshare.com/",
+        "https://cam-orl.co.uk/",
+        "http://cs231n.stanford.edu/",
+    )
     assert all(entry.url.startswith(homes) for entry in described[1:])
 
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.datasets import Arrays
@@ -244,3 +245,19 @@ def test_the_streams_own_arguments_are_refused_among_the_scenarios():
         prepared(scenario_args={"train": [1]})
     with pytest.raises(ValueError, match=r"Did you mean `classes_per_client`\?"):
         prepared(scenario_args={"class_per_client": (2, 3)})
+
+
+@pytest.mark.data
+def test_real_photographs(data_folder):
+    from lightning_fcl.datasets import tinyimagenet
+
+    try:
+        tinyimagenet.locate(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    stream = FederatedStream("tinyimagenet", "fedvit", test="official", root=data_folder, seed=0)
+    stream.setup("fit")
+    assert stream.num_classes % 10 == 0 and stream.plan.rounds == 100
+    x, y = stream.take(stream.plan.train[0]["0"])
+    assert x.shape[1:] == (3, 32, 32) and x.dtype == torch.float32
+    assert set(y.tolist()) == set(stream.plan.tasks["0"][0])
