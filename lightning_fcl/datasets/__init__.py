@@ -21,7 +21,9 @@ from lightning_fcl.datasets.arrays import Arrays
 __all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "load"]
 
 _MODULES = {
+    "cifar100": "lightning_fcl.datasets.cifar100",
     "digits": "lightning_fcl.datasets.digits",
+    "fc100": "lightning_fcl.datasets.fc100",
     "hhar": "lightning_fcl.datasets.hhar",
     "lfw": "lightning_fcl.datasets.lfw",
     "orl": "lightning_fcl.datasets.orl",
@@ -45,7 +47,7 @@ class Description:
 
     Example:
         >>> describe()[0].name
-        'digits'
+        'cifar100'
     """
 
     name: str
@@ -113,7 +115,7 @@ def describe() -> list[Description]:
 
     Example:
         >>> [entry.name for entry in describe()]
-        ['digits', 'hhar', 'lfw', 'orl', 'tinyimagenet', 'ucihar', 'wesad']
+        ['cifar100', 'digits', 'fc100', 'hhar', 'lfw', 'orl', 'tinyimagenet', 'ucihar', 'wesad']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 

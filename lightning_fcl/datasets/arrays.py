@@ -92,11 +92,8 @@ class Arrays:
         Returns:
             The samples, float32.
         """
-        chosen = self.x[indices]
-        if self.mean is None or self.std is None:
-            return chosen
-        scaled: NDArray[np.float32] = (chosen - self.mean) / self.std
-        return scaled
+        chosen: NDArray[Any] = self.x[indices]
+        return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
 
 
 def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> None:
