@@ -236,7 +236,7 @@ def test_data_commands(capsys, tmp_path, monkeypatch):
     main(["data", "check", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
-    assert "cannot be used: cifar100, fc100, hhar, lfw, orl, tinyimagenet, ucihar, wesad" in error_of(capsys, ["data", "check"])
+    assert "cannot be used: cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad" in error_of(capsys, ["data", "check"])
 
 
 def test_import_is_what_registers_the_strategy():

@@ -22,10 +22,12 @@ __all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "
 
 _MODULES = {
     "cifar100": "lightning_fcl.datasets.cifar100",
+    "core50": "lightning_fcl.datasets.core50",
     "digits": "lightning_fcl.datasets.digits",
     "fc100": "lightning_fcl.datasets.fc100",
     "hhar": "lightning_fcl.datasets.hhar",
     "lfw": "lightning_fcl.datasets.lfw",
+    "miniimagenet": "lightning_fcl.datasets.miniimagenet",
     "orl": "lightning_fcl.datasets.orl",
     "tinyimagenet": "lightning_fcl.datasets.tinyimagenet",
     "ucihar": "lightning_fcl.datasets.ucihar",
@@ -114,8 +116,8 @@ def describe() -> list[Description]:
         One `Description` per data set.
 
     Example:
-        >>> [entry.name for entry in describe()]
-        ['cifar100', 'digits', 'fc100', 'hhar', 'lfw', 'orl', 'tinyimagenet', 'ucihar', 'wesad']
+        >>> [entry.name for entry in describe()][:6]
+        ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 

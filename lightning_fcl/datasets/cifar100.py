@@ -179,7 +179,8 @@ def _opened(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 def _pixels(data: Any, path: Path) -> NDArray[np.uint8]:
     """Images: a row of the file holds all of red, then green, then blue."""
     size = int(np.prod(_SHAPE))
-    dtype, shape = getattr(data, "dtype", type(data).__name__), getattr(data, "shape", ())
+    dtype: Any = getattr(data, "dtype", type(data).__name__)
+    shape: tuple[int, ...] = getattr(data, "shape", ())
     if dtype != np.uint8 or len(shape) != 2 or not shape[0] or shape[1] != size:
         raise ValueError(
             f"Expected `data` of {path} to hold rows of {size} uint8 values but got {dtype} of shape {shape}. {_REMEDY}"

@@ -33,7 +33,8 @@ def serve(tmp_path, monkeypatch):
         path.parent.mkdir()
         path.write_bytes(content)
         monkeypatch.setattr(module, "URL", f"http://127.0.0.1:{server.server_port}/{name}")
-        monkeypatch.setattr(module, "SHA256", hashlib.sha256(content).hexdigest())
+        kind = "SHA256" if hasattr(module, "SHA256") else "MD5"
+        monkeypatch.setattr(module, kind, hashlib.new(kind.lower(), content).hexdigest())
         return path, asked
 
     yield start

@@ -11,7 +11,19 @@ import pytest
 from lightning_fcl import datasets
 from lightning_fcl.datasets import Arrays
 
-NAMES = ["cifar100", "digits", "fc100", "hhar", "lfw", "orl", "tinyimagenet", "ucihar", "wesad"]
+NAMES = [
+    "cifar100",
+    "core50",
+    "digits",
+    "fc100",
+    "hhar",
+    "lfw",
+    "miniimagenet",
+    "orl",
+    "tinyimagenet",
+    "ucihar",
+    "wesad",
+]
 
 
 def parts(**changes):
@@ -228,6 +240,8 @@ def test_every_data_set_is_described():
         "https://cam-orl.co.uk/",
         "https://www.cs.toronto.edu/",
         "http://cs231n.stanford.edu/",
+        "http://bias.csr.unibo.it/",
+        "https://github.com/yaoyao-liu/mini-imagenet-tools",
     )
     assert all(entry.url.startswith(homes) for entry in described if entry.name != "digits")
 
