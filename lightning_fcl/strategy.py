@@ -231,6 +231,12 @@ class FederatedStrategy(SingleDeviceStrategy):
                 f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}. "
                 f"Set `max_epochs={plan.rounds}`."
             )
+        module = self.lightning_module
+        if isinstance(module, Classifier) and module.num_classes < self.stream.num_classes:
+            raise ValueError(
+                f"Expected the task's `num_classes` to be at least the stream's {self.stream.num_classes} classes but "
+                f"got {module.num_classes}: some have no output. Raise it, and the network's."
+            )
         named = [c for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients]
         self.federation.check_clients(plan.clients, [*named, *(self.swarm.nodes if self.swarm else ())])
 

@@ -136,6 +136,7 @@ class FederatedStream(L.LightningDataModule):
         self._seed = seed
         self._samples: Tensor | Dataset[Any] | None = None
         self._scale: tuple[Tensor, Tensor] | None = None
+        self._unmapped: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
         self.y: IntArray = scenarios.EMPTY
         self.classes: tuple[str, ...] = ()
         self.owner: NDArray[Any] | None = None
@@ -180,6 +181,9 @@ class FederatedStream(L.LightningDataModule):
         stream = cls(data=arrays, **kwargs)
         stream._samples = dataset
         return stream
+
+    def __str__(self) -> str:
+        return f'{type(self).__name__} of {self._name}, scenario="{self.scenario}"'
 
     @property
     def seed(self) -> int:
@@ -327,7 +331,13 @@ class FederatedStream(L.LightningDataModule):
                 function(self.take(part)[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
+        self._unmapped = self._unmapped or (self._samples, self._scale)
         self._samples, self._scale = torch.cat(parts), None
+
+    def unmap(self) -> None:
+        """Bring back the samples as they were before any `map`."""
+        if self._unmapped is not None:
+            (self._samples, self._scale), self._unmapped = self._unmapped, None
 
     @property
     def draws(self) -> bool:

@@ -125,14 +125,18 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_reproduce_names_what_is_wrong(capsys):
-    assert "Expected `paper` to be one of fedclip, fedclip-hhar, flwf, flwf-as-written, incfed, odfcl but got flwff" in error_of(
-        capsys, ["reproduce", "flwff"]
+    assert (
+        "Expected `paper` to be one of fedclip, fedclip-hhar, flwf, flwf-as-written, incfed, odfcl but got flwff"
+        in error_of(capsys, ["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
 
 
-@pytest.mark.parametrize(("paper", "number"), [("flwf", 12), ("flwf-as-written", 8), ("incfed", 32), ("fedclip", 80), ("fedclip-hhar", 20), ("odfcl", 25)])
+@pytest.mark.parametrize(
+    ("paper", "number"),
+    [("flwf", 12), ("flwf-as-written", 8), ("incfed", 32), ("fedclip", 80), ("fedclip-hhar", 20), ("odfcl", 26)],
+)
 def test_every_recipe_is_part_of_a_row(paper, number):
     rows = paper_rows(RECIPES / paper, None)
     assert len(rows) == number
@@ -236,7 +240,8 @@ def test_data_commands(capsys, tmp_path, monkeypatch):
     main(["data", "check", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
-    assert "cannot be used: cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad" in error_of(capsys, ["data", "check"])
+    names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
+    assert f"cannot be used: {names}" in error_of(capsys, ["data", "check"])
 
 
 def test_import_is_what_registers_the_strategy():
@@ -311,3 +316,50 @@ def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, mon
     main(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
     assert {entry.name for entry in tmp_path.iterdir()} == {"silent.yaml", "tiny.yaml", "out"}
     assert (tmp_path / "out" / "config.yaml").is_file()
+
+
+ODFCL = sorted(
+    path.name
+    for path in (RECIPES / "odfcl").glob("*.yaml")
+    if not path.name.startswith(("base.", "rows.", "scale-", "search-"))
+)
+
+
+@pytest.fixture
+def short(tmp_path):
+    """Copies a recipe, with a base session of one epoch, kept in a folder of the test."""
+
+    def copy(name):
+        recipe = yaml.safe_load((RECIPES / "odfcl" / name).read_text())
+        for callback in recipe.get("trainer", {}).get("callbacks", []):
+            if callback["class_path"].endswith("BaseSession"):
+                arguments = callback["init_args"]
+                assert arguments["cache"] == "runs/base-sessions"
+                epochs = min(1, arguments.get("pretrain_epochs", 1))
+                arguments.update(epochs=1, pretrain_epochs=epochs, cache=str(tmp_path / "base-sessions"))
+        (tmp_path / name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return ["--config", str(tmp_path / name)]
+
+    return copy
+
+
+@pytest.mark.parametrize("row", ODFCL)
+def test_recipes_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
+    names = ["base.yaml", *(["odfcl.yaml"] if row == "latent-replay.yaml" else []), row]
+    words = [word for name in names for word in short(name)]
+    smallest = ["--config", str(RECIPES / "odfcl" / "scale-smoke.yaml"), "--trainer.enable_progress_bar", "false"]
+    main(["fit", *words, *smallest, "--out", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    record, nodes = results["record"], 1 if row == "joint.yaml" else 3
+    assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
+    assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert sum(record["start"][4:]) == 0  # nobody has taught them yet
+    assert [sum(r["experience"][f"node{n + 1}"] for n in range(nodes)) for r in record["rounds"]] == [
+        nodes, nodes, 2 * nodes, 2 * nodes,
+    ]  # fmt: skip
+    up, down = (32_328, 6_400) if row == "ridge.yaml" else (24_040, 24_040)
+    for entry in record["rounds"]:
+        assert list(entry["upload_bytes"].values()) == [up] * nodes
+        assert list(entry["download_bytes"].values()) == [down] * nodes
+    assert {f"stream_accuracy_{i}/server" for i in range(3)} <= results["metrics"].keys()
+    assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1

@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from lightning_fcl import FederatedStrategy
+from lightning_fcl import Classifier, FederatedStrategy
 from lightning_fcl.callbacks import FedProx, FLwF2T, Replay
 from lightning_fcl.clients import seed_of
+from lightning_fcl.models import MLP
 from lightning_fcl.rounds import participants, plan_batches
 
 
@@ -548,3 +549,10 @@ def test_a_malicious_client_is_outvoted(fit, make_stream, make_task):
         distances[reduction] = max(float((a - b).abs().max()) for a, b in pairs)
     assert distances["median"] < 0.2 < distances["mean"]
     assert distances["krum"] < 0.2
+
+
+def test_a_stream_with_more_classes_than_outputs_is_refused(make_stream, quiet):
+    task = Classifier(MLP([6, 5, 3]), num_classes=3)
+    trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, **quiet)
+    with pytest.raises(ValueError, match="at least the stream's 4 classes but got 3"):
+        trainer.fit(task, datamodule=make_stream())

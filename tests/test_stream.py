@@ -421,6 +421,17 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
             and taken[1].tolist() == y[[5, 599, 0]].tolist()
         )
         assert torch.cat([batch for batch, _ in stream.test_dataloader()]).shape[1] == 3
+        stream.map(lambda batch: batch + 1)
+        assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(2 * x[[7], :3] + 1))
+        for _ in range(2):
+            stream.unmap()
+            assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(x[[7]]))
+
+
+def test_a_stream_in_words():
+    stream = FederatedStream("digits", scenario="class-incremental", clients=3)
+    assert str(stream) == 'FederatedStream of digits, scenario="class-incremental"'
+    assert str(prepared(*arrays())) == 'FederatedStream of the data, scenario="class-incremental"'
 
 
 def test_pixels_are_normalised_batch_by_batch():
@@ -437,3 +448,6 @@ def test_pixels_are_normalised_batch_by_batch():
     assert torch.equal(tested, torch.from_numpy(data.samples(stream.plan.test)))
     stream.map(lambda batch: batch.flatten(1))
     assert torch.equal(stream.take(indices)[0], x.flatten(1))
+    stream.map(lambda batch: batch + 1)
+    stream.unmap()
+    assert torch.equal(stream.take(indices)[0], x)

@@ -105,18 +105,25 @@ class BaseSession(Callback):
                 f"`{type(network).__name__}`."
             )
         assert isinstance(network, nn.Module)
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(stream, FederatedStream):
+            stream.unmap()  # maps of an earlier fit may be another network's
         if getattr(network, "frozen", False):
             return  # of an earlier fit, which this one goes on from
         images = None
         if stage == "fit" and trainer.ckpt_path is None:
-            stream = trainer.datamodule  # type: ignore[attr-defined]
             if not isinstance(stream, FederatedStream) or not len(stream.plan.base):
                 raise ValueError(
                     'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
                     f"`datamodule` but got {stream}."
                 )
+            outputs = _classifier(network).out_features
+            if outputs < stream.num_classes:
+                raise ValueError(
+                    f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
+                    f"{outputs}. Raise the network's `num_classes`."
+                )
             self._train(network, stream)
-            images = stream.take(self._samples(stream)[0])[0]
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)

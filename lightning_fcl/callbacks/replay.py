@@ -90,6 +90,8 @@ class Replay(Method):
             generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, "base session"))
             turn = Turn(client, round=0, stream_samples=stream.plan.samples[client])
             store = strategy.federation.store
+            if type(self).__name__ in store[client]:
+                continue  # of an earlier fit, which this one goes on from
             store[client] = {**store[client], type(self).__name__: self.finish({}, {}, data, turn, generator)}
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
 from lightning_fcl.metrics import summarize
@@ -206,3 +207,52 @@ def test_no_validation_samples(fit, make_stream, make_task):
 def test_unknown_clients_are_named(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"`clients` of the stream \(0, 1, 2\) but got seven"):
         fit(make_task(), make_stream(), [ContinualMetrics(["seven"])])
+
+
+class Start(Callback):
+    """Evaluates the model before the first round."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def on_train_start(self, trainer, pl_module):
+        self.counts = counts(copy.deepcopy(pl_module).eval(), self.stream, 4)
+
+
+def test_the_start_is_counted_before_the_first_round(fit, make_stream, make_task, tmp_path):
+    stream, metrics, plain, task = make_stream(), ContinualMetrics(start=True), ContinualMetrics(), make_task()
+    start, by_hand = Start(stream), ByHand(stream)
+    trainer = fit(task, stream, [metrics, start, by_hand], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "round.ckpt")
+    assert metrics.record["start"] == start.counts != metrics.record["rounds"][0]["correct"]["server"]
+    assert [entry["correct"] for entry in metrics.record["rounds"]] == by_hand.rounds
+    assert start.counts == counts(make_task().eval(), stream, 4)
+    continued = ContinualMetrics(start=True)
+    fit(make_task(seed=1), make_stream(), [continued], ckpt_path=tmp_path / "round.ckpt")
+    assert continued.record["start"] == start.counts and len(continued.record["rounds"]) == 2
+    fit(make_task(seed=1), stream, [metrics, start])
+    assert metrics.record["start"] == start.counts == counts(make_task(seed=1).eval(), stream, 4)
+    fit(make_task(), stream, [plain])
+    assert "start" not in plain.record
+
+
+def test_a_base_session_is_experience_0(fit, make_task):
+    """Accuracy on the base session's classes before the rounds, and on all classes so far after each session."""
+    arguments = {
+        "people": 4, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 20, "test_per_class": 10,
+        "rounds_per_session": 2,
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    y = np.arange(240) % 5
+    x = (rng.normal(size=(240, 6)) + 2 * np.eye(5, 6)[y]).astype(np.float32)
+    stream = FederatedStream.from_arrays(x, y, scenario="odfcl", scenario_args=arguments, batch_size=4, seed=0)
+    metrics, start, by_hand = ContinualMetrics("none", start=True), Start(stream), ByHand(stream)
+    fit(make_task(), stream, [metrics, start, by_hand])
+    summary, ends = summarize(metrics.record), [start.counts, by_hand.rounds[1]["server"], by_hand.rounds[3]["server"]]
+    assert metrics.record["totals"] == [10] * 4
+    assert metrics.record["tasks"]["server"] == [[0, 1], [2], [3]]
+    assert [entry["experience"]["server"] for entry in metrics.record["rounds"]] == [1, 1, 2, 2]
+    for experience, right in enumerate(ends):
+        seen = 2 + experience
+        assert summary[f"stream_accuracy_{experience}/server"] == pytest.approx(sum(right[:seen]) / (10 * seen))
+    assert summary["stream_accuracy/server"] == summary["final_accuracy/server"] == sum(ends[-1]) / 40

@@ -1,0 +1,431 @@
+"""The base session: trained in one place as a hand-written loop would, then frozen, cached, resumed and tested."""
+
+import copy
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
+from lightning_fcl.callbacks.base_session import _Images
+from lightning_fcl.clients import start_randomness
+from lightning_fcl.datasets import Arrays
+from lightning_fcl.device.quantization import Int8Backbone, fold_batchnorm
+from lightning_fcl.models import MLP, DSICNet
+
+SMALL = {
+    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
+    "rounds_per_session": 2,
+}  # fmt: skip
+
+
+def faces(people=8, images=10, seed=0):
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.repeat(np.arange(people), images))
+    pattern = rng.normal(size=(people, 1, 16, 16))
+    x = 0.5 * rng.normal(size=(len(y), 1, 16, 16)) + pattern[y]
+    return Arrays(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
+
+
+def make_faces(data=None, scenario_args=SMALL, **kwargs):
+    data = faces() if data is None else data
+    return FederatedStream(data, "odfcl", scenario_args=scenario_args, **{"batch_size": 4, "seed": 0, **kwargs})
+
+
+def make_net(classes=6, seed=0):
+    torch.manual_seed(seed)
+    return Classifier(
+        DSICNet(classes, (16, 16)), classes, lambda params: torch.optim.SGD([p for p in params if p.requires_grad], 0.1)
+    )
+
+
+class Start(Callback):
+    """Keeps the model that the first round starts from."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.state = snapshot(pl_module)
+
+
+def snapshot(module):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(left, right, tolerance=0.0):
+    torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
+
+
+def part(state, prefix):
+    return {name: value for name, value in state.items() if name.startswith(prefix)}
+
+
+HEAD = {"model.backbone.*": "fixed"}
+QUICK = {"pretrain_epochs": 1, "epochs": 1, "augment": False, "batch_size": 8, "backbone": "float"}
+
+
+@pytest.fixture
+def run(fit):
+    """Fits a small network and gives it back, with the state that its first round starts from."""
+
+    def go(session=(), others=(), task=None, stream=None, reductions=HEAD, **kwargs):
+        task, start = task or make_net(), Start()
+        session = session if isinstance(session, BaseSession) else BaseSession(**{**QUICK, **dict(session)})
+        stream = stream or make_faces()
+        go.trainer = fit(task, stream, [session, start, *others], reductions=reductions, seed=0, **kwargs)
+        return task, start.state
+
+    return go
+
+
+@pytest.mark.parametrize("pretrain_epochs", [0, 2])
+def test_equals_a_hand_written_loop(run, pretrain_epochs):
+    stream = make_faces()
+    options = {"pretrain_epochs": pretrain_epochs, "epochs": 3, "lr": 1e-3, "weight_decay": 0.1}
+    _, state = run({**QUICK, **options}, stream=stream)
+    by_hand = make_net().model.train()
+    own = by_hand.head.classifier
+    start_randomness(0, "base session")
+
+    def train(indices, first, classes, epochs):
+        x, y = stream.take(indices)
+        loader = DataLoader(TensorDataset(x, y - first), 8, shuffle=True, drop_last=True)
+        optimizer = torch.optim.AdamW(by_hand.parameters(), 1e-3, weight_decay=0.1)
+        steps, step = epochs * len(loader), 0
+        for _ in range(epochs):
+            for images, labels in loader:
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-3 * (1 + math.cos(math.pi * step / steps)) / 2
+                optimizer.zero_grad()
+                F.cross_entropy(by_hand(images)[:, :classes], labels).backward()
+                optimizer.step()
+                step += 1
+
+    if pretrain_epochs:
+        by_hand.head.classifier = nn.Linear(80, 2)
+        assert set(stream.y[stream.plan.pretrain]) == {6, 7}
+        train(stream.plan.pretrain, 6, 2, pretrain_epochs)
+    by_hand.head.classifier = own
+    nn.init.zeros_(own.weight)
+    nn.init.zeros_(own.bias)
+    train(stream.plan.base, 0, 2, 3)
+    fold_batchnorm(by_hand.eval())
+    same({name.removeprefix("model."): value for name, value in state.items()}, snapshot(by_hand), 1e-6)
+
+
+def test_classes_that_come_later_start_level(run):
+    task, state = run({"epochs": 2, "weight_decay": 0.5})
+    weight, bias = state["model.head.classifier.weight"], state["model.head.classifier.bias"]
+    assert not weight[2:].any() and not bias[2:].any()
+    assert (weight[:2] != 0).any() and (bias[:2] != 0).all()
+    assert (task.model.head.classifier.bias != 0).all()  # the rounds have taught them
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
+    task, state = run({"backbone": backbone}, cohort_size=cohort_size)
+    assert run.trainer.strategy.cohort_clients == 1 if cohort_size == 1 else run.trainer.strategy.cohort_clients > 1
+    end = snapshot(task)
+    same(part(end, "model.backbone."), part(state, "model.backbone."))
+    assert isinstance(task.model.backbone, Int8Backbone) == (backbone == "int8")
+    for name, value in part(end, "model.head.").items():
+        assert not torch.equal(value, state[name]), name
+    assert not any(parameter.requires_grad for parameter in task.model.backbone.parameters())
+    assert all(parameter.requires_grad for parameter in task.model.head.parameters())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in task.modules())
+
+
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_only_the_head_travels(run, backbone):
+    metrics = ContinualMetrics("none")
+    stream = make_faces(faces(12), {**SMALL, "people": 10, "base": 4, "nodes": 3})
+    task, _ = run({"backbone": backbone}, [metrics], make_net(10), stream)
+    trainable = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    assert 4 * trainable == 24_040
+    for entry in metrics.record["rounds"]:
+        assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys(("node1", "node2", "node3"), 24_040)
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_maps_that_are_computed_once_give_the_same(run, backbone, cohort_size):
+    """Int8 sums are exact in any batch; in floating point the size of a batch may change the rounding."""
+    results = []
+    for latents in (False, True):
+        metrics, stream = ContinualMetrics(start=True), make_faces()
+        others = [MeanOutputLoss(2.0), Replay(20, "class-balanced", "round", base=True), metrics]
+        task, state = run({"backbone": backbone, "latents": latents}, others, stream=stream, cohort_size=cohort_size)
+        x = stream.take(np.arange(80))[0]
+        assert x.shape == ((80, 64, 1, 1) if latents else (80, 1, 16, 16))
+        if latents:
+            with torch.no_grad():
+                maps = task.model.backbone(torch.from_numpy(faces().x))
+            same(x, maps, 0.0 if backbone == "int8" else 1e-5)
+        results.append((state, snapshot(task), metrics.record))
+    same(results[0][0], results[1][0])
+    same(results[0][1], results[1][1], 0.0 if backbone == "int8" else 1e-6)
+    assert results[0][2]["start"] == results[1][2]["start"]
+
+
+def files(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
+    folder = tmp_path / "kept" / "here"
+    first, state = run({"cache": str(folder)})
+    (path,) = folder.glob("*.safetensors")
+    assert files(folder) == {path.name}
+    second, again = run({"cache": str(folder)})
+    plain, without = run()
+    assert files(folder) == {path.name}
+    for other in (again, without):
+        same(other, state)
+    for task in (second, plain):
+        same(snapshot(task), snapshot(first))
+    run({"cache": str(folder), "latents": True, "backbone": "int8"})  # only what follows is another
+    assert files(folder) == {path.name}
+    kept = load_file(path)
+    save_file({**kept, "head.classifier.bias": kept["head.classifier.bias"] + 1}, path)
+    _, changed = run({"cache": str(folder)})
+    same(changed["model.head.classifier.bias"], state["model.head.classifier.bias"] + 1)
+    same(part(changed, "model.backbone"), part(state, "model.backbone"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pretrain_epochs": 0},
+        {"epochs": 2},
+        {"lr": 1e-3},
+        {"weight_decay": 0.0},
+        {"batch_size": 7},
+        {"augment": True},
+        {"stream": {"seed": 1}},
+        {"stream": {"data": faces(seed=1)}},
+        {"task": {"seed": 1}},
+    ],
+)
+def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
+    cached = {"cache": str(tmp_path)}
+    _, state = run(cached, max_epochs=1)
+    stream, task = make_faces(**change.pop("stream", {})), make_net(**change.pop("task", {}))
+    copied, same_stream = copy.deepcopy(task), copy.deepcopy(stream)
+    _, other = run({**cached, **change}, task=task, stream=stream, max_epochs=1)
+    assert len(files(tmp_path)) == 2
+    assert any(not torch.equal(other[name], state[name]) for name in state)
+    _, uncached = run(change, task=copied, stream=same_stream, max_epochs=1)
+    same(other, uncached)
+
+
+def test_what_was_drawn_before_does_not_matter(run):
+    """Nor does the session move the random numbers of what comes after it."""
+    states = []
+    for seed in (1, 2):
+        task = make_net()
+        torch.manual_seed(seed)
+        states.append(run({"augment": True}, task=task)[1])
+    same(*states)
+    assert any(
+        not torch.equal(states[0][name], value)
+        for name, value in run({"augment": True}, stream=make_faces(seed=1))[1].items()
+    )
+
+
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
+    def parts():
+        return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0), ContinualMetrics(start=True)]
+
+    session, whole = {"backbone": backbone, "latents": latents}, parts()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    task, _ = run(session, [*whole, saver], trainer_args={"enable_checkpointing": True})
+    for epoch in (0, 2):
+        again = parts()
+        continued, _ = run(session, again, make_net(seed=9), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        same(snapshot(continued), snapshot(task))
+        correct = [[r["correct"] for r in callbacks[2].record["rounds"]] for callbacks in (whole, again)]
+        assert correct[0] == correct[1] and again[2].record["start"] == whole[2].record["start"]
+
+
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
+    import lightning.pytorch as L
+
+    session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
+    task, _ = run(session)
+    run.trainer.save_checkpoint(tmp_path / "end.ckpt")
+    stream, again = make_faces(), make_net(seed=9)
+    session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
+    trainer = L.Trainer(callbacks=[session], **quiet)
+    (result,) = trainer.test(again, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    same(snapshot(again), snapshot(task))
+    x, y = stream.take(stream.plan.test)
+    with torch.no_grad():
+        output = task.eval()(x)
+    assert result["test/accuracy"] == pytest.approx(float((output.argmax(1) == y).float().mean()))
+    assert result["test/loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-5)
+    (direct,) = run.trainer.test(task, datamodule=stream, verbose=False)
+    assert direct == pytest.approx(result, rel=1e-5)
+
+
+def test_a_second_fit_goes_on(run):
+    def parts():
+        return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0)]
+
+    session = {"latents": True}
+    whole, _ = run(session, parts())
+    stream = make_faces()
+    task, _ = run(session, parts(), stream=stream, max_epochs=2)
+    run.trainer.fit_loop.max_epochs = 4
+    run.trainer.fit(task, datamodule=stream)
+    same(snapshot(task), snapshot(whole))
+
+
+@pytest.mark.parametrize("backbone", ["float", "int8"])
+def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_computed(run, backbone):
+    session, stream = {"latents": True, "backbone": backbone}, make_faces()
+    run(session, stream=stream)
+    task, state = run(session, task=make_net(seed=1), stream=stream)
+    other, expected = run(session, task=make_net(seed=1))
+    same(state, expected)
+    same(snapshot(task), snapshot(other))
+
+
+def test_in_a_plain_trainer(run, fit):
+    arguments = {**SMALL, "nodes": 1}
+    federated, _ = run(stream=make_faces(scenario_args=arguments), cohort_size=1)
+    plain = make_net()
+    fit(plain, make_faces(scenario_args=arguments), [BaseSession(**QUICK)], strategy="auto")
+    same(snapshot(plain), snapshot(federated))
+
+
+def test_images_are_mirrored_and_shifted():
+    x, y = torch.rand(3, 2, 5, 6), torch.arange(3)
+    padded = F.pad(torch.cat([x, x.flip(-1)]), (4, 4, 4, 4))
+    images, seen = _Images(x, y, True), set()
+    for index in range(3):
+        for _ in range(150):
+            image, label = images[index]
+            assert label == index
+            found = [
+                (flip, i, j)
+                for flip in (0, 1)
+                for i in range(9)
+                for j in range(9)
+                if torch.equal(image, padded[index + 3 * flip, :, i : i + 5, j : j + 6])
+            ]
+            assert found
+            seen.add(found[0])
+    assert len(seen) > 100  # of 162
+    plain = _Images(x, y, False)
+    assert all(torch.equal(plain[i][0], x[i]) for i in range(3))
+
+
+def test_the_base_session_fills_the_buffers_before_the_first_round(run):
+    rounds, labels = [], []
+
+    class Look(Callback):
+        def on_round_end(self, trainer, pl_module):
+            store = trainer.strategy.federation.store
+            rounds.append({c: copy.deepcopy(store[c]["Replay"]) for c in store})
+
+    class Batches(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 0:
+                labels.extend(batch[1].tolist())
+
+    stream = make_faces()
+    run({"latents": True}, [Replay(6, "class-balanced", "experience", base=True), Look(), Batches()], stream=stream)
+    # Node 1 learns class 2 and node 2 class 3, 7 samples each, beside 3 samples of each of the base session's classes.
+    assert np.bincount(labels).tolist() == [6, 6, 7, 7]
+    maps, theirs = stream.take(stream.plan.base)
+    for node, own in (("node1", 2), ("node2", 3)):
+        memory = rounds[0][node]
+        assert memory["x"].shape == (6, 64, 1, 1) and memory["y"].bincount().tolist() == [3, 3]
+        assert memory["task"].tolist() == [0] * 6
+        for x, y in zip(memory["x"], memory["y"], strict=True):
+            assert any(torch.equal(x, maps[i]) and y == theirs[i] for i in range(len(maps)))
+        assert rounds[1][node]["y"].bincount(minlength=4)[[0, 1, own]].tolist() == [2, 2, 2]
+    assert not torch.equal(rounds[0]["node1"]["x"], rounds[0]["node2"]["x"])  # each its own choice
+
+
+def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
+    for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 3)):
+        run(others=[replay], max_epochs=1)
+        memory = run.trainer.strategy.federation.store["node1"]["Replay"]
+        assert len(memory["y"]) == size
+
+
+def test_replay_needs_a_base_session(fit, make_stream, make_task):
+    with pytest.raises(
+        ValueError, match=r"^Expected a federation whose stream has a base session, .* Leave `base` out"
+    ):
+        fit(make_task(), make_stream(), [Replay(9, base=True)])
+    stream = make_faces(scenario_args={**SMALL, "nodes": 1})
+    with pytest.raises(
+        ValueError, match=r"^Expected a federation whose stream has a base session, .* Leave `base` out"
+    ):
+        fit(make_net(), stream, [Replay(9, base=True)], strategy="auto")
+
+
+def test_a_network_without_the_two_parts(fit, make_stream, make_task):
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 6)
+
+    def task(model):
+        return Classifier(model, 6)
+
+    message = "Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a `MLP`."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(task(MLP([6, 5, 6])), make_faces(), [BaseSession(**QUICK)])
+    message = "Expected `model.head.classifier` to be an nn.Linear, as DSICNet's is. Name the last layer so."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(task(Halves()), make_faces(), [BaseSession(**QUICK)])
+
+
+def test_a_stream_without_base_session(fit, make_stream):
+    with pytest.raises(
+        ValueError, match=r'^Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has'
+    ):
+        fit(make_net(), make_stream(), [BaseSession(**QUICK)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": 0}, "Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got 0 and 40."),
+        (
+            {"pretrain_epochs": -1},
+            "Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got 60 and -1.",
+        ),
+        ({"backbone": "int4"}, 'Expected `backbone` to be "int8" or "float" but got "int4".'),
+        (
+            {"lr": 0.0},
+            "Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got 0.0 and 32.",
+        ),
+        (
+            {"batch_size": 1},
+            "Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got 0.002 and 1.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        BaseSession(**arguments)
+
+
+def test_a_network_with_too_few_outputs(fit):
+    task = Classifier(DSICNet(num_classes=3, image_size=(16, 16)), 6)
+    with pytest.raises(ValueError, match="an output for each of the stream's 6 classes but got 3"):
+        fit(task, make_faces(), [BaseSession(**QUICK)])
