@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl import FederatedStream
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.datasets import Arrays
+from lightning_fcl.metrics import summarize
 from lightning_fcl.scenarios import fedvit
 
 
@@ -245,6 +247,21 @@ def test_the_streams_own_arguments_are_refused_among_the_scenarios():
         prepared(scenario_args={"train": [1]})
     with pytest.raises(ValueError, match=r"Did you mean `classes_per_client`\?"):
         prepared(scenario_args={"class_per_client": (2, 3)})
+
+
+def test_a_federation_learns_it(fit):
+    metrics = ContinualMetrics()
+    options = {"tasks": 2, "clients": 3, "share": [0.2, 0.3], "rounds_per_task": 2}
+    stream = FederatedStream("digits", "fedvit", scenario_args=options, seed=0)
+    task = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), 10)
+    fit(task, stream, [metrics])
+    summary, y = summarize(metrics.record), stream.y[stream.plan.test]
+    assert len(metrics.record["rounds"]) == 4
+    for client, tasks in stream.plan.tasks.items():
+        # After the last task: the mean over the tasks of the accuracy on the test samples of the client's own classes.
+        correct = np.array(metrics.record["rounds"][-1]["correct"][client])
+        wanted = np.mean([correct[list(own)].sum() / np.isin(y, own).sum() for own in tasks])
+        assert summary[f"average_accuracy/{client}"] == pytest.approx(wanted)
 
 
 @pytest.mark.data
