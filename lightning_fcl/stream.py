@@ -31,6 +31,13 @@ _BY_LABEL: dict[str, tuple[Callable[..., dict[str, IntArray]], dict[str, Any]]] 
     "class-subsets": (partitioners.class_subsets, {"classes_per_client": 2}),
 }
 
+# The scenarios of papers; fedvit alone takes the stream's own training, validation and test samples.
+_PAPERS: dict[str, Callable[..., Plan]] = {
+    "flwf": scenarios.flwf,
+    "odfcl": scenarios.odfcl,
+    "fedvit": scenarios.fedvit,
+}
+
 
 class FederatedStream(L.LightningDataModule):
     """A data set as a federated continual stream: rounds, experiences and clients.
@@ -38,7 +45,7 @@ class FederatedStream(L.LightningDataModule):
     Args:
         data: Name of a data set of `lightning_fcl.datasets`, or its arrays. See also `from_arrays`.
         scenario: ``"class-incremental"``, ``"domain-incremental"``, or the name of a paper's: ``"flwf"``,
-            ``"odfcl"``.
+            ``"odfcl"``, ``"fedvit"``.
         clients: Number of clients; ignored by ``partition="natural"`` and by papers' scenarios.
         partition: How samples go to clients; ``"natural"`` gives each owner (subject, user) in the data its own.
         experiences: Number of experiences of a class-incremental stream.
@@ -51,7 +58,8 @@ class FederatedStream(L.LightningDataModule):
         shuffle: Whether each client's samples are shuffled every local epoch.
         drop_last: Whether an incomplete last batch is left out (batch normalisation cannot train on one sample).
         test: Fraction of samples of each class in the test set; ``"official"`` for the data set's own; or the owners
-            (subjects, users) whose samples make it up: clients that join later.
+            (subjects, users) whose samples make it up: clients that join later. The scenarios
+            ``"flwf"`` and ``"odfcl"`` draw test samples themselves.
         validation: Fraction of the training samples of each class in the validation set, or its owners.
         owners: The owners whose samples are trained on; None: all that are left.
         partition_args: Further arguments of the partitioner, as in ``{"alpha": 0.5}``.
@@ -73,7 +81,7 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: str | Arrays = "digits",
-        scenario: Literal["class-incremental", "domain-incremental", "flwf", "odfcl"] = "class-incremental",
+        scenario: Literal["class-incremental", "domain-incremental", "flwf", "odfcl", "fedvit"] = "class-incremental",
         clients: int = 10,
         partition: Partition = "iid",
         experiences: int = 5,
@@ -127,7 +135,8 @@ class FederatedStream(L.LightningDataModule):
         self.root = root
         self._seed = seed
         self._samples: Tensor | Dataset[Any] | None = None
-        self._unmapped: Tensor | Dataset[Any] | None = None
+        self._scale: tuple[Tensor, Tensor] | None = None
+        self._unmapped: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
         self.y: IntArray = scenarios.EMPTY
         self.classes: tuple[str, ...] = ()
         self.owner: NDArray[Any] | None = None
@@ -207,27 +216,23 @@ class FederatedStream(L.LightningDataModule):
             raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
         if self._samples is None:
             self._samples = torch.from_numpy(np.ascontiguousarray(arrays.x))
+            if arrays.mean is not None and arrays.std is not None:
+                self._scale = (torch.from_numpy(arrays.mean), torch.from_numpy(arrays.std))
         self.y, self.classes, self.owner = arrays.y, arrays.classes, arrays.client
         if self.plan.order is not None:
             self.y = np.argsort(self.plan.order)[arrays.y]
             self.classes = tuple(arrays.classes[c] for c in self.plan.order[: self.plan.outputs])
 
     def _draw(self, arrays: Arrays) -> Plan:
-        if self.scenario in ("flwf", "odfcl"):
-            papers = scenarios.flwf if self.scenario == "flwf" else scenarios.odfcl
-            check_arguments("scenario_args", self.scenario_args, papers)
-            return papers(arrays.y, history=self.history, seed=self.seed, **self.scenario_args)
         rng = np.random.default_rng([self.seed, 0])
-        everything = np.arange(len(arrays.y))
-        rest, test = self._set_aside("test", self.test, everything, arrays, rng)
-        train, validation = self._set_aside("validation", self.validation, rest, arrays, rng)
-        if self.owners is not None:
-            train = self._set_aside("owners", self.owners, train, arrays, rng)[1]
-        if not len(train):
-            raise ValueError(
-                f"Expected `test`, `validation` and `owners` to leave samples to train on but {self.test}, "
-                f"{self.validation} and {self.owners} leave none."
-            )
+        papers = _PAPERS.get(self.scenario)
+        if papers is not None:
+            check_arguments("scenario_args", self.scenario_args, papers)
+            given: dict[str, Any] = {}
+            if papers is scenarios.fedvit:
+                given["train"], given["validation"], given["test"] = self._parts(arrays, rng)
+            return papers(arrays.y, **given, history=self.history, seed=self.seed, **self.scenario_args)
+        train, validation, test = self._parts(arrays, rng)
         group = None if arrays.group is None else np.unique(arrays.group, return_inverse=True)[1].astype(np.int64)
         kind: Any = self.scenario
         entries = scenarios.incremental(
@@ -244,6 +249,19 @@ class FederatedStream(L.LightningDataModule):
             seed=self.seed,
         )
         return Plan(**entries, test=test, validation=validation)
+
+    def _parts(self, arrays: Arrays, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
+        """The training, validation and test samples."""
+        rest, test = self._set_aside("test", self.test, np.arange(len(arrays.y)), arrays, rng)
+        train, validation = self._set_aside("validation", self.validation, rest, arrays, rng)
+        if self.owners is not None:
+            train = self._set_aside("owners", self.owners, train, arrays, rng)[1]
+        if not len(train):
+            raise ValueError(
+                f"Expected `test`, `validation` and `owners` to leave samples to train on but {self.test}, "
+                f"{self.validation} and {self.owners} leave none."
+            )
+        return train, validation, test
 
     def _set_aside(
         self, name: str, what: float | str | list[str], indices: IntArray, arrays: Arrays, rng: np.random.Generator
@@ -295,8 +313,10 @@ class FederatedStream(L.LightningDataModule):
             batch = default_collate(items)
             return list(batch) if isinstance(batch, tuple) else batch
         assert self._samples is not None
-        chosen = torch.from_numpy(indices)
-        return [self._samples[chosen], torch.from_numpy(self.y[indices])]
+        x = self._samples[torch.from_numpy(indices)]
+        if self._scale is not None:
+            x = (x - self._scale[0]) / self._scale[1]
+        return [x, torch.from_numpy(self.y[indices])]
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
         """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
@@ -311,13 +331,13 @@ class FederatedStream(L.LightningDataModule):
                 function(self.take(part)[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
-        self._unmapped = self._samples if self._unmapped is None else self._unmapped
-        self._samples = torch.cat(parts)
+        self._unmapped = self._unmapped or (self._samples, self._scale)
+        self._samples, self._scale = torch.cat(parts), None
 
     def unmap(self) -> None:
         """Bring back the samples as they were before any `map`."""
         if self._unmapped is not None:
-            self._samples, self._unmapped = self._unmapped, None
+            (self._samples, self._scale), self._unmapped = self._unmapped, None
 
     @property
     def draws(self) -> bool:
@@ -343,6 +363,7 @@ class FederatedStream(L.LightningDataModule):
             total,
             new_classes=new,
             old_classes=old,
+            block=self.plan.block(client, numbers[round]),
         )
 
     # Loaders, as any LightningDataModule has them.
@@ -427,7 +448,7 @@ def check_arguments(name: str, given: Mapping[str, Any], function: Callable[...,
         Traceback (most recent call last):
         ValueError: Expected `partition_args` to be among alpha, min_size but got `alhpa`. Did you mean `alpha`?
     """
-    ours = {"y", "n_clients", "rng", "history", "seed"}
+    ours = {"y", "n_clients", "rng", "history", "seed", "train", "validation", "test"}
     known = [p for p in inspect.signature(function).parameters if p not in ours] if function is not None else []
     for argument in given:
         if argument not in known:

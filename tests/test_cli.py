@@ -240,7 +240,8 @@ def test_data_commands(capsys, tmp_path, monkeypatch):
     main(["data", "check", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
-    assert "cannot be used: hhar, lfw, orl, ucihar, wesad" in error_of(capsys, ["data", "check"])
+    names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
+    assert f"cannot be used: {names}" in error_of(capsys, ["data", "check"])
 
 
 def test_import_is_what_registers_the_strategy():

@@ -432,3 +432,22 @@ def test_a_stream_in_words():
     stream = FederatedStream("digits", scenario="class-incremental", clients=3)
     assert str(stream) == 'FederatedStream of digits, scenario="class-incremental"'
     assert str(prepared(*arrays())) == 'FederatedStream of the data, scenario="class-incremental"'
+
+
+def test_pixels_are_normalised_batch_by_batch():
+    rng = np.random.default_rng(0)
+    pixels, y = rng.integers(256, size=(600, 3, 4, 4), dtype=np.uint8), rng.permutation(np.arange(600) % 4)
+    mean, std = (rng.uniform(50, 150, (3, 1, 1)).astype(np.float32) for _ in range(2))
+    data = Arrays(pixels, y, None, tuple("abcd"), mean=mean, std=std)
+    stream = FederatedStream(data, experiences=2, seed=0)
+    stream.setup("fit")
+    indices = np.array([5, 599, 0])
+    x, labels = stream.take(indices)
+    assert torch.equal(x, torch.from_numpy(data.samples(indices))) and labels.tolist() == y[indices].tolist()
+    tested = torch.cat([batch for batch, _ in stream.test_dataloader()])
+    assert torch.equal(tested, torch.from_numpy(data.samples(stream.plan.test)))
+    stream.map(lambda batch: batch.flatten(1))
+    assert torch.equal(stream.take(indices)[0], x.flatten(1))
+    stream.map(lambda batch: batch + 1)
+    stream.unmap()
+    assert torch.equal(stream.take(indices)[0], x)

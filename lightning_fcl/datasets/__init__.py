@@ -15,108 +15,24 @@ from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lightning_fcl.datasets.arrays import Arrays
 
 __all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "load"]
 
 _MODULES = {
+    "cifar100": "lightning_fcl.datasets.cifar100",
+    "core50": "lightning_fcl.datasets.core50",
     "digits": "lightning_fcl.datasets.digits",
+    "fc100": "lightning_fcl.datasets.fc100",
     "hhar": "lightning_fcl.datasets.hhar",
     "lfw": "lightning_fcl.datasets.lfw",
+    "miniimagenet": "lightning_fcl.datasets.miniimagenet",
     "orl": "lightning_fcl.datasets.orl",
+    "tinyimagenet": "lightning_fcl.datasets.tinyimagenet",
     "ucihar": "lightning_fcl.datasets.ucihar",
     "wesad": "lightning_fcl.datasets.wesad",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Arrays:
-    """A whole data set in memory, with the owner of each sample where the data have one.
-
-    Args:
-        x: Samples, shape ``(n, ...)``, float32, finite.
-        y: Labels, shape ``(n,)``, int64, from 0 to C - 1.
-        client: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
-        classes: The C names of the classes, in the order of the labels.
-        official_test: True where the publishers put the sample in their test set, shape ``(n,)``, or None.
-        group: Natural domain of each sample (a device, a place), shape ``(n,)``, or None.
-
-    Raises:
-        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite; the
-            message says how many values of which sample.
-
-    Example:
-        >>> x = np.zeros((4, 2), dtype=np.float32)
-        >>> data = Arrays(x=x, y=np.array([0, 1, 1, 0]), client=None, classes=("rest", "walk"))
-        >>> data.x.shape, len(data.classes)
-        ((4, 2), 2)
-    """
-
-    x: NDArray[np.float32]
-    y: NDArray[np.int64]
-    client: NDArray[Any] | None
-    classes: tuple[str, ...]
-    official_test: NDArray[np.bool_] | None = None
-    group: NDArray[Any] | None = None
-
-    def __post_init__(self) -> None:
-        _require_dtype("x", self.x, np.float32)
-        _require_dtype("y", self.y, np.int64)
-        if self.x.ndim < 1 or len(self.x) == 0:
-            raise ValueError(
-                f"Expected `x` to hold at least one sample but got shape {self.x.shape}. Check that the files are not "
-                "empty."
-            )
-        columns = {"y": self.y, "client": self.client, "official_test": self.official_test, "group": self.group}
-        for name, column in columns.items():
-            if column is not None and column.shape != (len(self.x),):
-                raise ValueError(
-                    f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
-                    f"{column.shape}. Read both from the same files."
-                )
-        if self.official_test is not None:
-            _require_dtype("official_test", self.official_test, np.bool_)
-        for name in ("client", "group"):
-            owner = columns[name]
-            if owner is not None and owner.dtype.kind not in "iuU":
-                raise ValueError(
-                    f"Expected `{name}` to hold integers or strings but got dtype {owner.dtype}. "
-                    f"Convert it, for example with `{name}.astype(str)`."
-                )
-        _require_labels(self.y, self.classes)
-        _require_finite(self.x)
-
-
-def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> None:
-    if values.dtype != dtype:
-        wanted = np.dtype(dtype).name
-        raise ValueError(
-            f"Expected `{name}` to have dtype {wanted} but got {values.dtype}. Convert it with "
-            f"`{name}.astype(np.{wanted})`."
-        )
-
-
-def _require_labels(y: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-    wrong = np.flatnonzero((y < 0) | (y >= len(classes)))
-    if wrong.size:
-        first = wrong[0]
-        raise ValueError(
-            f"Expected `y` to be between 0 and {len(classes) - 1}, a label for each of the {len(classes)} `classes`, "
-            f"but got {y[first]} in sample {first} (and {wrong.size} such labels in all). "
-            "Number the labels from 0, or name every class."
-        )
-
-
-def _require_finite(x: NDArray[np.float32]) -> None:
-    finite = np.isfinite(x)
-    if finite.all():
-        return
-    per_sample = (~finite).reshape(len(x), -1).sum(axis=1)
-    bad = np.flatnonzero(per_sample)
-    raise ValueError(
-        f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {x[0].size} in sample "
-        f"{bad[0]} ({bad.size} of {len(x)} samples have such values). Mend or drop these samples first."
-    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +49,7 @@ class Description:
 
     Example:
         >>> describe()[0].name
-        'digits'
+        'cifar100'
     """
 
     name: str
@@ -200,8 +116,8 @@ def describe() -> list[Description]:
         One `Description` per data set.
 
     Example:
-        >>> [entry.name for entry in describe()]
-        ['digits', 'hhar', 'lfw', 'orl', 'ucihar', 'wesad']
+        >>> [entry.name for entry in describe()][:6]
+        ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
     return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
 

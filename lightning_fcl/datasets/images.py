@@ -1,4 +1,4 @@
-"""Grey images of the data sets of faces: reading with checks, resizing and scaling."""
+"""Images: reading with checks and resizing; and the scaling of the grey ones of the data sets of faces."""
 
 import math
 import struct
@@ -11,11 +11,23 @@ from numpy.typing import NDArray
 
 from lightning_fcl.datasets.archives import read_npz
 
-__all__ = ["Normalize", "batch", "centre", "read_grey", "read_labelled", "require_normalize", "require_size"]
+__all__ = [
+    "Normalize",
+    "batch",
+    "centre",
+    "read_colour",
+    "read_grey",
+    "read_labelled",
+    "require_normalize",
+    "require_size",
+    "resized",
+]
 
 Normalize = Literal["none", "image"]
 
 _REMEDY = "Delete this copy and get the file again."
+# What an image of 8 bits per channel is to Pillow, by what is made of it; a few photographs of ImageNet are CMYK.
+_MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
 
 
 def require_normalize(normalize: str) -> None:
@@ -80,6 +92,34 @@ def read_grey(path: Path, file_format: str, shape: tuple[int, int]) -> NDArray[n
         >>> read_grey(path, "PPM", (2, 3)).tolist()
         [[97, 98, 99], [100, 101, 102]]
     """
+    return _read(path, file_format, shape, "L")
+
+
+def read_colour(path: Path, file_format: str, shape: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+    """Read an image of 8 bits per channel in colour; grey becomes three equal channels.
+
+    Args:
+        path: The file.
+        file_format: The only format that is read, by Pillow's name: ``"JPEG"`` or ``"PNG"``.
+        shape: Height and width that the image must have; None: any.
+
+    Returns:
+        The pixels, of shape (height, width, 3): red, green, blue.
+
+    Raises:
+        ValueError: If the file cannot be read, is cut short, or has another size or depth.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "1.ppm"
+        >>> _ = path.write_bytes(b"P6 2 1 255 abcdef")
+        >>> read_colour(path, "PPM").tolist()
+        [[[97, 98, 99], [100, 101, 102]]]
+    """
+    return _read(path, file_format, shape, "RGB")
+
+
+def _read(path: Path, file_format: str, shape: tuple[int, int] | None, wanted: str) -> NDArray[np.uint8]:
     from PIL import Image
 
     # A damaged header can end in most of these, whatever the format.
@@ -87,13 +127,14 @@ def read_grey(path: Path, file_format: str, shape: tuple[int, int]) -> NDArray[n
     try:
         with Image.open(path, formats=[file_format]) as image:
             found, mode = (image.height, image.width), image.mode
-            fits = found == shape and mode in ("L", "RGB")
-            pixels = np.asarray(image.convert("L")) if fits else np.empty(0, np.uint8)
+            fits = shape in (None, found) and mode in _MODES[wanted]
+            pixels = np.asarray(image.convert(wanted)) if fits else np.empty(0, np.uint8)
     except (*broken, Image.DecompressionBombError) as error:
         raise ValueError(f"Expected {path} to be a whole {file_format} image but got: {error}. {_REMEDY}") from error
     if not fits:
+        size = "" if shape is None else f"of height {shape[0]} and width {shape[1]} "
         raise ValueError(
-            f"Expected {path} to be an image of height {shape[0]} and width {shape[1]} with 8 bits of grey or colour, "
+            f"Expected {path} to be an image {size}with 8 bits of grey or colour, "
             f"as all of the original data, but got {found[0]} x {found[1]} in Pillow's mode {mode!r}. {_REMEDY}"
         )
     return pixels
@@ -162,13 +203,34 @@ def centre(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
     return image[top : top + kept[0], left : left + kept[1]]
 
 
+def resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
+    """Resize an image by Pillow's bicubic filter, which is antialiased; the aspect ratio is not kept.
+
+    Args:
+        image: Pixels of shape (height, width) or (height, width, 3).
+        size: Height and width. None, or the size that the image has, leaves its pixels as they are.
+
+    Returns:
+        The pixels, of the new height and width.
+
+    Example:
+        >>> resized(np.zeros((6, 8, 3), np.uint8), (2, 4)).shape
+        (2, 4, 3)
+    """
+    if size is None or image.shape[:2] == tuple(size):
+        return image
+    from PIL import Image
+
+    height, width = (int(number) for number in size)
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+
+
 def batch(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, normalize: Normalize) -> NDArray[np.float32]:
     """Resize and scale grey images one by one and stack them.
 
     Args:
         images: Pixels of shape (height, width) each, at least one image.
-        size: Height and width to resize to, by Pillow's bicubic filter, which is antialiased; the aspect ratio is not
-            kept. None, or the size that an image has, leaves its pixels as they are.
+        size: Height and width to resize to, see `resized`.
         normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
             ``"none"`` scales 0..255 to 0..1.
 
@@ -179,16 +241,7 @@ def batch(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, norma
         >>> batch([np.array([[0, 255]], np.uint8)], None, "image").tolist()
         [[[[-1.0, 1.0]]]]
     """
-    return np.stack([_scaled(_resized(image, size), normalize)[np.newaxis] for image in images])
-
-
-def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
-    if size is None or image.shape == tuple(size):
-        return image
-    from PIL import Image
-
-    height, width = (int(number) for number in size)
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+    return np.stack([_scaled(resized(image, size), normalize)[np.newaxis] for image in images])
 
 
 def _scaled(image: NDArray[np.uint8], normalize: Normalize) -> NDArray[np.float32]:

@@ -10,10 +10,6 @@ Of the original images, 250 x 250 pixels, rows 70 to 194 and columns 78 to 171 a
 """
 
 import glob
-import sys
-import tarfile
-import tempfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.datasets import Arrays, Description, data_root
+from lightning_fcl.datasets.downloads import fetch_folder
 from lightning_fcl.datasets.images import (
     Normalize,
     batch,
@@ -142,20 +139,10 @@ def fetch(root: str | Path | None = None) -> Path:
         >>> fetch()  # doctest: +SKIP
         PosixPath('~/.cache/lightning-fcl/data/lfw/lfw_funneled')
     """
-    import pooch
-
     there = _folder(data_root(root))
     if there is not None:
         return there
-    folder = data_root(root) / "lfw"
-    try:
-        pooch.retrieve(URL, known_hash=SHA256, path=folder, fname=_ARCHIVE, progressbar=sys.stderr.isatty())
-    except OSError as error:
-        raise ConnectionError(
-            f"Expected to download {URL} but got: {error}. Try again, or download it by hand to {folder / _ARCHIVE} "
-            "and run `lightning-fcl data fetch lfw` to unpack it."
-        ) from error
-    return _unpacked(folder / _ARCHIVE)
+    return fetch_folder("lfw", URL, SHA256, data_root(root) / "lfw" / _ARCHIVE, "lfw_funneled")
 
 
 def _require_faces(min_faces: int) -> None:
@@ -229,20 +216,3 @@ def _chosen(counts: dict[str, int], min_faces: int, path: Path) -> list[str]:
             f"{min_faces}. Pass a smaller number."
         )
     return names
-
-
-def _unpacked(archive: Path) -> Path:
-    """The images out of the archive, in their place only when all are there; the archive is deleted."""
-    target = archive.parent / "lfw_funneled"
-    try:
-        with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-            with tarfile.open(archive) as content:
-                content.extractall(scratch, filter="data")
-            (Path(scratch) / target.name).rename(target)
-    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise OSError(
-            f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
-            "way, and run `lightning-fcl data fetch lfw` again."
-        ) from error
-    archive.unlink()
-    return target

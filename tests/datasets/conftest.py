@@ -1,9 +1,12 @@
-"""What tests of downloads share: a server in the place of the publishers'."""
+"""What tests of data sets share: a server in the place of the publishers', and CIFAR-100's files."""
 
 import hashlib
 import http.server
+import struct
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 
@@ -30,10 +33,79 @@ def serve(tmp_path, monkeypatch):
         path.parent.mkdir()
         path.write_bytes(content)
         monkeypatch.setattr(module, "URL", f"http://127.0.0.1:{server.server_port}/{name}")
-        monkeypatch.setattr(module, "SHA256", hashlib.sha256(content).hexdigest())
+        kind = "SHA256" if hasattr(module, "SHA256") else "MD5"
+        monkeypatch.setattr(module, kind, hashlib.new(kind.lower(), content).hexdigest())
         return path, asked
 
     yield start
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def python2(value) -> bytes:
+    """A value as the C pickler of Python 2 wrote it, strings as bytes; lists, dicts, whole numbers, uint8 arrays."""
+    if isinstance(value, dict):
+        return b"}(" + b"".join(python2(part) for item in value.items() for part in item) + b"u"
+    if isinstance(value, list):
+        return b"](" + b"".join(map(python2, value)) + b"e"
+    if isinstance(value, int):
+        return b"K" + bytes([value]) if value < 256 else b"J" + struct.pack("<i", value)
+    if isinstance(value, np.ndarray):
+        assert value.dtype == np.uint8
+        shape = b"(" + b"".join(map(python2, value.shape)) + b"t"
+        empty = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        return empty + b"(K\x01" + shape + dtype + b"\x89" + python2(value.tobytes()) + b"tb"
+    raw = value.encode("latin1") if isinstance(value, str) else value
+    return (b"U" + bytes([len(raw)]) if len(raw) < 256 else b"T" + struct.pack("<i", len(raw))) + raw
+
+
+# The superclasses in the order of their labels, and the fine labels of each: facts of the published files.
+SUPERCLASSES = {
+    "aquatic_mammals": (4, 30, 55, 72, 95), "fish": (1, 32, 67, 73, 91), "flowers": (54, 62, 70, 82, 92),
+    "food_containers": (9, 10, 16, 28, 61), "fruit_and_vegetables": (0, 51, 53, 57, 83),
+    "household_electrical_devices": (22, 39, 40, 86, 87), "household_furniture": (5, 20, 25, 84, 94),
+    "insects": (6, 7, 14, 18, 24), "large_carnivores": (3, 42, 43, 88, 97),
+    "large_man-made_outdoor_things": (12, 17, 37, 68, 76), "large_natural_outdoor_scenes": (23, 33, 49, 60, 71),
+    "large_omnivores_and_herbivores": (15, 19, 21, 31, 38), "medium_mammals": (34, 63, 64, 66, 75),
+    "non-insect_invertebrates": (26, 45, 77, 79, 99), "people": (2, 11, 35, 46, 98), "reptiles": (27, 29, 44, 78, 93),
+    "small_mammals": (36, 50, 65, 74, 80), "trees": (47, 52, 56, 59, 96), "vehicles_1": (8, 13, 48, 58, 90),
+    "vehicles_2": (41, 69, 81, 85, 89),
+}  # fmt: skip
+
+
+def cifar_contents() -> dict[str, dict]:
+    """Two training images and one test image of each class, in no order, as the original pickles hold them."""
+    rng = np.random.default_rng(0)
+    coarse = {label: number for number, labels in enumerate(SUPERCLASSES.values()) for label in labels}
+    contents = {}
+    for part, copies in (("train", 2), ("test", 1)):
+        fine = rng.permutation(np.repeat(np.arange(100), copies)).tolist()
+        contents[part] = {
+            "filenames": [f"image_s_{number:06d}.png" for number in range(len(fine))],
+            "batch_label": f"{part}ing batch 1 of 1",
+            "fine_labels": fine,
+            "coarse_labels": [coarse[label] for label in fine],
+            "data": rng.integers(256, size=(len(fine), 3072), dtype=np.uint8),
+        }
+    names = [f"class {label}" for label in range(100)]
+    contents["meta"] = {"fine_label_names": names, "coarse_label_names": list(SUPERCLASSES)}
+    return contents
+
+
+@pytest.fixture
+def cifar():
+    """CIFAR-100's contents, what superclasses it has, and how to write it."""
+
+    def files(contents) -> dict[str, bytes]:
+        pickles = {name: b"\x80\x02" + python2(content) + b"." for name, content in contents.items()}
+        return pickles | {"file.txt~": b"left by an editor"}
+
+    def put(folder, contents):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files(contents).items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    return SimpleNamespace(contents=cifar_contents(), superclasses=SUPERCLASSES, files=files, put=put)

@@ -11,6 +11,20 @@ import pytest
 from lightning_fcl import datasets
 from lightning_fcl.datasets import Arrays
 
+NAMES = [
+    "cifar100",
+    "core50",
+    "digits",
+    "fc100",
+    "hhar",
+    "lfw",
+    "miniimagenet",
+    "orl",
+    "tinyimagenet",
+    "ucihar",
+    "wesad",
+]
+
 
 def parts(**changes):
     fields = {
@@ -78,6 +92,38 @@ REFUSED = {
         "such labels in all). Number the labels from 0, or name every class.",
     ),
     "label -1": ({"y": np.array([0, 1, -1, 1])}, "but got -1 in sample 2 (and 1 such labels in all)."),
+    "pixels without a scale": (
+        {"x": np.zeros((4, 2, 3), np.uint8)},
+        "Expected `x` to have dtype float32 but got uint8. Convert it with `x.astype(np.float32)`.",
+    ),
+    "a scale for floats": (
+        {"mean": np.zeros((1, 1), np.float32), "std": np.ones((1, 1), np.float32)},
+        "Expected `x` to have dtype uint8 but got float32.",
+    ),
+    "no std": (
+        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1), np.float32)},
+        "Expected `mean` and `std` but got no `std`. Pass both, or neither.",
+    ),
+    "mean float64": (
+        {"x": np.zeros((4, 2, 3), np.uint8), "mean": np.zeros((1, 1)), "std": np.ones((1, 1), np.float32)},
+        "Expected `mean` to have dtype float32 but got float64.",
+    ),
+    "std of another shape": (
+        {
+            "x": np.zeros((4, 2, 3), np.uint8),
+            "mean": np.zeros((2, 1), np.float32),
+            "std": np.ones((3, 1), np.float32),
+        },
+        "Expected `std` to broadcast to a sample, of shape (2, 3), but got shape (3, 1). For a value of each channel",
+    ),
+    "std zero": (
+        {
+            "x": np.zeros((4, 2, 3), np.uint8),
+            "mean": np.zeros((1, 1), np.float32),
+            "std": np.zeros((1, 1), np.float32),
+        },
+        "Expected `std` to be above 0 and finite but got [0.0].",
+    ),
     "not finite": (
         {"x": with_bad_values()},
         "Expected `x` to be finite but got 2 NaN or infinite values of 6 in sample 1 (2 of 4 samples "
@@ -91,6 +137,19 @@ def test_arrays_refuse(case):
     changes, message = REFUSED[case]
     with pytest.raises(ValueError, match=re.escape(message)):
         Arrays(**parts(**changes))
+
+
+def test_pixels_are_normalised_when_they_are_taken():
+    x = np.random.default_rng(0).integers(256, size=(4, 2, 3), dtype=np.uint8)
+    mean, std = np.array([[100], [120]], np.float32), np.array([[50], [60]], np.float32)
+    data = Arrays(**parts(x=x, mean=mean, std=std))
+    assert data.x is x
+    wanted = (x.astype(np.float64) - [[100], [120]]) / [[50], [60]]
+    np.testing.assert_allclose(data.samples(), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(data.samples([2, 0]), data.samples()[[2, 0]])
+    assert data.samples().dtype == np.float32
+    plain = Arrays(**parts())
+    np.testing.assert_array_equal(plain.samples([1]), plain.x[[1]])
 
 
 def test_digits_are_those_of_scikit_learn():
@@ -147,7 +206,7 @@ def test_load_refuses_unknown_options(small):
 
 @pytest.mark.parametrize("call", [datasets.load, datasets.check, datasets.fetch])
 def test_unknown_names(call):
-    known = "Expected `name` to be one of `digits`, `hhar`, `lfw`, `orl`, `ucihar`, `wesad` but got"
+    known = f"Expected `name` to be one of {', '.join(f'`{name}`' for name in NAMES)} but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean `ucihar`?")):
         call("UCI-HAR")
     with pytest.raises(ValueError, match=re.escape(f"{known} 'digit'. Did you mean `digits`?")):
@@ -171,12 +230,20 @@ def test_check_fails_on_missing_and_damaged_data(small, tmp_path):
 
 def test_every_data_set_is_described():
     described = datasets.describe()
-    assert [entry.name for entry in described] == ["digits", "hhar", "lfw", "orl", "ucihar", "wesad"]
+    assert [entry.name for entry in described] == NAMES
     for entry in described:
         assert all("\n" not in text for text in vars(entry).values())
         assert entry.content and entry.licence and entry.citation and entry.size
-    homes = ("https://archive.ics.uci.edu/", "https://ndownloader.figshare.com/", "https://cam-orl.co.uk/")
-    assert all(entry.url.startswith(homes) for entry in described[1:])
+    homes = (
+        "https://archive.ics.uci.edu/",
+        "https://ndownloader.figshare.com/",
+        "https://cam-orl.co.uk/",
+        "https://www.cs.toronto.edu/",
+        "http://cs231n.stanford.edu/",
+        "http://bias.csr.unibo.it/",
+        "https://github.com/yaoyao-liu/mini-imagenet-tools",
+    )
+    assert all(entry.url.startswith(homes) for entry in described if entry.name != "digits")
 
 
 def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pillow():

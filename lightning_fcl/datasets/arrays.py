@@ -1,0 +1,146 @@
+"""A whole data set in memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Arrays"]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """A whole data set in memory, with the owner of each sample where the data have one.
+
+    Images may stay as they are stored, a byte a pixel, with the `mean` and `std` that make them samples: `samples`
+    normalises those that are asked for.
+
+    Args:
+        x: Samples, shape ``(n, ...)``, float32, finite; or pixels, uint8, if there are `mean` and `std`.
+        y: Labels, shape ``(n,)``, int64, from 0 to C - 1.
+        client: Natural owner of each sample (a subject's number or name), shape ``(n,)``, or None.
+        classes: The C names of the classes, in the order of the labels.
+        official_test: True where the publishers put the sample in their test set, shape ``(n,)``, or None.
+        group: Natural domain of each sample (a device, a place), shape ``(n,)``, or None.
+        mean: What is subtracted from pixels, in grey levels from 0 to 255, of a shape that broadcasts to one sample,
+            such as ``(channels, 1, 1)``; float32.
+        std: What the rest is divided by, of the same shape; float32, above 0.
+
+    Raises:
+        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite; the
+            message says how many values of which sample.
+
+    Example:
+        >>> x = np.zeros((4, 2), dtype=np.float32)
+        >>> data = Arrays(x=x, y=np.array([0, 1, 1, 0]), client=None, classes=("rest", "walk"))
+        >>> data.x.shape, len(data.classes)
+        ((4, 2), 2)
+        >>> scale = {"mean": np.zeros((1, 1, 1), np.float32), "std": np.full((1, 1, 1), 255, np.float32)}
+        >>> pixels = np.full((2, 3, 8, 8), 51, np.uint8)
+        >>> data = Arrays(x=pixels, y=np.array([0, 1]), client=None, classes=("cat", "dog"), **scale)
+        >>> data.x.dtype.name, data.samples([1]).dtype.name, data.samples([1]).max().item()
+        ('uint8', 'float32', 0.20000000298023224)
+    """
+
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    client: NDArray[Any] | None
+    classes: tuple[str, ...]
+    official_test: NDArray[np.bool_] | None = None
+    group: NDArray[Any] | None = None
+    mean: NDArray[np.float32] | None = None
+    std: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        pixels = self.mean is not None or self.std is not None
+        _require_dtype("x", self.x, np.uint8 if pixels else np.float32)
+        _require_dtype("y", self.y, np.int64)
+        if self.x.ndim < 1 or len(self.x) == 0:
+            raise ValueError(
+                f"Expected `x` to hold at least one sample but got shape {self.x.shape}. Check that the files are not "
+                "empty."
+            )
+        columns = {"y": self.y, "client": self.client, "official_test": self.official_test, "group": self.group}
+        for name, column in columns.items():
+            if column is not None and column.shape != (len(self.x),):
+                raise ValueError(
+                    f"Expected `{name}` to have shape ({len(self.x)},), one entry per sample of `x`, but got "
+                    f"{column.shape}. Read both from the same files."
+                )
+        if self.official_test is not None:
+            _require_dtype("official_test", self.official_test, np.bool_)
+        for name in ("client", "group"):
+            owner = columns[name]
+            if owner is not None and owner.dtype.kind not in "iuU":
+                raise ValueError(
+                    f"Expected `{name}` to hold integers or strings but got dtype {owner.dtype}. "
+                    f"Convert it, for example with `{name}.astype(str)`."
+                )
+        _require_labels(self.y, self.classes)
+        if pixels:
+            _require_scale(self.mean, self.std, self.x.shape[1:])
+        else:
+            _require_finite(self.x)
+
+    def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
+        """Samples as models take them: pixels normalised, all others as they are.
+
+        Args:
+            indices: Which samples, as NumPy indexes; default: all.
+
+        Returns:
+            The samples, float32.
+        """
+        chosen: NDArray[Any] = self.x[indices]
+        return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
+
+
+def _require_dtype(name: str, values: NDArray[Any], dtype: type[np.generic]) -> None:
+    if values.dtype != dtype:
+        wanted = np.dtype(dtype).name
+        raise ValueError(
+            f"Expected `{name}` to have dtype {wanted} but got {values.dtype}. Convert it with "
+            f"`{name}.astype(np.{wanted})`."
+        )
+
+
+def _require_labels(y: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+    wrong = np.flatnonzero((y < 0) | (y >= len(classes)))
+    if wrong.size:
+        first = wrong[0]
+        raise ValueError(
+            f"Expected `y` to be between 0 and {len(classes) - 1}, a label for each of the {len(classes)} `classes`, "
+            f"but got {y[first]} in sample {first} (and {wrong.size} such labels in all). "
+            "Number the labels from 0, or name every class."
+        )
+
+
+def _require_finite(x: NDArray[np.float32]) -> None:
+    finite = np.isfinite(x)
+    if finite.all():
+        return
+    per_sample = (~finite).reshape(len(x), -1).sum(axis=1)
+    bad = np.flatnonzero(per_sample)
+    raise ValueError(
+        f"Expected `x` to be finite but got {per_sample[bad[0]]} NaN or infinite values of {x[0].size} in sample "
+        f"{bad[0]} ({bad.size} of {len(x)} samples have such values). Mend or drop these samples first."
+    )
+
+
+def _require_scale(mean: NDArray[Any] | None, std: NDArray[Any] | None, shape: tuple[int, ...]) -> None:
+    for name, values in (("mean", mean), ("std", std)):
+        if values is None:
+            raise ValueError(f"Expected `mean` and `std` but got no `{name}`. Pass both, or neither.")
+        _require_dtype(name, values, np.float32)
+        fits = values.ndim == len(shape) and all(n in (1, size) for n, size in zip(values.shape, shape, strict=True))
+        if not fits:
+            raise ValueError(
+                f"Expected `{name}` to broadcast to a sample, of shape {shape}, but got shape {values.shape}. For a "
+                f"value of each channel of images pass shape ({shape[0] if shape else 1}, 1, 1)."
+            )
+        if not np.isfinite(values).all() or (name == "std" and (values <= 0).any()):
+            wanted, nothing = ("finite", 0) if name == "mean" else ("above 0 and finite", 1)
+            raise ValueError(
+                f"Expected `{name}` to be {wanted} but got {values.ravel().tolist()}. Pass {nothing} for no change."
+            )
