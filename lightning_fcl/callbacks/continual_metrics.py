@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.clients import Turn
 from lightning_fcl.stream import FederatedStream
+from lightning_fcl.tasks.classification import Classifier
 
 
 class GroupAccuracy(Metric):
@@ -190,7 +191,10 @@ def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups
     precision = module.trainer.precision_plugin
     with evaluating(module), precision.forward_context():
         for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
-            prediction = module(precision.convert_input(part)).argmax(dim=-1)
+            output = module(precision.convert_input(part))
+            if isinstance(module, Classifier):
+                output = module.among(output, label)
+            prediction = output.argmax(dim=-1)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))

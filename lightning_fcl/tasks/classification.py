@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.models.har_cnn import HARCNN
+from lightning_fcl.stream import FederatedStream
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -25,6 +26,11 @@ class Classifier(L.LightningModule):
         model: Maps inputs of shape (batch, ...) to logits of shape (batch, num_classes).
         num_classes: Number of classes.
         optimizer: Makes the clients' optimizer from the parameters.
+        task_incremental: Whether a sample is told apart among the classes of its task alone, in training and in
+            evaluation, as Zuo et al. do. The stream tells the tasks: ``scenario="fedvit"``.
+
+    Raises:
+        ValueError: If the stream does not tell the tasks' classes.
 
     Example:
         >>> task = Classifier(nn.Linear(4, 3), num_classes=3)
@@ -32,11 +38,19 @@ class Classifier(L.LightningModule):
         torch.Size([2, 3])
     """
 
-    def __init__(self, model: nn.Module, num_classes: int, optimizer: OptimizerCallable | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerCallable | None = None,
+        task_incremental: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.num_classes = num_classes
         self.optimizer = optimizer
+        self.task_incremental = task_incremental
+        self._blocks: Tensor | None = None  # whether two classes are of one task, shape (num_classes, num_classes)
         self._loss_sum, self._loss_samples = torch.zeros(()), 0
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
@@ -46,9 +60,32 @@ class Classifier(L.LightningModule):
         logits: Tensor = self.model(x)
         return logits
 
+    def setup(self, stage: str) -> None:
+        """Take the tasks' classes from the stream."""
+        if not self.task_incremental:
+            return
+        stream: Any = getattr(self.trainer, "datamodule", None)
+        blocks = stream.plan.blocks if isinstance(stream, FederatedStream) else {}
+        if not blocks:
+            raise ValueError(
+                'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
+                f"`task_incremental=True` but got {stream}. Leave it out."
+            )
+        together = torch.eye(self.num_classes, dtype=torch.bool)
+        for block in {block for parts in blocks.values() for block in parts}:
+            rows = torch.tensor(block)
+            together[rows[:, None], rows] = True
+        self._blocks = together
+
+    def among(self, output: Tensor, y: Tensor) -> Tensor:
+        """The logits of the classes that a sample is told apart from, -inf for others: same shape as ``output``."""
+        if self._blocks is None:
+            return output
+        return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
+
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Cross-entropy of every sample, shape (batch,)."""
-        return F.cross_entropy(output, y, reduction="none")
+        return F.cross_entropy(self.among(output, y), y, reduction="none")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean cross-entropy of a batch."""
@@ -79,7 +116,7 @@ class Classifier(L.LightningModule):
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
         output = self(x)
-        metric(output, y)
+        metric(self.among(output, y), y)
         self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
 

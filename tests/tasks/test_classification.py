@@ -1,0 +1,79 @@
+"""Classifiers that are told a sample's task: logits of its block alone, as if the others were not there."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.datasets import Arrays
+from lightning_fcl.models import MLP
+
+
+def make_tasks(clients=2, seed=0):
+    rng = np.random.default_rng(3)
+    y = np.repeat(np.arange(6), 40)
+    x = (rng.normal(size=(240, 5)) + np.eye(6, 5)[y]).astype(np.float32)
+    arguments = {
+        "tasks": 3,
+        "clients": clients,
+        "classes_per_client": (2, 2),
+        "share": (0.5, 0.5),
+        "rounds_per_task": 2,
+    }
+    data = Arrays(x, y, None, tuple("abcdef"))
+    return FederatedStream(data, "fedvit", test=0.25, batch_size=4, seed=seed, scenario_args=arguments)
+
+
+def make_task(lr=0.1, **kwargs):
+    torch.manual_seed(0)
+    model = MLP([5, 7, 6])
+    return Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=lr), **kwargs)
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_only_the_rows_of_the_task_learn(fit, cohort_size):
+    task, stream = make_task(task_incremental=True), make_tasks(clients=2)
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit(task, stream, max_epochs=2, cohort_size=cohort_size)
+    seen = sorted({c for client in stream.plan.clients for c in stream.plan.block(client, 0)})
+    others = [c for c in range(6) if c not in seen]
+    assert others
+    for name in ("model.3.weight", "model.3.bias"):
+        after = task.state_dict()[name]
+        assert torch.equal(after[others], before[name][others])
+        assert not torch.equal(after[seen], before[name][seen])
+
+
+def test_the_loss_is_that_of_the_sliced_logits(fit):
+    task, stream = make_task(task_incremental=True), make_tasks(clients=1)
+    fit(task, stream, max_epochs=1)
+    output, y = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 6
+    blocks = {c: stream.plan.block("0", e) for e in range(3) for c in stream.plan.block("0", e)}
+    sliced = [
+        F.cross_entropy(output[i, list(blocks[int(c)])], torch.tensor(blocks[int(c)].index(int(c))))
+        for i, c in enumerate(y)
+    ]
+    ours = task.sample_loss(output, y)
+    torch.testing.assert_close(ours, torch.stack(sliced))
+    gradient = torch.autograd.grad(ours.sum(), output)[0]
+    assert torch.isfinite(gradient).all()
+    assert all((gradient[i, [c for c in range(6) if c not in blocks[int(k)]]] == 0).all() for i, k in enumerate(y))
+
+
+def test_it_is_measured_within_the_task(fit):
+    task, stream, metrics = make_task(task_incremental=True), make_tasks(clients=1), ContinualMetrics()
+    fit(task, stream, [metrics], max_epochs=1)
+    x, y = stream.take(stream.plan.test)
+    blocks = {c: list(stream.plan.block("0", e)) for e in range(3) for c in stream.plan.block("0", e)}
+    with torch.no_grad():
+        logits = task(x)
+    right = [blocks[int(c)][int(logits[i, blocks[int(c)]].argmax())] == int(c) for i, c in enumerate(y)]
+    assert sum(metrics.record["rounds"][0]["correct"]["server"]) == sum(right)
+    assert sum(right) != int((logits.argmax(dim=1) == y).sum())
+
+
+def test_a_stream_without_tasks_is_refused(fit, make_stream):
+    with pytest.raises(ValueError, match=r'as `scenario="fedvit"` does, for `task_incremental=True`'):
+        fit(Classifier(MLP([6, 5, 4]), 4, task_incremental=True), make_stream())
