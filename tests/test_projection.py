@@ -152,15 +152,21 @@ def test_a_margin_is_the_least_weight_of_each_constraint():
     assert changed > 30
 
 
-def test_long_gradients_are_taken_in_pieces():
-    gradient, constraints = problem(0, k=3, p=3 * 8192 + 5, dtype=torch.float32)
+@pytest.mark.parametrize("p", [3 * 16384 + 5, 100_001])
+@pytest.mark.parametrize("opposite", [False, True])
+def test_long_gradients(p, opposite):
+    gradient, constraints = problem(0, k=4, p=p, dtype=torch.float32)
     constraints -= 0.02 * gradient
+    if opposite:  # large weights, whose terms cancel
+        constraints[1] = -constraints[0] - 1e-3 * gradient
+        constraints = constraints[[0, 1, 3]]
     wide = constraints.double().numpy()
     weights = lsq_linear(wide.T, -gradient.double().numpy(), (0, np.inf), "bvls").x
     result = project(gradient, constraints)
-    assert_close(result, gradient.double().numpy() + weights @ wide, gradient, 1e-8)
+    assert_close(result, gradient.double().numpy() + weights @ wide, gradient, 1e-7)
     assert cosines(result, gradient, constraints).min() >= -1e-8
     assert (weights > 0).sum() >= 2
+    assert (weights.max() > 10) == opposite
 
 
 def test_memory_need_not_be_contiguous():
