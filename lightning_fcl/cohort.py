@@ -15,7 +15,7 @@ from torch.func import functional_call, vmap
 from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State, entries
-from lightning_fcl.callbacks.method import Method, Step, teacher_of
+from lightning_fcl.callbacks.method import Method, Step, methods_of, teacher_of
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.models.ridge import solve, square
 from lightning_fcl.stream import FederatedStream
@@ -56,6 +56,9 @@ def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, stream: 
     `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
     """
     trainer = module.trainer
+    projecting = next((type(method).__name__ for method in methods_of(trainer) if method.projects), None)
+    if projecting is not None:
+        return f"`{projecting}` changes the gradient of one client at a time"
     if not isinstance(module, Classifier):
         return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
     if type(module).training_step is not Classifier.training_step:

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF, FLwF2T, LwF, MeanOutputLoss, Replay
+from lightning_fcl.callbacks import AGEM, GEM, ContinualMetrics, FedProx, FLwF, FLwF2T, LwF, MeanOutputLoss, Replay
 from lightning_fcl.cohort import automatic_size
 
 OPTIMIZERS = {
@@ -31,6 +31,8 @@ METHODS = {
     ],
     "MeanOutputLoss, beside remembered samples": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
+    "GEM": lambda: [GEM(0.2)],
+    "A-GEM, beside others": lambda: [Replay(9, "class-balanced", "round"), AGEM(6), FedProx(0.5)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 
@@ -128,6 +130,16 @@ def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, ma
         fit(make_task(), make_stream(), cohort_size=4, keep_optimizer=True)
     with pytest.raises(ValueError, match="clipping by norm"):
         fit(make_task(), make_stream(), cohort_size=4, trainer_args={"gradient_clip_val": 1.0})
+
+
+def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
+    for method in (GEM, AGEM):
+        assert clients_per_step(fit, make_stream(), make_task(), callbacks=[method()]) == 1
+        message = (
+            f'Expected `cohort_size=1` or "auto" but got 3: `{method.__name__}` changes the gradient of one client'
+        )
+        with pytest.raises(ValueError, match=message):
+            fit(make_task(), make_stream(), [method()], cohort_size=3)
 
 
 def test_a_module_with_a_training_step_of_its_own_trains_one_by_one(fit, make_stream):

@@ -10,13 +10,19 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.aggregation import State, entries
-from lightning_fcl.clients import Memory, Turn
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
+from lightning_fcl.projection import flatten, unflatten
+from lightning_fcl.stream import FederatedStream, current_round
+
+GradientOf = Callable[[Tensor, Tensor], Tensor]
+"""``gradient_of(x, y)``: the gradient of the task loss on samples, as one vector. See `Method.project`."""
 
 
 @dataclass
@@ -48,11 +54,11 @@ class Step:
 
 
 class Method(Callback):
-    """A federated or continual learning method: what it adds to the loss, mixes into the data and remembers.
+    """A federated or continual learning method: what it adds to the loss, does to the gradient, mixes in and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `rehearse` and `finish`, free of side effects.
-    They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a federation, and
-    vectorised over a cohort of clients.
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish` and `conclude`, free
+    of side effects. They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
+    federation, and vectorised over a cohort of clients; a method that overrides `project`, one client at a time.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -90,12 +96,41 @@ class Method(Callback):
         """What is added to the weighted task loss, a scalar."""
         return 0.0
 
+    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        """What becomes of the gradient of a step, before it is clipped.
+
+        Args:
+            memory: The client's memory.
+            gradient: The gradient of the methods' loss on the batch (with ``accumulate_grad_batches``, on the batches
+                of the step), of all trainable parameters that have one, as one vector.
+            gradient_of: ``gradient_of(x, y)`` is the gradient of the mean task loss on other samples, at the present
+                parameters and in the module's present mode, which in training is training mode, as in the code of
+                GEM's authors: dropout drops, and batch normalisation takes the statistics of ``x``. It changes no
+                gradient, buffer or state of a random number generator.
+
+        Returns:
+            Of the same shape; ``gradient`` itself for no change.
+        """
+        return gradient
+
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """Remembered samples ``(x, y)`` to train on together with the round's data."""
         return None
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """The client's memory after its local training, which left the model in state ``own``."""
+        return memory
+
+    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """The memory of a client whose experience ends with a round that it was not drawn for.
+
+        Args:
+            memory: The client's memory.
+            own: The server state after the round, and the client's own entries.
+            data: The client's data of the round.
+            turn: The client's part in the round, had it been drawn.
+            generator: Draws whatever is random.
+        """
         return memory
 
     def applies_to(self, turn: Turn) -> bool:
@@ -120,8 +155,13 @@ class Method(Callback):
 
     @property
     def rehearses(self) -> bool:
-        """Whether the method remembers samples."""
+        """Whether the method remembers samples to train on."""
         return type(self).rehearse is not Method.rehearse
+
+    @property
+    def projects(self) -> bool:
+        """Whether the method changes the gradient."""
+        return type(self).project is not Method.project
 
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
@@ -136,6 +176,11 @@ class Method(Callback):
             raise ValueError(
                 f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
                 f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
+            )
+        if self.projects and not callable(getattr(pl_module, "sample_loss", None)):
+            raise ValueError(
+                f"Expected a module that states its loss apart for `{type(self).__name__}`, as `Classifier` does in "
+                f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
             )
         check_compatible(methods_of(trainer))
 
@@ -156,13 +201,19 @@ class Method(Callback):
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self._federated:
             if _is_labelled(batch):
-                # Only a method that rehearses looks at the samples again.
-                self._seen.append((batch[0] if self.rehearses else None, batch[1]))
-            self._mix(batch, batch_idx)
+                # Only a method that rehearses or projects looks at the samples again.
+                self._seen.append((batch[0] if self._looks_again else None, batch[1]))
+            if methods_of(trainer)[-1] is self:  # all have seen the batch as it came
+                for method in methods_of(trainer):
+                    method._mix(batch, batch_idx)
         self._targets = batch[1] if _is_labelled(batch) else None
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
+
+    @property
+    def _looks_again(self) -> bool:
+        return self.rehearses or self.projects
 
     def _mix(self, batch: Any, batch_idx: int) -> None:
         if not self.rehearses:
@@ -210,12 +261,58 @@ class Method(Callback):
             extra = extra + method.penalty(method.memory, step)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
 
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Turn the step's gradient into the method's, in place: after the backward pass, before any clipping."""
+        if not (self.projects and self._active):
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = {
+            name: p
+            for name, p in pl_module.named_parameters()
+            if p.requires_grad and p.grad is not None and id(p) in stepped
+        }
+        gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
+        if not params:
+            return
+        gradient = flatten(gradients)
+        if not torch.isfinite(gradient.sum()):
+            return  # a client that diverges is the federation's to refuse
+        projected = self.project(self.memory, gradient, gradient_of(pl_module, list(params.values())))
+        if projected is not gradient:
+            for name, value in unflatten(projected, gradients).items():
+                gradients[name].copy_(value)
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In a federation, conclude the experiences that end with a round for clients that were not drawn for it."""
+        if type(self).conclude is Method.conclude:
+            return
+        strategy: Any = trainer.strategy
+        stream, federation, name, round = (
+            strategy.stream,
+            strategy.federation,
+            type(self).__name__,
+            current_round(trainer),
+        )
+        done = {*federation.log.upload_bytes, *federation.log.missed}
+        for client, rows in stream.plan.train[round].items():
+            turn = stream.turn(client, round)
+            if client in done or not turn.last_round:
+                continue
+            with isolate_rng():
+                start_randomness(strategy.seed, client, round, "data")
+                data = stream.take(rows)
+            kept = federation.store[client]
+            own = {**entries(pl_module), **kept.get("model", {})}
+            generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, round, name))
+            memory = self.conclude(kept.get(name, {}), own, data, turn, generator)
+            federation.store[client] = {**kept, name: memory}
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a round in a plain Trainer."""
         if not self._federated:
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
-            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.rehearses else None
+            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self._looks_again else None
             self.memory = self.finish(self.memory, entries(pl_module), data, turn, generator)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -261,12 +358,17 @@ def check_compatible(methods: Sequence[Method]) -> None:
     """Refuse methods that cannot work together.
 
     Raises:
-        ValueError: If two methods weigh the task loss, or one method is there twice for the same clients.
+        ValueError: If two methods weigh the task loss or change the gradient, or one method is there twice.
     """
     weighing = [type(method).__name__ for method in methods if type(method).task_weight is not Method.task_weight]
     if len(weighing) > 1:
         raise ValueError(
             f"Expected at most one method that weighs the task loss but got {' and '.join(weighing)}. Remove one."
+        )
+    projecting = [type(method).__name__ for method in methods if method.projects]
+    if len(set(projecting)) > 1:
+        raise ValueError(
+            f"Expected at most one method that changes the gradient but got {' and '.join(projecting)}. Remove one."
         )
     names = [type(method).__name__ for method in methods]
     for name in names:
@@ -297,6 +399,22 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
         return output
 
     return predict
+
+
+def gradient_of(module: L.LightningModule, params: Sequence[nn.Parameter]) -> GradientOf:
+    """``gradient_of(x, y)``: the gradient of the module's mean ``sample_loss`` on samples. See `Method.project`."""
+    lightning: Any = module
+
+    def gradient(x: Tensor, y: Tensor) -> Tensor:
+        precision = module.trainer.precision_plugin
+        x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
+        buffers = {name: value.clone() for name, value in module.named_buffers()}
+        with isolate_rng(), torch.enable_grad(), precision.train_step_context():
+            loss = lightning.sample_loss(functional_call(module, buffers, (x,)), y).mean()
+        pieces = torch.autograd.grad(loss, params, materialize_grads=True)
+        return flatten({str(i): piece for i, piece in enumerate(pieces)})
+
+    return gradient
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:

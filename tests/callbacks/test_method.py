@@ -4,14 +4,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fcl.callbacks import FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.callbacks import AGEM, GEM, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.callbacks.method import Method
 
 METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
     "LwF": lambda: [LwF(2.0)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
-    "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round")],
+    "GEM": lambda: [GEM(6)],
+    "A-GEM": lambda: [AGEM(0.3)],
+    "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round"), GEM(0.3)],
 }
 
 

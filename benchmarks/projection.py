@@ -1,0 +1,107 @@
+"""Time to project a gradient against others, as a ratio to the usual implementation, A B A B in one process.
+
+    OMP_NUM_THREADS=1 python benchmarks/projection.py
+
+The usual implementation is what the code of GEM's authors does, written anew: a torch dot per constraint says whether
+one is violated; then the gradients go to NumPy in double precision, where G G^T and G g are computed for quadprog, and
+G^T v + g goes back to single precision. It is timed twice: with the gradients as rows, as ours are, and as the columns
+of a (p, k) matrix, as the authors keep them. All solve the same problem of k independent gradients, half of them
+violated; results must agree before anything is timed. `--quick` tries the script out on small sizes. Nothing else
+should run on the machine.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+import quadprog
+import torch
+
+from lightning_fcl.projection import distance, project
+
+
+def problem(k, p):
+    """A gradient and k others, about half of which point away from it."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, others = torch.randn(p, generator=generator), torch.randn(k, p, generator=generator)
+    others += 0.1 * gradient * torch.where(torch.arange(k) % 2 == 0, 1.0, -1.0)[:, None]
+    return gradient, others
+
+
+def usual(gradient, others):
+    """Dots in torch, the quadratic program of double-precision copies."""
+    dots = torch.stack([torch.dot(gradient, other) for other in others])
+    if not (dots < 0).any():
+        return gradient
+    rows, g = others.double().numpy(), gradient.double().numpy()
+    k = len(rows)
+    matrix = rows @ rows.T
+    matrix = 0.5 * (matrix + matrix.T) + 1e-3 * np.eye(k)
+    weights = quadprog.solve_qp(matrix, -(rows @ g), np.eye(k), np.zeros(k))[0]
+    return torch.from_numpy(weights @ rows + g).float()
+
+
+def usual_in_columns(gradient, columns):
+    """The same of gradients that are columns."""
+    dots = torch.mm(gradient[None], columns)
+    if not (dots < 0).any():
+        return gradient
+    return usual(gradient, columns.T)
+
+
+def distance_in_torch(gradient, others):
+    """The Wasserstein distance with torch's sort."""
+    ordered = gradient.sort().values
+    return torch.stack([(other.sort().values - ordered).abs().mean(dtype=torch.float64) for other in others])
+
+
+def timed(function, *args):
+    """Seconds of one call."""
+    start = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - start
+
+
+def compare(name, ours, theirs, args, repeats):
+    """Print the ratio of the two ways, taken in turns."""
+    for function in (ours, theirs):
+        function(*args)  # warms up
+    times = [(timed(ours, *args), timed(theirs, *args)) for _ in range(repeats)]
+    ratios = [b / a for a, b in times]
+    ours_ms, theirs_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+    print(
+        f"{name:36} ours {ours_ms:8.1f} ms, usual {theirs_ms:8.1f} ms, ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})",
+        flush=True,
+    )
+
+
+def main():
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try the script out")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    repeats = 2 if options.quick else options.repeats
+    sizes = [20_000, 50_000] if options.quick else [2_700_000, 5_000_000]
+    print(f"torch {torch.__version__}, {options.threads} thread(s), {repeats} repeats, A B A B")
+    for p in sizes:
+        args = problem(10, p)
+        ours, theirs = project(*args), usual(*args)
+        assert ours is not args[0]
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        columns = args[1].T.contiguous()
+        compare(f"project on 10 of {p:,}; rows", project, usual, args, repeats)
+        compare(
+            f"project on 10 of {p:,}; columns", project, lambda g, _, c=columns: usual_in_columns(g, c), args, repeats
+        )
+    args = problem(10, sizes[0])
+    torch.testing.assert_close(distance(*args), distance_in_torch(*args))
+    compare(f"wasserstein to 10 of {sizes[0]:,}", distance, distance_in_torch, args, repeats)
+
+
+if __name__ == "__main__":
+    main()
