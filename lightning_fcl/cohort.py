@@ -56,9 +56,10 @@ def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, stream: 
     `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
     """
     trainer = module.trainer
-    projecting = next((type(method).__name__ for method in methods_of(trainer) if method.projects), None)
-    if projecting is not None:
-        return f"`{projecting}` changes the gradient of one client at a time"
+    alone = next((method for method in methods_of(trainer) if method.alone), None)
+    if alone is not None:
+        what = "changes the gradient of" if alone.projects else "freezes parts of"
+        return f"`{type(alone).__name__}` {what} one client at a time"
     if not isinstance(module, Classifier):
         return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
     if type(module).training_step is not Classifier.training_step:

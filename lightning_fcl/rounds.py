@@ -31,6 +31,7 @@ class Slot:
         last_of_round: Whether the round ends with it.
         active: Number of clients, from the front, that still train in this step.
         weight: Share of each sample in its client's mean, shape (clients, batch); None for a client on its own.
+        epoch: Local epoch, from 0; of several clients, that of the one with most steps.
     """
 
     turns: tuple[Turn, ...]
@@ -40,6 +41,7 @@ class Slot:
     last_of_round: bool
     active: int = 1
     weight: Tensor | None = None
+    epoch: int = 0
 
 
 def participants(
@@ -222,8 +224,10 @@ class RoundBatches:
         else:
             sequence = ((batch, 1, None) for batch in batches(pools[0], plans[0]))
         for step, (batch, active, weight) in enumerate(sequence):
-            last = step == steps - 1
-            self.slots.append(Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight))
+            last, epoch = step == steps - 1, step * self.local_epochs(turns[0]) // steps
+            self.slots.append(
+                Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight, epoch)
+            )
             yield batch
 
     def _data(self, turns: Sequence[Turn]) -> list[Any]:

@@ -143,6 +143,16 @@ class FederatedStrategy(SingleDeviceStrategy):
         if devices:
             self._root_device = devices[0]
 
+    @property
+    def local_epoch(self) -> int:
+        """The local epoch, from 0, that the batch at hand belongs to."""
+        return self._slot.epoch if self._slot is not None else 0
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the batch at hand is the last one of its clients' local training."""
+        return self._slot is not None and self._slot.last
+
     # Lightning's side.
 
     def connect(self, model: L.LightningModule) -> None:

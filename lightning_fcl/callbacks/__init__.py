@@ -5,6 +5,7 @@ from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
+from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
@@ -23,6 +24,7 @@ __all__ = [
     "FLwF",
     "FLwF2T",
     "FedProx",
+    "FedRep",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LwF",

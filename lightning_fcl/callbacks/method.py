@@ -163,6 +163,11 @@ class Method(Callback):
         """Whether the method changes the gradient."""
         return type(self).project is not Method.project
 
+    @property
+    def alone(self) -> bool:
+        """Whether clients that use the method train one at a time."""
+        return self.projects
+
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -1,0 +1,123 @@
+"""FedRep: a shared body and a head of one's own, trained one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import lightning.pytorch as L
+from torch import nn
+
+from lightning_fcl.aggregation import declare, entries
+from lightning_fcl.callbacks.method import Method
+from lightning_fcl.clients import Turn
+
+
+class FedRep(Method):
+    """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
+
+    What is not trained is frozen to the bit: its parameters get no gradient, and normalisation layers keep their
+    statistics. The body travels, the head stays with the client: declare it, as in
+    ``FederatedStrategy(reductions={"model.head.*": "none"})``. Clients train one at a time.
+
+    Args:
+        head_epochs: Local epochs of the head, at least 1.
+        body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
+        head: Shell-style pattern of the head's entries.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If a number is below 1, the Trainer is no federation's, ``head`` matches all parameters or none, or
+            the head is not declared to stay with the clients.
+
+    Example:
+        >>> FedRep(head_epochs=2, body_epochs=4).head
+        'model.head.*'
+    """
+
+    def __init__(
+        self,
+        head_epochs: int = 2,
+        body_epochs: int = 4,
+        head: str = "model.head.*",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        if min(head_epochs, body_epochs) < 1:
+            raise ValueError(
+                f"Expected `head_epochs` and `body_epochs` to be at least 1 but got {head_epochs} and {body_epochs}."
+            )
+        self.head_epochs = head_epochs
+        self.body_epochs = body_epochs
+        self.head = head
+        self._trainable: set[str] = set()
+        self._part: bool | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Clients train one at a time."""
+        return True
+
+    def local_epochs(self, turn: Turn) -> int | None:
+        """Those of the head and of the body."""
+        return self.head_epochs + self.body_epochs if self.applies_to(turn) else None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what has no local epochs, or no head that stays."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if not self._federated:
+            raise ValueError('Expected a Trainer with `strategy="federated"` for `FedRep` but got a plain one.')
+        self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        chosen = {name for name in self._trainable if fnmatchcase(name, self.head)}
+        if not chosen or chosen == self._trainable:
+            raise ValueError(
+                f"Expected `head` to match some of the trainable parameters but `{self.head}` matches {len(chosen)} of "
+                f"{len(self._trainable)}: {', '.join(sorted(self._trainable)[:3])}, ..."
+            )
+        strategy: Any = trainer.strategy
+        reductions = declare(entries(pl_module), getattr(pl_module, "reductions", {}), strategy.reductions)
+        if any(reductions[name] != "none" for name in chosen):
+            raise ValueError(
+                f"Expected the head to stay with the clients but {sorted(chosen)[0]} has the reduction "
+                f'"{reductions[sorted(chosen)[0]]}". Give the strategy `reductions={{"{self.head}": "none"}}`.'
+            )
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Freeze what is not trained in this local epoch."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        strategy: Any = trainer.strategy
+        heads = strategy.local_epoch < self.head_epochs if self._active else None
+        if heads != self._part:
+            self._part = heads
+            self._freeze(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a client's last batch, everything is trainable again."""
+        strategy: Any = trainer.strategy
+        if strategy.turn is None or strategy.last_batch:
+            self._part = None
+            self._freeze(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Everything is trainable again."""
+        super().on_exception(trainer, pl_module, exception)
+        self._part = None
+        self._freeze(pl_module)
+
+    def _freeze(self, module: nn.Module) -> None:
+        """Let the head, or the rest, learn; or all of it."""
+        for place, layer in module.named_modules():
+            prefix = f"{place}." if place else ""
+            own = [(f"{prefix}{name}", p) for name, p in layer.named_parameters(recurse=False)]
+            learns = [self._part is None or fnmatchcase(name, self.head) == self._part for name, _ in own]
+            for (name, parameter), does in zip(own, learns, strict=True):
+                parameter.requires_grad_(does and name in self._trainable)
+            if own and module.training:  # statistics of normalisation layers
+                layer.training = any(learns)
