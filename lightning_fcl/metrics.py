@@ -353,7 +353,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
 def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
     history = _history(record, model)
     counts, sizes, experience, tasks = history
-    metrics = {"A_gen": general_accuracy(counts, sizes)}
+    rounds = counts[int(model == "server" and "start" in record) :]
+    metrics = {"A_gen": general_accuracy(rounds, sizes)}
     if model != "server":
         metrics["A_per"] = personal_accuracy(*history)
     metrics["final_accuracy"] = general_accuracy(counts[-1:], sizes)

@@ -222,6 +222,7 @@ def test_the_start_is_experience_0_of_the_server_alone():
     expected = {"stream_accuracy_0": 8 / 10, "stream_accuracy_1": 10 / 15, "stream_accuracy_2": 9 / 20}
     for name, value in {**expected, "stream_accuracy": 9 / 20, "final_accuracy": 9 / 20}.items():
         assert summary[f"{name}/server"] == pytest.approx(value), name
+    assert summary["A_gen/server"] == summary["A_gen/node"] == pytest.approx((9 + 10 + 6 + 9) / 80)  # of rounds
     assert summary["average_accuracy/server"] == pytest.approx((3 / 10 + 1 / 5 + 5 / 5) / 3)
     assert summary["forgetting/server"] == pytest.approx((8 / 10 - 3 / 10 + 4 / 5 - 1 / 5) / 2)
     assert "stream_accuracy_0/node" not in summary and "forgetting/node" in summary

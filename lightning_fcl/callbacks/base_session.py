@@ -98,6 +98,13 @@ class BaseSession(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Train the base session, or make room for a checkpoint's."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if getattr(c, "base", False)]
+        if self.latents and early:
+            raise ValueError(
+                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
+                "remembers maps, but it stands before it. Change their order."
+            )
         network = getattr(pl_module, "model", None)
         if not all(isinstance(getattr(network, part, None), nn.Module) for part in ("backbone", "head")):
             raise ValueError(
@@ -112,26 +119,9 @@ class BaseSession(Callback):
             return  # of an earlier fit, which this one goes on from
         images = None
         if stage == "fit" and trainer.ckpt_path is None:
-            if not isinstance(stream, FederatedStream) or not len(stream.plan.base):
-                raise ValueError(
-                    'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
-                    f"`datamodule` but got {stream}."
-                )
-            outputs = _classifier(network).out_features
-            if outputs < stream.num_classes:
-                raise ValueError(
-                    f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
-                    f"{outputs}. Raise the network's `num_classes`."
-                )
+            _check(network, stream)
             self._train(network, stream, trainer.strategy.root_device.type)
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if getattr(c, "base", False)]
-        if self.latents and early:
-            raise ValueError(
-                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
-                "remembers maps, but it stands before it. Change their order."
-            )
         self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)
         if images is not None and begin is not None:
@@ -262,6 +252,28 @@ class _Pupil(Classifier):
         optimizer = torch.optim.AdamW(self.parameters(), self.lr, weight_decay=self.weight_decay)
         cosine = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * t / self.steps)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+
+def _check(network: nn.Module, stream: object) -> None:
+    """Refuse a stream without a base session, or one that the network does not fit."""
+    if not isinstance(stream, FederatedStream) or not len(stream.plan.base):
+        raise ValueError(
+            'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
+            f"`datamodule` but got {stream}."
+        )
+    outputs = _classifier(network).out_features
+    if outputs < stream.num_classes:
+        raise ValueError(
+            f"Expected a network with an output for each of the stream's {stream.num_classes} classes but got "
+            f"{outputs}. Raise the network's `num_classes`."
+        )
+    images = tuple(stream.take(stream.plan.base[:1])[0].shape[1:])
+    takes = getattr(network, "input_shape", images)
+    if images != tuple(takes):
+        raise ValueError(
+            f"Expected images of shape {tuple(takes)}, as the network takes them, but the stream's are {images}. Set "
+            "the network's `image_size` and `channels`, or the data set's `size`."
+        )
 
 
 def _classifier(network: nn.Module) -> nn.Linear:

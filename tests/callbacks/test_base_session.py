@@ -432,3 +432,10 @@ def test_a_network_with_too_few_outputs(fit):
 def test_replay_of_maps_stands_behind_the_base_session(fit):
     with pytest.raises(ValueError, match=r"Expected `Replay\(base=True\)` behind `BaseSession\(latents=True\)`"):
         fit(make_net(), make_faces(), [Replay(9, base=True), BaseSession(**{**QUICK, "latents": True})])
+
+
+def test_images_of_another_size_are_refused_before_training(fit):
+    task = Classifier(DSICNet(num_classes=6, image_size=(24, 16)), 6)
+    message = r"^Expected images of shape \(1, 24, 16\), as the network takes them, but the stream's are \(1, 16, 16\)"
+    with pytest.raises(ValueError, match=message):
+        fit(task, make_faces(), [BaseSession(**QUICK)])
