@@ -5,6 +5,7 @@ from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
+from lightning_fcl.callbacks.importance import EWC, MAS
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
@@ -14,6 +15,8 @@ from lightning_fcl.callbacks.replay import Replay
 from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
+    "EWC",
+    "MAS",
     "ActivationDensity",
     "BaseSession",
     "ContinualMetrics",

@@ -123,6 +123,11 @@ class Method(Callback):
         """Whether the method remembers samples."""
         return type(self).rehearse is not Method.rehearse
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether `finish` looks at the round's samples."""
+        return self.rehearses
+
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -155,9 +160,10 @@ class Method(Callback):
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self._federated:
-            if _is_labelled(batch):
-                # Only a method that rehearses looks at the samples again.
-                self._seen.append((batch[0] if self.rehearses else None, batch[1]))
+            methods = methods_of(trainer)
+            if methods[0] is self and _is_labelled(batch):  # before any method mixes something in
+                for method in methods:
+                    method._seen.append((batch[0] if method.needs_samples else None, batch[1]))
             self._mix(batch, batch_idx)
         self._targets = batch[1] if _is_labelled(batch) else None
         if self._hook is None and methods_of(trainer)[0] is self:
@@ -215,7 +221,7 @@ class Method(Callback):
         if not self._federated:
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
-            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.rehearses else None
+            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.needs_samples else None
             self.memory = self.finish(self.memory, entries(pl_module), data, turn, generator)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -4,12 +4,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fcl.callbacks import FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.callbacks import EWC, MAS, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.callbacks.method import Method
 
 METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
     "LwF": lambda: [LwF(2.0)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
     "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round")],
 }
