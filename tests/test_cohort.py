@@ -6,7 +6,19 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import AGEM, GEM, ContinualMetrics, FedProx, FLwF, FLwF2T, LwF, MeanOutputLoss, Replay
+from lightning_fcl.callbacks import (
+    AGEM,
+    EWC,
+    GEM,
+    MAS,
+    ContinualMetrics,
+    FedProx,
+    FLwF,
+    FLwF2T,
+    LwF,
+    MeanOutputLoss,
+    Replay,
+)
 from lightning_fcl.cohort import automatic_size
 
 OPTIMIZERS = {
@@ -25,6 +37,8 @@ METHODS = {
     "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
     "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
     "FedProx": lambda: [FedProx(0.5)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
     "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],
     "MeanOutputLoss, on logits of all seen": lambda: [
         MeanOutputLoss(2.0, "logits", "absolute", "seen", clients=["0", "3"]),

@@ -7,6 +7,7 @@ from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.gem import AGEM, GEM
+from lightning_fcl.callbacks.importance import EWC, MAS
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
@@ -17,7 +18,9 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "AGEM",
+    "EWC",
     "GEM",
+    "MAS",
     "ActivationDensity",
     "BaseSession",
     "ContinualMetrics",

@@ -168,6 +168,11 @@ class Method(Callback):
         """Whether clients that use the method train one at a time."""
         return self.projects
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether `finish` looks at the round's samples."""
+        return self.rehearses or self.projects
+
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -206,8 +211,8 @@ class Method(Callback):
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self._federated:
             if _is_labelled(batch):
-                # Only a method that rehearses or projects looks at the samples again.
-                self._seen.append((batch[0] if self._looks_again else None, batch[1]))
+                # Only some methods look at the samples again.
+                self._seen.append((batch[0] if self.needs_samples else None, batch[1]))
             if methods_of(trainer)[-1] is self:  # all have seen the batch as it came
                 for method in methods_of(trainer):
                     method._mix(batch, batch_idx)
@@ -215,10 +220,6 @@ class Method(Callback):
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
-
-    @property
-    def _looks_again(self) -> bool:
-        return self.rehearses or self.projects
 
     def _mix(self, batch: Any, batch_idx: int) -> None:
         if not self.rehearses:
@@ -317,7 +318,7 @@ class Method(Callback):
         if not self._federated:
             turn = self._turn(trainer)
             generator = torch.Generator().manual_seed(trainer.current_epoch)
-            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self._looks_again else None
+            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.needs_samples else None
             self.memory = self.finish(self.memory, entries(pl_module), data, turn, generator)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

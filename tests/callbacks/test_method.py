@@ -4,12 +4,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fcl.callbacks import AGEM, GEM, FedProx, FLwF2T, LwF, Replay
+from lightning_fcl.callbacks import AGEM, EWC, GEM, MAS, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.callbacks.method import Method
 
 METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
     "LwF": lambda: [LwF(2.0)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
     "GEM": lambda: [GEM(6)],
     "A-GEM": lambda: [AGEM(0.3)],
