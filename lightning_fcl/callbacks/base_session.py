@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -120,7 +121,7 @@ class BaseSession(Callback):
         images = None
         if stage == "fit" and trainer.ckpt_path is None:
             _check(network, stream)
-            self._train(network, stream, trainer.strategy.root_device.type)
+            self._train(network, stream, trainer)
             images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)
         begin = getattr(pl_module, "on_base_session", None)
@@ -139,11 +140,17 @@ class BaseSession(Callback):
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
         return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
 
-    def _train(self, network: nn.Module, stream: FederatedStream, device: str) -> None:
+    def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
         """Steps 1 and 2, or what the cache has of them."""
         path = self.cache / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
-            network.load_state_dict(load_file(path))
+            try:
+                network.load_state_dict(load_file(path))
+            except (SafetensorError, RuntimeError, OSError) as error:
+                raise ValueError(
+                    f"Expected {path} to be a whole base session but could not read it ({str(error).splitlines()[0]}). "
+                    "Delete it; the session is trained anew."
+                ) from error
             return
         samples, others = self._samples(stream)
         own = _classifier(network)
@@ -151,12 +158,12 @@ class BaseSession(Callback):
             start_randomness(stream.seed, "base session")
             if len(samples):
                 _put_classifier(network, nn.Linear(own.in_features, others, dtype=own.weight.dtype))
-                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, device)
+                self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
             _put_classifier(network, own)
             nn.init.zeros_(own.weight)
             nn.init.zeros_(own.bias)
             classes = len(set(stream.y[stream.plan.base].tolist()))
-            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, device)
+            self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
@@ -172,7 +179,7 @@ class BaseSession(Callback):
         epochs: int,
         first: int,
         classes: int,
-        device: str,
+        outer: L.Trainer,
     ) -> None:
         """Train on samples whose labels are ``first`` to ``first + classes - 1``, in a plain Trainer."""
         x, y = stream.take(indices)
@@ -180,12 +187,12 @@ class BaseSession(Callback):
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
         trainer = L.Trainer(
-            accelerator=device,
+            accelerator=outer.strategy.root_device.type,
             devices=1,
             max_epochs=epochs,
             logger=False,
             enable_checkpointing=False,
-            enable_progress_bar=False,
+            enable_progress_bar=outer.progress_bar_callback is not None,
             enable_model_summary=False,
         )
         with warnings.catch_warnings():

@@ -439,3 +439,12 @@ def test_images_of_another_size_are_refused_before_training(fit):
     message = r"^Expected images of shape \(1, 24, 16\), as the network takes them, but the stream's are \(1, 16, 16\)"
     with pytest.raises(ValueError, match=message):
         fit(task, make_faces(), [BaseSession(**QUICK)])
+
+
+def test_a_damaged_cache_is_named(fit, tmp_path):
+    arguments = {**QUICK, "cache": str(tmp_path)}
+    fit(make_net(), make_faces(), [BaseSession(**arguments)])
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=f"^Expected {re.escape(str(path))} to be a whole base session .* Delete it"):
+        fit(make_net(), make_faces(), [BaseSession(**arguments)])
