@@ -301,8 +301,10 @@ class Method(Callback):
         )
         done = {*federation.log.upload_bytes, *federation.log.missed}
         for client, rows in stream.plan.train[round].items():
+            if client in done:
+                continue
             turn = stream.turn(client, round)
-            if client in done or not turn.last_round:
+            if not turn.last_round:
                 continue
             with isolate_rng():
                 start_randomness(strategy.seed, client, round, "data")

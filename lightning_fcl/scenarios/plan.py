@@ -53,13 +53,20 @@ class Plan:
         """The classes that are new to the whole federation in a round, and those of earlier experiences."""
         if not self.of_classes:
             return (), ()
-        new: set[int] = set()
-        old: set[int] = set()
-        for client, parts in self.tasks.items():
-            number = self.experiences[client][round]
-            new.update(parts[number])
-            old.update(group for groups in parts[:number] for group in groups)
-        return tuple(sorted(new - old)), tuple(sorted(old))
+        if round not in self._classes:
+            new: set[int] = set()
+            old: set[int] = set()
+            for client, parts in self.tasks.items():
+                number = self.experiences[client][round]
+                new.update(parts[number])
+                old.update(group for groups in parts[:number] for group in groups)
+            self._classes[round] = tuple(sorted(new - old)), tuple(sorted(old))
+        return self._classes[round]
+
+    @cached_property
+    def _classes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What `classes` has found: it goes through all clients, and every client of a round asks."""
+        return {}
 
     def block(self, client: str, experience: int) -> tuple[int, ...]:
         """The classes among which a sample of a client's experience is classified, if it is told which experience.
