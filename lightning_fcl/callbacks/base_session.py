@@ -6,7 +6,6 @@ import hashlib
 import math
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.callbacks.pretrain import fit_alone
 from lightning_fcl.clients import start_randomness
 from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.scenarios import IntArray
@@ -186,18 +186,7 @@ class BaseSession(Callback):
         samples = _Images(x, y - first, self.augment)
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
-        trainer = L.Trainer(
-            accelerator=outer.strategy.root_device.type,
-            devices=1,
-            max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=outer.progress_bar_callback is not None,
-            enable_model_summary=False,
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
-            trainer.fit(pupil, loader)
+        fit_alone(pupil, loader, epochs, outer, shown=outer.progress_bar_callback is not None)
         network.cpu()
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 
 from lightning_fcl.clients import seed_of
 from lightning_fcl.stream import FederatedStream
@@ -43,18 +45,39 @@ class Pretrain(Callback):
             raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
         torch.manual_seed(seed_of(stream.seed, "pretrain"))
         pupil = copy.deepcopy(pl_module)
-        own = L.Trainer(
-            accelerator=pl_module.device.type,
-            devices=1,
-            precision=trainer.precision,
-            max_epochs=self.epochs,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
-            own.fit(pupil, stream.pretrain_dataloader())
+        fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
         pl_module.load_state_dict(pupil.state_dict())
+
+
+def fit_alone(
+    module: L.LightningModule,
+    loader: DataLoader[Any],
+    epochs: int,
+    outer: L.Trainer,
+    precision: Any = "32-true",
+    shown: bool = False,
+) -> None:
+    """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk.
+
+    Args:
+        module: What is trained.
+        loader: Its batches.
+        epochs: Passes over them.
+        outer: The Trainer whose device it is.
+        precision: As in a Trainer.
+        shown: Whether a progress bar is shown.
+    """
+    own = L.Trainer(
+        accelerator=outer.strategy.root_device.type,
+        devices=1,
+        precision=precision,
+        max_epochs=epochs,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=shown,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You defined a `validation_step`|The 'train_dataloader' does not have")
+        own.fit(module, loader)
