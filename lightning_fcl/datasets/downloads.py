@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-__all__ = ["fetch_folder"]
+__all__ = ["fetch_folder", "retrieve"]
 
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
@@ -34,15 +34,7 @@ def fetch_folder(name: str, url: str, digest: str, archive: Path, folder: str) -
         >>> fetch_folder("x", "https://x.org/x.zip", 64 * "0", Path("x/x.zip"), "x")  # doctest: +SKIP
         PosixPath('x/x')
     """
-    import pooch
-
-    try:
-        pooch.retrieve(url, known_hash=digest, path=archive.parent, fname=archive.name, progressbar=sys.stderr.isatty())
-    except OSError as error:
-        raise ConnectionError(
-            f"Expected to download {url} but got: {error}. Try again, or download it by hand to {archive} and run "
-            f"`lightning-fcl data fetch {name}` to unpack it."
-        ) from error
+    retrieve(url, digest, archive, f" and run `lightning-fcl data fetch {name}` to unpack it")
     target = archive.parent / folder
     try:
         with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
@@ -55,6 +47,32 @@ def fetch_folder(name: str, url: str, digest: str, archive: Path, folder: str) -
         ) from error
     archive.unlink()
     return target
+
+
+def retrieve(url: str, digest: str, path: Path, then: str = "") -> None:
+    """Download a file and verify it; one that is there and verifies is not downloaded again.
+
+    Args:
+        url: Where the file is.
+        digest: Its SHA-256, or another digest as in ``"md5:..."``.
+        path: Where it is put.
+        then: What to do after a download by hand, for the message.
+
+    Raises:
+        ConnectionError: If the download fails.
+        ValueError: If what came is not the published file, which is deleted then.
+
+    Example:
+        >>> retrieve("https://x.org/x.zip", 64 * "0", Path("x/x.zip"))  # doctest: +SKIP
+    """
+    import pooch
+
+    try:
+        pooch.retrieve(url, known_hash=digest, path=path.parent, fname=path.name, progressbar=sys.stderr.isatty())
+    except OSError as error:
+        raise ConnectionError(
+            f"Expected to download {url} but got: {error}. Try again, or download it by hand to {path}{then}."
+        ) from error
 
 
 def _unpack(archive: Path, folder: str) -> None:

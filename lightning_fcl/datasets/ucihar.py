@@ -8,7 +8,6 @@ today).
 
 import io
 import re
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.datasets import Arrays, Description, data_root
+from lightning_fcl.datasets.downloads import retrieve
 
 __all__ = ["DESCRIPTION", "SENSORS", "SHA256", "URL", "fetch", "load", "locate"]
 
@@ -137,16 +137,9 @@ def fetch(root: str | Path | None = None) -> Path:
         >>> fetch()  # doctest: +SKIP
         PosixPath('~/.cache/lightning-fcl/data/ucihar/human+activity+recognition+using+smartphones.zip')
     """
-    import pooch
-
-    folder = data_root(root) / "ucihar"
-    try:
-        pooch.retrieve(URL, known_hash=SHA256, path=folder, fname=_OUTER, progressbar=sys.stderr.isatty())
-    except OSError as error:
-        raise ConnectionError(
-            f"Expected to download {URL} but got: {error}. Try again, or download it by hand to {folder / _OUTER}."
-        ) from error
-    return folder / _OUTER
+    path = data_root(root) / "ucihar" / _OUTER
+    retrieve(URL, SHA256, path)
+    return path
 
 
 def _require_options(sensors: Sequence[str], standardize: str | None) -> None:
