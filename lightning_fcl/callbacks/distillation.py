@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.method import Method, Step, remember, section
+from lightning_fcl.callbacks.method import Method, Step, remember, section, with_classes
 from lightning_fcl.clients import Memory, Turn
 
 
@@ -197,7 +197,4 @@ class LwF(Method):
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Keep the trained model and the classes seen so far."""
-        size = max(len(memory["seen"]), int(turn.labels.max()) + 1 if len(turn.labels) else 0)
-        seen = F.pad(memory["seen"], (0, size - len(memory["seen"]))).clone()
-        seen[turn.labels] = True
-        return {**memory, "seen": seen, **remember(own, "latest")}
+        return {**memory, "seen": with_classes(memory["seen"], turn.labels), **remember(own, "latest")}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.method import Method, Step
+from lightning_fcl.callbacks.method import Method, Step, with_classes
 from lightning_fcl.clients import Memory, Turn
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
@@ -160,12 +160,9 @@ class MeanOutputLoss(Method):
 
     def finish(self, memory: Memory, own: State, data: object, turn: Turn, generator: torch.Generator) -> Memory:
         """In a plain Trainer, remember the classes seen."""
-        if "seen" not in memory or not len(turn.labels):
+        if "seen" not in memory:
             return memory
-        size = max(len(memory["seen"]), int(turn.labels.max()) + 1)
-        seen = _padded(memory["seen"], size).clone()
-        seen[turn.labels] = True
-        return {**memory, "seen": seen}
+        return {**memory, "seen": with_classes(memory["seen"], turn.labels)}
 
 
 def _mask(classes: Sequence[int], size: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -438,6 +439,19 @@ def section(memory: Mapping[str, Tensor], prefix: str) -> State:
 def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
     """A copy of a state as entries of a memory below ``prefix``."""
     return {f"{prefix}.{name}": value.detach().clone() for name, value in state.items()}
+
+
+def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
+    """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it.
+
+    Example:
+        >>> with_classes(torch.tensor([True, False]), torch.tensor([2]))
+        tensor([ True, False,  True])
+    """
+    size = max(len(seen), int(labels.max()) + 1 if len(labels) else 0)
+    more = F.pad(seen, (0, size - len(seen))).clone()
+    more[labels] = True
+    return more
 
 
 def _is_labelled(batch: Any) -> bool:
