@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.aggregation import entries, load_entries
+from lightning_fcl.callbacks.method import evaluating, methods_of
 from lightning_fcl.clients import Turn
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.stream import FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier
 
 
@@ -50,12 +51,14 @@ class GroupAccuracy(Metric):
 class ContinualMetrics(Callback):
     """After each client and each round: tests the model at hand on the stream's common test set.
 
-    The client's model is tested after its local training and before aggregation, the server's after aggregation. The
-    counts make up ``record``, from which `lightning_fcl.metrics.summarize` computes every metric; the server's accuracy
-    is logged as ``server/accuracy``.
+    The server's model is tested after each aggregation. The counts make up ``record``, from which
+    `lightning_fcl.metrics.summarize` computes every metric; the server's accuracy is logged as ``server/accuracy``.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
+        when: When clients' models are tested. ``"trained"``: the model that each has just trained, before aggregation.
+            ``"aggregated"``: after the last round of its experience, whether it was drawn for it or not, the model that
+            it would predict with: the server's with the client's own entries, made personal by its methods.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
@@ -69,13 +72,17 @@ class ContinualMetrics(Callback):
     def __init__(
         self,
         clients: Literal["all", "none"] | list[str] = "all",
+        when: Literal["trained", "aggregated"] = "trained",
         on: Literal["test", "validation"] = "test",
         training: bool = False,
         start: bool = False,
     ) -> None:
         if on not in ("test", "validation"):
             raise ValueError(f'Expected `on` to be "test" or "validation" but got "{on}".')
+        if when not in ("trained", "aggregated"):
+            raise ValueError(f'Expected `when` to be "trained" or "aggregated" but got "{when}".')
         self.on = on
+        self.when = when
         if isinstance(clients, str) and clients not in ("all", "none"):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
         self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
@@ -126,10 +133,11 @@ class ContinualMetrics(Callback):
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
         """Test a client's model."""
-        if not getattr(pl_module, "local_models", True):
-            return
-        if self.clients == "all" or (self.clients != "none" and turn.client in self.clients):
+        if getattr(pl_module, "local_models", True) and self.when == "trained" and self._tests(turn.client):
             self._current[turn.client] = self._count(pl_module)
+
+    def _tests(self, client: str) -> bool:
+        return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's model and close the round's entry."""
@@ -137,6 +145,8 @@ class ContinualMetrics(Callback):
         strategy: Any = trainer.strategy
         adapting = getattr(pl_module, "adapting", False)  # its readout waits for a later round
         correct = self._current if adapting else {**self._current, "server": self._count(pl_module)}
+        if self.when == "aggregated":
+            correct |= self._personal(trainer, pl_module, correct.get("server"))
         self._current = {}
         experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
         now = time.monotonic()
@@ -158,6 +168,29 @@ class ContinualMetrics(Callback):
         total = sum(self.record["totals"])
         values = {f"{name}/accuracy": sum(counts) / total for name, counts in correct.items()}
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+
+    def _personal(
+        self, trainer: L.Trainer, module: L.LightningModule, server: list[int] | None
+    ) -> dict[str, list[int]]:
+        """Test the models with which clients go on whose experience ends with this round."""
+        strategy: Any = trainer.strategy
+        round, stream, counts = current_round(trainer), strategy.stream, {}
+        received = {name: value.detach().clone() for name, value in entries(module).items()}
+        for client in filter(self._tests, stream.plan.clients):
+            if not stream.turn(client, round).last_round:
+                continue
+            kept = strategy.federation.store[client]
+            own = {name: value.to(module.device) for name, value in kept.get("model", {}).items()}
+            begun = state = {**received, **own}
+            for method in methods_of(trainer):
+                state = method.personal(kept.get(type(method).__name__, {}), state)
+            if server is not None and not own and state is begun:
+                counts[client] = server  # all predict with the same model
+                continue
+            load_entries(module, state)
+            counts[client] = self._count(module)
+        load_entries(module, received)
+        return counts
 
     def _count(self, module: L.LightningModule) -> list[int]:
         """Correct predictions of each group on the test set; a model that predicts every time step has more of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as L
 import torch
@@ -22,8 +22,37 @@ from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
 from lightning_fcl.projection import flatten, unflatten
 from lightning_fcl.stream import FederatedStream, current_round
 
-GradientOf = Callable[[Tensor, Tensor], Tensor]
-"""``gradient_of(x, y)``: the gradient of the task loss on samples, as one vector. See `Method.project`."""
+SampleLoss = Callable[[Tensor, Any], Tensor]
+"""``loss(output, y)``: the loss of every sample, shape (batch,)."""
+
+
+class GradientOf(Protocol):
+    """The gradient of a mean loss on samples, of the parameters that a step trains, as one vector."""
+
+    def __call__(
+        self, x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
+        """The gradient.
+
+        Args:
+            x: Inputs, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
+            state: A state of the module, at which the gradient is taken; None: the present one.
+            loss: The loss of every sample; None: the task's.
+        """
+
+
+class LossOf(Protocol):
+    """The mean task loss on samples, as part of the graph."""
+
+    def __call__(self, x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The loss, a scalar.
+
+        Args:
+            x: Inputs, shape (batch, ...).
+            y: Targets, shape (batch, ...).
+            params: Trainable parameters in place of the present ones, by name.
+        """
 
 
 @dataclass
@@ -39,6 +68,8 @@ class Step:
             without gradient: a teacher.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
+        loss_of: ``loss_of(x, y)`` is the mean task loss on other samples, in the module's present mode; it changes no
+            buffer or state of a random number generator. None in a cohort.
     """
 
     params: Mapping[str, Tensor]
@@ -48,6 +79,7 @@ class Step:
     predict: Callable[[Mapping[str, Tensor], Any], Tensor]
     weight: Tensor | None = None
     y: Tensor | None = None
+    loss_of: LossOf | None = None
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""
@@ -105,9 +137,10 @@ class Method(Callback):
             gradient: The gradient of the methods' loss on the batch (with ``accumulate_grad_batches``, on the batches
                 of the step), of all trainable parameters that have one, as one vector.
             gradient_of: ``gradient_of(x, y)`` is the gradient of the mean task loss on other samples, at the present
-                parameters and in the module's present mode, which in training is training mode, as in the code of
-                GEM's authors: dropout drops, and batch normalisation takes the statistics of ``x``. It changes no
-                gradient, buffer or state of a random number generator.
+                parameters (at those of ``state``, or of another ``loss``, if they are given: `GradientOf`) and in the
+                module's present mode, which in training is training mode, as in the code of GEM's authors: dropout
+                drops, and batch normalisation takes the statistics of ``x``. It changes no gradient, buffer or state of
+                a random number generator.
 
         Returns:
             Of the same shape; ``gradient`` itself for no change.
@@ -133,6 +166,18 @@ class Method(Callback):
             generator: Draws whatever is random.
         """
         return memory
+
+    def personal(self, memory: Memory, state: State) -> State:
+        """The state that a client predicts with.
+
+        Args:
+            memory: The client's memory.
+            state: What it would begin a round with: the server's state and the client's own entries.
+
+        Returns:
+            ``state`` itself for no change.
+        """
+        return state
 
     def applies_to(self, turn: Turn) -> bool:
         """Whether the client uses the method in this round."""
@@ -261,7 +306,8 @@ class Method(Callback):
         x, output = self._call
         self._call = None
         trainable = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        step = Step(trainable, self.server, x, output, teacher_of(pl_module), y=methods[-1]._targets)
+        targets = methods[-1]._targets
+        step = Step(trainable, self.server, x, output, teacher_of(pl_module), y=targets, loss_of=loss_of(pl_module))
         weight, extra = 1.0, torch.zeros((), device=loss.device)
         for method in active:
             weight *= method.task_weight()
@@ -284,7 +330,7 @@ class Method(Callback):
         gradient = flatten(gradients)
         if not torch.isfinite(gradient.sum()):
             return  # a client that diverges is the federation's to refuse
-        projected = self.project(self.memory, gradient, gradient_of(pl_module, list(params.values())))
+        projected = self.project(self.memory, gradient, gradient_of(pl_module, params))
         if projected is not gradient:
             for name, value in unflatten(projected, gradients).items():
                 gradients[name].copy_(value)
@@ -410,20 +456,45 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
     return predict
 
 
-def gradient_of(module: L.LightningModule, params: Sequence[nn.Parameter]) -> GradientOf:
-    """``gradient_of(x, y)``: the gradient of the module's mean ``sample_loss`` on samples. See `Method.project`."""
-    lightning: Any = module
+def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientOf:
+    """Gradients of a module's parameters at other samples, other states and of other losses. See `Method.project`."""
 
-    def gradient(x: Tensor, y: Tensor) -> Tensor:
-        precision = module.trainer.precision_plugin
-        x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
-        buffers = {name: value.clone() for name, value in module.named_buffers()}
-        with isolate_rng(), torch.enable_grad(), precision.train_step_context():
-            loss = lightning.sample_loss(functional_call(module, buffers, (x,)), y).mean()
-        pieces = torch.autograd.grad(loss, params, materialize_grads=True)
+    def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
+        leaves: Mapping[str, Tensor] = params
+        others: State = {}
+        if state is not None:
+            leaves = {name: state[name].detach().requires_grad_() for name in params}
+            others = {name: value.detach().clone() for name, value in state.items() if name not in params}
+        with isolate_rng(), torch.enable_grad():
+            value = _mean_loss(module, {**others, **leaves}, x, y, loss)
+        pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return flatten({str(i): piece for i, piece in enumerate(pieces)})
 
     return gradient
+
+
+def loss_of(module: L.LightningModule) -> LossOf:
+    """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
+
+    def loss(x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+        with isolate_rng():
+            return _mean_loss(module, params or {}, x, y)
+
+    return loss
+
+
+def _mean_loss(
+    module: L.LightningModule, state: Mapping[str, Tensor], x: Any, y: Any, loss: SampleLoss | None = None
+) -> Tensor:
+    """The mean loss of a module on samples, some of its state replaced; its buffers stay as they are."""
+    lightning: Any = module
+    precision = module.trainer.precision_plugin
+    x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    with precision.train_step_context():
+        output = functional_call(module, {**buffers, **state}, (x,))
+        mean: Tensor = (loss or lightning.sample_loss)(output, y).mean()
+    return mean
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
+from lightning_fcl.callbacks.method import Method
 from lightning_fcl.metrics import summarize
 
 
@@ -256,3 +257,32 @@ def test_a_base_session_is_experience_0(fit, make_task):
         seen = 2 + experience
         assert summary[f"stream_accuracy_{experience}/server"] == pytest.approx(sum(right[:seen]) / (10 * seen))
     assert summary["stream_accuracy/server"] == summary["final_accuracy/server"] == sum(ends[-1]) / 40
+
+
+class Doubles(Method):
+    """Client 1 predicts with twice the weights of its head."""
+
+    def personal(self, memory, state):
+        return {**state, "model.2.weight": 2 * state["model.2.weight"]} if memory else state
+
+    def finish(self, memory, own, data, turn, generator):
+        return {"there": torch.ones(1)} if turn.client == "1" else memory
+
+
+def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_with(fit, make_stream, make_task):
+    stream, metrics = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated")
+    task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
+    trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "none"}, participation=2)
+    rounds, store = metrics.record["rounds"], trainer.strategy.federation.store
+    assert [set(entry["correct"]) for entry in rounds] == [{"server"}, {"server", "0", "1", "2"}] * 2
+    for client in "012":
+        own, state = store[client].get("model", {}), task.state_dict()
+        by_hand = copy.deepcopy(task)
+        by_hand.load_state_dict({**state, **own})
+        if "Doubles" in store[client]:
+            by_hand.model[2].weight.data *= 2
+        assert rounds[-1]["correct"][client] == counts(by_hand.eval(), stream, 4)
+    assert rounds[-1]["correct"]["server"] == counts(task.eval(), stream, 4)
+    assert any(rounds[-1]["correct"][client] != rounds[-1]["correct"]["server"] for client in "012")
+    with pytest.raises(ValueError, match='Expected `when` to be "trained" or "aggregated" but got "never"'):
+        ContinualMetrics(when="never")

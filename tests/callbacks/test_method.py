@@ -1,5 +1,7 @@
 """What all methods share in a plain Trainer."""
 
+import copy
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -56,3 +58,45 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
         turns = []
         fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
         assert turns == [(when, *turn) for turn in expected for when in ("begin", "end")]
+
+
+def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
+    class Look(Method):
+        def project(self, memory, gradient, gradient_of):
+            before = {name: value.clone() for name, value in task.state_dict().items()}
+            seen.append(gradient_of(x, y, state))
+            expected.append(by_hand(state, torch.nn.functional.cross_entropy))
+            seen.append(gradient_of(x, target, loss=lambda output, y: (output - y).square().sum(dim=1)))
+            expected.append(by_hand(before, lambda output, y: (output - target).square().sum(dim=1).mean()))
+            torch.testing.assert_close(dict(task.state_dict()), before, rtol=0, atol=0)
+            return gradient
+
+    def by_hand(values, loss):
+        other = make_task()
+        other.load_state_dict(values)
+        names = [p for _, p in other.named_parameters()]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss(other(x), y), names)])
+
+    seen, expected, (x, y), target = [], [], samples(seed=7), torch.randn(20, 4)
+    task, state = make_task(), {name: torch.randn_like(value) for name, value in make_task().state_dict().items()}
+    train(task, [Look()], samples())
+    assert len(seen) == 12 and not torch.allclose(seen[0], seen[1])
+    for left, right in zip(seen, expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_the_loss_on_other_samples_is_part_of_the_graph(make_task, samples, train, by_hand, assert_same):
+    class Rehearsal(Method):
+        def penalty(self, memory, step):
+            return 0.5 * step.loss_of(x, y) + 0.1 * step.loss_of(x, y, {n: 2 * p for n, p in step.params.items()})
+
+    def loss(output, inputs, targets):
+        doubled = torch.func.functional_call(task, {n: 2 * p for n, p in task.named_parameters()}, (x,))
+        cross_entropy = torch.nn.functional.cross_entropy
+        return cross_entropy(output, targets) + 0.5 * cross_entropy(task(x), y) + 0.1 * cross_entropy(doubled, y)
+
+    (x, y), task = samples(seed=7), make_task()
+    rehearsed = copy.deepcopy(task)
+    train(rehearsed, [Rehearsal()], samples())
+    by_hand(task, samples(), loss)
+    assert_same(task, rehearsed)
