@@ -8,6 +8,7 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
+    APFL,
     EWC,
     GEM,
     MAS,
@@ -37,6 +38,7 @@ METHODS = {
     "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
     "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
     "FedProx": lambda: [FedProx(0.5)],
+    "APFL": lambda: [APFL(0.3, 0.2)],
     "EWC": lambda: [EWC(5.0)],
     "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
     "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],

@@ -1,5 +1,6 @@
 """Callbacks: the methods, and what watches a federation."""
 
+from lightning_fcl.callbacks.apfl import APFL
 from lightning_fcl.callbacks.base_session import BaseSession
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
@@ -20,6 +21,7 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "AGEM",
+    "APFL",
     "EWC",
     "GEM",
     "MAS",

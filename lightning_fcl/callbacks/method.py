@@ -215,6 +215,11 @@ class Method(Callback):
         return self.projects
 
     @property
+    def needs_sample_loss(self) -> bool:
+        """Whether the module must state the loss of samples apart from its training step."""
+        return self.projects
+
+    @property
     def needs_samples(self) -> bool:
         """Whether `finish` looks at the round's samples."""
         return self.rehearses or self.projects
@@ -233,7 +238,7 @@ class Method(Callback):
                 f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
                 f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
             )
-        if self.projects and not callable(getattr(pl_module, "sample_loss", None)):
+        if self.needs_sample_loss and not callable(getattr(pl_module, "sample_loss", None)):
             raise ValueError(
                 f"Expected a module that states its loss apart for `{type(self).__name__}`, as `Classifier` does in "
                 f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
