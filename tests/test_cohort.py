@@ -8,6 +8,7 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
+    BCN,
     EWC,
     GEM,
     MAS,
@@ -47,6 +48,7 @@ METHODS = {
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
     "GEM": lambda: [GEM(0.2)],
     "A-GEM, beside others": lambda: [Replay(9, "class-balanced", "round"), AGEM(6), FedProx(0.5)],
+    "BCN": lambda: [BCN(0.2, batch_size=6)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

@@ -1,6 +1,7 @@
 """Callbacks: the methods, and what watches a federation."""
 
 from lightning_fcl.callbacks.base_session import BaseSession
+from lightning_fcl.callbacks.bcn import BCN
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
@@ -18,6 +19,7 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "AGEM",
+    "BCN",
     "EWC",
     "GEM",
     "MAS",
