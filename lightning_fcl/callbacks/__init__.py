@@ -11,6 +11,7 @@ from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.fedvit import FedViT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
+from lightning_fcl.callbacks.lvt import LVTMethod
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
@@ -36,6 +37,7 @@ __all__ = [
     "FedViT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
+    "LVTMethod",
     "LwF",
     "MeanOutputLoss",
     "Method",
