@@ -70,8 +70,8 @@ class FedRep(Method):
             return
         if not self._federated:
             raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for `{type(self).__name__}` but got a plain one, which '
-                "has no local epochs, and no clients that share a body."
+                f'Expected a Trainer with `strategy="federated"` for `{type(self).__name__}` but got a plain one, '
+                "which has no local epochs, and no clients that share a body."
             )
         self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
         chosen = {name for name in self._trainable if fnmatchcase(name, self.head)}
