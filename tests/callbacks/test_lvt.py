@@ -15,6 +15,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, LVTMethod
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.lvt import attention_loss, distilled
+from lightning_fcl.clients import Turn
 from lightning_fcl.datasets import Arrays
 from lightning_fcl.models import LVT
 
@@ -178,6 +179,34 @@ def test_other_batches_and_a_penalty(make_net, samples, train, assert_same, in_t
     train(task, [FedProx(2.0), method], second, epochs=1)
     by_hand(copied, second, known, size=size, epochs=1, mu=2.0)
     assert_same(task, copied, 1e-5)
+
+
+def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, train, assert_same, in_turn):
+    method, task, (first, second) = LVTMethod(0.0, rho=1.0), make_net(), (samples([0, 1]), samples([2, 3], seed=1))
+    task._blocks = torch.tensor([[a // 2 == b // 2 for a in range(4)] for b in range(4)])
+    train(task, [method], first)
+    copied = copy.deepcopy(task)
+    optimizer, taught = copied.configure_optimizers(), copied(first[0])[:8, :2].detach()
+    train(task, [method], second)
+    for _ in range(2):
+        for x, y in zip(*(part.split(8) for part in second), strict=True):
+            old = copied(first[0])[: len(y), :2]
+            loss = F.cross_entropy(copied(x)[:, 2:], y - 2) + F.cross_entropy(old, first[1][: len(y)])
+            loss = loss + 0.5 * distillation_loss(old, taught[: len(y)]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert_same(task, copied, 1e-5)
+
+
+def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
+    method, task = LVTMethod(rho=1.0), make_net()
+    method._module, memory = task, {}
+    for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
+        x, y = samples([0, 1], number, seed)
+        memory = method.finish(memory, task.state_dict(), [x, y], Turn("a", 0, experience), torch.Generator())
+    assert memory["task"].tolist() == [1] * 5 + [0] * 6
+    torch.testing.assert_close(memory["x"][5:], x)
 
 
 def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_same):
