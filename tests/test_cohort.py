@@ -9,6 +9,7 @@ from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
     APFL,
+    BCN,
     EWC,
     GEM,
     MAS,
@@ -16,6 +17,7 @@ from lightning_fcl.callbacks import (
     FedProx,
     FLwF,
     FLwF2T,
+    LVTMethod,
     LwF,
     MeanOutputLoss,
     Replay,
@@ -49,6 +51,8 @@ METHODS = {
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
     "GEM": lambda: [GEM(0.2)],
     "A-GEM, beside others": lambda: [Replay(9, "class-balanced", "round"), AGEM(6), FedProx(0.5)],
+    "BCN": lambda: [BCN(0.2, batch_size=6)],
+    "LVT's, of a model without keys": lambda: [LVTMethod(gamma=0.0, rho=0.3)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 

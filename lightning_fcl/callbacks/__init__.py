@@ -2,6 +2,7 @@
 
 from lightning_fcl.callbacks.apfl import APFL
 from lightning_fcl.callbacks.base_session import BaseSession
+from lightning_fcl.callbacks.bcn import BCN
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
@@ -11,6 +12,7 @@ from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.fedvit import FedViT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
+from lightning_fcl.callbacks.lvt import LVTMethod
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
@@ -22,6 +24,7 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 __all__ = [
     "AGEM",
     "APFL",
+    "BCN",
     "EWC",
     "GEM",
     "MAS",
@@ -36,6 +39,7 @@ __all__ = [
     "FedViT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
+    "LVTMethod",
     "LwF",
     "MeanOutputLoss",
     "Method",

@@ -43,15 +43,18 @@ class GradientOf(Protocol):
 
 
 class LossOf(Protocol):
-    """The mean task loss on samples, as part of the graph."""
+    """A mean loss on samples, as part of the graph."""
 
-    def __call__(self, x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def __call__(
+        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
         """The loss, a scalar.
 
         Args:
             x: Inputs, shape (batch, ...).
-            y: Targets, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
             params: Trainable parameters in place of the present ones, by name.
+            loss: The loss of every sample; None: the task's.
         """
 
 
@@ -481,11 +484,11 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
 def loss_of(module: L.LightningModule) -> LossOf:
     """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
-    def loss(x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         with isolate_rng():
-            return _mean_loss(module, params or {}, x, y)
+            return _mean_loss(module, params or {}, x, y, loss)
 
-    return loss
+    return mean_loss
 
 
 def _mean_loss(

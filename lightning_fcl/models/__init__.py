@@ -4,6 +4,7 @@ from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.dsicnet import DSICNet
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
+from lightning_fcl.models.lvt import LVT, LVTBody
 from lightning_fcl.models.mlp import MLP
 from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
 from lightning_fcl.models.t2t import T2TBody
@@ -11,10 +12,12 @@ from lightning_fcl.models.vit import SplitViT, ViT, fcl_vit
 
 __all__ = [
     "HARCNN",
+    "LVT",
     "MLP",
     "CvTBody",
     "DSICNet",
     "EchoStateNetwork",
+    "LVTBody",
     "RidgeReadout",
     "RidgeStatistics",
     "SplitViT",
