@@ -2,6 +2,7 @@
 
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.dsicnet import DSICNet
+from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.mlp import MLP
@@ -14,6 +15,7 @@ __all__ = [
     "MLP",
     "CvTBody",
     "DSICNet",
+    "DyTox",
     "EchoStateNetwork",
     "RidgeReadout",
     "RidgeStatistics",
