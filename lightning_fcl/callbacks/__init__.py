@@ -4,6 +4,7 @@ from lightning_fcl.callbacks.base_session import BaseSession
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
+from lightning_fcl.callbacks.dytox import DyToxTraining
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.gem import AGEM, GEM
@@ -24,6 +25,7 @@ __all__ = [
     "ActivationDensity",
     "BaseSession",
     "ContinualMetrics",
+    "DyToxTraining",
     "FLwF",
     "FLwF2T",
     "FedProx",
