@@ -162,7 +162,7 @@ class DyToxTraining(Method):
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches."""
         if self.max_size:
-            memory = {**memory, **remember_task(memory, data, turn, self.max_size, generator)}
+            memory = remember_task(memory, data, turn, self.max_size, generator)
         return self._ended(memory, own, turn) if turn.last_round else memory
 
     def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
@@ -170,7 +170,7 @@ class DyToxTraining(Method):
         if not self.applies_to(turn):
             return memory
         if self.max_size and not _knows(memory, turn.experience):
-            memory = {**memory, **remember_task(memory, data, turn, self.max_size, generator)}
+            memory = remember_task(memory, data, turn, self.max_size, generator)
         return self._ended(memory, own, turn)
 
     def _ended(self, memory: Memory, own: State, turn: Turn) -> Memory:
