@@ -190,6 +190,15 @@ def test_a_second_task_by_hand(quiet, assert_same, terms):
     assert not torch.equal(task.model.divergence[0][1].weight, teacher.model.divergence[0][1].weight)
 
 
+def test_a_task_that_comes_back_has_nothing_to_hold_on_to(quiet, assert_same):
+    task, method = make_task(sgd), DyToxTraining(max_size=0)
+    train(quiet, task, method, samples([4, 5]))
+    fine = copy.deepcopy(task)
+    train(quiet, task, method, samples([4, 5], seed=1))
+    train(quiet, fine, DyToxTraining(0, distillation=0, divergence=0), samples([4, 5], seed=1))
+    assert_same(task, fine, 0)
+
+
 def test_the_encoder_runs_once_a_step_and_once_for_the_teacher(quiet):
     task, method, passes = make_task(), DyToxTraining(0.5, balanced_epochs=0), []
     task.model.body.register_forward_hook(lambda module, args, out: passes.append(module.training))
