@@ -6,6 +6,7 @@ from lightning_fcl.callbacks.bcn import BCN
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
+from lightning_fcl.callbacks.dytox import DyToxTraining
 from lightning_fcl.callbacks.fedknow import FedKNOW
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
@@ -31,6 +32,7 @@ __all__ = [
     "ActivationDensity",
     "BaseSession",
     "ContinualMetrics",
+    "DyToxTraining",
     "FLwF",
     "FLwF2T",
     "FedKNOW",

@@ -223,6 +223,24 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
     return torch.cat(chosen).sort().values if chosen else order
 
 
+def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
+    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order.
+
+    Args:
+        y: Labels, shape (n,), of at least one sample.
+        generator: Draws them.
+
+    Example:
+        >>> y = torch.tensor([0, 0, 0, 1, 1, 2])
+        >>> y[balanced(y, torch.Generator().manual_seed(0))].sort().values
+        tensor([0, 1, 2])
+    """
+    classes, counts = torch.unique(y, return_counts=True)
+    order = torch.randperm(len(y), generator=generator)
+    chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
+    return chosen[torch.randperm(len(chosen), generator=generator)]
+
+
 def checked_size(max_size: int | float) -> int | float:
     """``max_size`` itself: a number of samples, or a share of them.
 

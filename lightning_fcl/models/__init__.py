@@ -2,6 +2,7 @@
 
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.dsicnet import DSICNet
+from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.models.lvt import LVT, LVTBody
@@ -16,6 +17,7 @@ __all__ = [
     "MLP",
     "CvTBody",
     "DSICNet",
+    "DyTox",
     "EchoStateNetwork",
     "LVTBody",
     "RidgeReadout",
