@@ -127,7 +127,8 @@ class ClientStore:
         state: ClientState = {}
         for key, tensor in (load_file(path) if path.exists() else {}).items():
             section, name = key.split("\x1f")
-            state.setdefault(section, {})[name] = tensor
+            # Empty tensors of a file share an address, whatever their types, which `torch.save` refuses.
+            state.setdefault(section, {})[name] = tensor if tensor.numel() else tensor.clone()
         return state
 
     def __setitem__(self, client: str, state: ClientState) -> None:

@@ -6,6 +6,7 @@ from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
+from lightning_fcl.callbacks.fedweit import FedWEIT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
@@ -28,6 +29,7 @@ __all__ = [
     "FLwF2T",
     "FedProx",
     "FedRep",
+    "FedWEIT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LwF",

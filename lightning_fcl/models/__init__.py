@@ -1,6 +1,7 @@
 """Plain ``nn.Module`` networks of the papers, one file each."""
 
 from lightning_fcl.models.cvt import CvTBody
+from lightning_fcl.models.decomposed import Decomposed
 from lightning_fcl.models.dsicnet import DSICNet
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.har_cnn import HARCNN
@@ -14,6 +15,7 @@ __all__ = [
     "MLP",
     "CvTBody",
     "DSICNet",
+    "Decomposed",
     "EchoStateNetwork",
     "RidgeReadout",
     "RidgeStatistics",
