@@ -127,8 +127,9 @@ class ClientStore:
         state: ClientState = {}
         for key, tensor in (load_file(path) if path.exists() else {}).items():
             section, name = key.split("\x1f")
-            # Empty tensors of a file share an address, whatever their types, which `torch.save` refuses.
-            state.setdefault(section, {})[name] = tensor if tensor.numel() else tensor.clone()
+            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
+            # empty tensors of several types share an address, which `torch.save` refuses.
+            state.setdefault(section, {})[name] = tensor.clone()
         return state
 
     def __setitem__(self, client: str, state: ClientState) -> None:

@@ -203,8 +203,23 @@ def test_uploads_are_copied():
 
 def test_where_clients_start():
     value = torch.ones(3)
-    assert [r for r in REDUCTIONS if travels_down(r)] == ["mean", "sparse_mean", "download", "median", "trimmed_mean", "krum"]
-    assert [r for r in REDUCTIONS if travels_up(r)] == ["mean", "sparse_mean", "sum", "cat", "median", "trimmed_mean", "krum"]
+    assert [r for r in REDUCTIONS if travels_down(r)] == [
+        "mean",
+        "sparse_mean",
+        "download",
+        "median",
+        "trimmed_mean",
+        "krum",
+    ]
+    assert [r for r in REDUCTIONS if travels_up(r)] == [
+        "mean",
+        "sparse_mean",
+        "sum",
+        "cat",
+        "median",
+        "trimmed_mean",
+        "krum",
+    ]
     assert neutral(value, "sum").tolist() == [0, 0, 0] and neutral(value, "cat").tolist() == []
     assert neutral(value, "none") is value and neutral(value, "mean") is value
     assert neutral(value, "download") is value and neutral(value, "fixed") is value
