@@ -21,6 +21,7 @@ from lightning_fcl.aggregation import (
     neutral,
     travels_down,
     travels_up,
+    wire_bytes,
 )
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
 from lightning_fcl.compression import Compression, transmit
@@ -39,6 +40,7 @@ class RoundLog:
     """What happened in one round: bytes per client on the wire, and who did not make it.
 
     Args:
+        trained: Clients whose upload was taken.
         upload_bytes: Bytes that each client sent.
         download_bytes: Bytes that each client received.
         dropped: Clients whose upload was refused, and why.
@@ -47,12 +49,21 @@ class RoundLog:
         master: In a swarm, the client that brought the uploads together.
     """
 
+    trained: list[str] = field(default_factory=list)
     upload_bytes: dict[str, int] = field(default_factory=dict)
     download_bytes: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     master: str | None = None
+
+    def upload(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def download(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
 
 class Federation:
@@ -155,8 +166,8 @@ class Federation:
 
     def _set_state(self, state: State) -> None:
         self.state = state
-        down = [value for name, value in state.items() if travels_down(self.reductions[name])]
-        self._download_bytes = sum(value.nbytes for value in down)
+        down = {name: value for name, value in state.items() if travels_down(self.reductions[name])}
+        self._download_bytes = sum(wire_bytes(value, self.reductions[name]) for name, value in down.items())
         self._all_travel = len(down) == len(state)
 
     def download(self, client: str) -> tuple[State, ClientState]:
@@ -165,7 +176,7 @@ class Federation:
         own = kept.get("model", {})
         unsent = kept.get(_UNSENT, {})
         if not unsent:
-            self.log.download_bytes[client] = self._download_bytes
+            self.log.download(client, self._download_bytes)
         if self._all_travel and not unsent:
             return self.state, kept
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
@@ -194,7 +205,9 @@ class Federation:
         numbers = {name: value for name, value in own.items() if value.is_floating_point() or value.is_complex()}
         # A sum that is finite has finite terms; only where one is not must every number be looked at.
         if not all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
-            finite = {n: torch.isfinite(value).reshape(len(turns), -1).all(dim=1) for n, value in numbers.items()}
+            finite = {
+                n: torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1) for n, value in numbers.items()
+            }
             taken = torch.stack(list(finite.values())).all(dim=0).tolist()
             for row in (row for row, fine in enumerate(taken) if not fine):
                 self._drop(turns[row], [name for name, fine in finite.items() if not fine[row]])
@@ -203,11 +216,16 @@ class Federation:
             travelling = {name: value for name, value in states.items() if travels_up(self.reductions[name])}
             if len(rows) < len(turns):
                 travelling = {name: value[rows] for name, value in travelling.items()}
-            each = sum(value.nbytes for value in travelling.values()) // len(rows)
+            sparse = {n: v for n, v in travelling.items() if self.reductions[n] == "sparse_mean"}
+            dense = {n: v for n, v in travelling.items() if n not in sparse}
+            each = sum(value.nbytes for value in dense.values()) // len(rows)
             if self.compression is not None:
-                travelling, each = self._compress(self.compression, [turns[row].client for row in rows], travelling)
-            self._aggregator.add_all(travelling, [self._weight(turns[row]) for row in rows])
-            self.log.upload_bytes.update((turns[row].client, each) for row in rows)
+                dense, each = self._compress(self.compression, [turns[row].client for row in rows], dense)
+            self._aggregator.add_all({**dense, **sparse}, [self._weight(turns[row]) for row in rows])
+            for i, row in enumerate(rows):
+                rest = sum(wire_bytes(value[i], self.reductions[name]) for name, value in sparse.items())
+                self.log.upload(turns[row].client, each + rest)
+            self.log.trained += [turns[row].client for row in rows]
         return taken
 
     def _compress(self, compression: Compression, clients: Sequence[str], states: State) -> tuple[State, int]:

@@ -469,7 +469,10 @@ class FederatedStrategy(SingleDeviceStrategy):
         cohort, self.cohort = self.cohort, None
         self.optimizers = self._base_optimizers
         own = {name: value.detach() for name, value in entries(module).items()} if cohort is None else {}
-        states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
+        sent = own
+        for method in methods if cohort is None else []:
+            sent = method.send(method.memory, sent) if method.applies_to(slot.turns[0]) else sent
+        states = cohort.states() if cohort is not None else {name: value[None] for name, value in sent.items()}
         missed = [self.swarm is not None and self.swarm.misses(t.client, t.round, self.seed) for t in slot.turns]
         taken = self._upload(slot.turns, states, missed)
         personal = self.federation.personal or self.swarm is not None
@@ -532,7 +535,8 @@ class FederatedStrategy(SingleDeviceStrategy):
     def _listeners(self, event: str) -> list[Callback]:
         assert self.lightning_module is not None
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        return [callback for callback in callbacks if hasattr(callback, event)]
+        heard = [callback for callback in callbacks if hasattr(callback, event)]
+        return sorted(heard, key=lambda callback: not isinstance(callback, Method))  # what they do is measured
 
     def settle(self) -> None:
         """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""

@@ -11,6 +11,7 @@ from lightning_fcl.callbacks.fedknow import FedKNOW
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.fedvit import FedViT
+from lightning_fcl.callbacks.fedweit import FedWEIT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
 from lightning_fcl.callbacks.lvt import LVTMethod
@@ -39,6 +40,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedViT",
+    "FedWEIT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LVTMethod",

@@ -92,9 +92,10 @@ class Step:
 class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, does to the gradient, mixes in and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish` and `conclude`, free
-    of side effects. They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
-    federation, and vectorised over a cohort of clients; a method that overrides `project`, one client at a time.
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish`, `conclude`, `send`
+    and `personal`, free of side effects. They run in a plain Trainer (a round is an epoch, the server model is the
+    model at its start), in a federation, and vectorised over a cohort of clients; a method that overrides `project` or
+    `send`, one client at a time.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -170,6 +171,13 @@ class Method(Callback):
         """
         return memory
 
+    def send(self, memory: Memory, own: State) -> State:
+        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
+
+        The client's state is in the module. A method that overrides it trains one client at a time.
+        """
+        return own
+
     def personal(self, memory: Memory, state: State) -> State:
         """The state that a client predicts with.
 
@@ -215,7 +223,7 @@ class Method(Callback):
     @property
     def alone(self) -> bool:
         """Whether clients that use the method train one at a time."""
-        return self.projects
+        return self.projects or type(self).send is not Method.send
 
     @property
     def needs_sample_loss(self) -> bool:
@@ -354,7 +362,7 @@ class Method(Callback):
             type(self).__name__,
             current_round(trainer),
         )
-        done = {*federation.log.upload_bytes, *federation.log.missed}
+        done = {*federation.log.trained, *federation.log.missed}
         for client, rows in stream.plan.train[round].items():
             if client in done:
                 continue

@@ -1,6 +1,7 @@
 """Plain ``nn.Module`` networks of the papers, one file each."""
 
 from lightning_fcl.models.cvt import CvTBody
+from lightning_fcl.models.decomposed import Decomposed
 from lightning_fcl.models.dsicnet import DSICNet
 from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -17,6 +18,7 @@ __all__ = [
     "MLP",
     "CvTBody",
     "DSICNet",
+    "Decomposed",
     "DyTox",
     "EchoStateNetwork",
     "LVTBody",
