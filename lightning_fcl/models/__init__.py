@@ -1,7 +1,7 @@
 """Plain ``nn.Module`` networks of the papers, one file each."""
 
 from lightning_fcl.models.cvt import CvTBody
-from lightning_fcl.models.decomposed import Decomposed
+from lightning_fcl.models.decomposed import Decomposed, decomposed_vit
 from lightning_fcl.models.dsicnet import DSICNet
 from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -27,5 +27,6 @@ __all__ = [
     "SplitViT",
     "T2TBody",
     "ViT",
+    "decomposed_vit",
     "fcl_vit",
 ]

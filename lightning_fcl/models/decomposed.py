@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_fcl.models.vit import ViT
+
 State = dict[str, Tensor]
 
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -213,6 +215,28 @@ class _Task(nn.Module):
         self.register_buffer("knowledge", torch.empty(0))
         self.register_buffer("rest", torch.empty(0))
         self.register_buffer("classes", torch.empty(0, dtype=torch.long))
+
+
+def decomposed_vit(
+    tasks: int = 10,
+    num_classes: int = 100,
+    image_size: int = 32,
+    patch_size: int = 4,
+    width: int = 192,
+    depth: int = 6,
+    heads: int = 12,
+    mlp_ratio: float = 4.0,
+    channels: int = 3,
+    threshold: float = 1e-3,
+) -> Decomposed:
+    """A `ViT` whose body is `Decomposed`, with the arguments of both, for recipes.
+
+    Example:
+        >>> decomposed_vit(tasks=2, num_classes=10, patch_size=16, width=24, depth=1, heads=2).net.head
+        Linear(in_features=24, out_features=10, bias=True)
+    """
+    net = ViT(num_classes, image_size, patch_size, width, depth, heads, mlp_ratio, channels)
+    return Decomposed(net, tasks, threshold=threshold)
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
