@@ -24,10 +24,12 @@ from lightning_fcl.aggregation import (
     wire_bytes,
 )
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
+from lightning_fcl.compression import Compression, transmit
 
 log = logging.getLogger(__name__)
 
 _UNSENT = "unsent"  # the section of what a client could not send
+_RESIDUAL = "residual"  # and of what compression has left over
 
 ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -76,6 +78,7 @@ class Federation:
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
         byzantine: Number of lying clients that the ``krum`` reduction allows for.
+        compression: Code of the uploads of floating-point entries whose reduction is ``mean``.
 
     Raises:
         ValueError: If ``client_weights`` is none of these.
@@ -96,6 +99,7 @@ class Federation:
         server_optimizer: OptimizerFactory | None = None,
         trim: float = 0.1,
         byzantine: int = 0,
+        compression: Compression | None = None,
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
             raise ValueError(
@@ -112,12 +116,14 @@ class Federation:
         self.client_weights: ClientWeights = client_weights
         self.trim = trim
         self.byzantine = byzantine
+        self.compression = compression
         self.state: State = {}
         self.reductions: dict[str, Reduction] = {}
         self.log = RoundLog()
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
+        self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
         self._moves = False  # whether clients send anything in this round that the server optimizer steps on
         self._aggregator = Aggregator({})
         self._download_bytes = 0
@@ -145,7 +151,7 @@ class Federation:
             self._server_optimizer = ServerOptimizer(self._factory, moved)
             self._server_optimizer.load_state_dict(self._restored)
         self._moves = bool(moved)
-        self.log = RoundLog()
+        self.log, self._residuals = RoundLog(), {}
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
     @property
@@ -155,8 +161,8 @@ class Federation:
 
     @property
     def personal(self) -> bool:
-        """Whether any entry stays with the clients."""
-        return "none" in self.reductions.values()
+        """Whether anything stays with the clients: entries, or what compression has left over."""
+        return "none" in self.reductions.values() or self.compression is not None
 
     def _set_state(self, state: State) -> None:
         self.state = state
@@ -210,14 +216,33 @@ class Federation:
             travelling = {name: value for name, value in states.items() if travels_up(self.reductions[name])}
             if len(rows) < len(turns):
                 travelling = {name: value[rows] for name, value in travelling.items()}
+            sparse = {n: value for n, value in travelling.items() if self.reductions[n] == "sparse_mean"}
+            each = sum(value.nbytes for name, value in travelling.items() if name not in sparse) // len(rows)
+            if self.compression is not None:
+                travelling, each = self._compress(self.compression, [turns[row].client for row in rows], travelling)
             self._aggregator.add_all(travelling, [self._weight(turns[row]) for row in rows])
-            sparse = {n: v for n, v in travelling.items() if self.reductions[n] == "sparse_mean"}
-            dense = sum(value.nbytes for name, value in travelling.items() if name not in sparse) // len(rows)
             for i, row in enumerate(rows):
-                rest = sum(wire_bytes(value[i], self.reductions[name]) for name, value in sparse.items())
-                self.log.upload(turns[row].client, dense + rest)
+                rest = sum(wire_bytes(value[i], "sparse_mean") for value in sparse.values())
+                self.log.upload(turns[row].client, each + rest)
             self.log.trained += [turns[row].client for row in rows]
         return taken
+
+    def _compress(self, compression: Compression, clients: Sequence[str], states: State) -> tuple[State, int]:
+        """The states as the server decodes them, and bytes per client; what is left over waits for `keep`.
+
+        What is sparse on its own stays as it is, and is not counted.
+        """
+        coded = {
+            name: value
+            for name, value in states.items()
+            if self.reductions[name] == "mean" and value.is_floating_point() and compression.saves(self.state[name])
+        }
+        received, left, nbytes = transmit(
+            compression, self.state, coded, [self.store[client].get(_RESIDUAL, {}) for client in clients]
+        )
+        self._residuals.update(zip(clients, left, strict=True))
+        plain = [v for name, v in states.items() if name not in coded and self.reductions[name] != "sparse_mean"]
+        return {**states, **received}, nbytes + sum(value.nbytes for value in plain) // len(clients)
 
     def _drop(self, turn: Turn, entries_at_fault: Sequence[str]) -> None:
         kept = self.store[turn.client]
@@ -243,7 +268,7 @@ class Federation:
         """
         own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed and travels_up(self.reductions[n])}
-        sections = {"model": own, _UNSENT: unsent, **memories}
+        sections = {"model": own, _UNSENT: unsent, _RESIDUAL: self._residuals.pop(client, {}), **memories}
         kept: ClientState = {section: memory for section, memory in sections.items() if memory}
         if kept or self.store[client]:
             self.store[client] = kept

@@ -43,15 +43,18 @@ class GradientOf(Protocol):
 
 
 class LossOf(Protocol):
-    """The mean task loss on samples, as part of the graph."""
+    """A mean loss on samples, as part of the graph."""
 
-    def __call__(self, x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def __call__(
+        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
         """The loss, a scalar.
 
         Args:
             x: Inputs, shape (batch, ...).
-            y: Targets, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
             params: Trainable parameters in place of the present ones, by name.
+            loss: The loss of every sample; None: the task's.
         """
 
 
@@ -223,6 +226,11 @@ class Method(Callback):
         return self.projects or type(self).send is not Method.send
 
     @property
+    def needs_sample_loss(self) -> bool:
+        """Whether the module must state the loss of samples apart from its training step."""
+        return self.projects
+
+    @property
     def needs_samples(self) -> bool:
         """Whether `finish` looks at the round's samples."""
         return self.rehearses or self.projects
@@ -241,7 +249,7 @@ class Method(Callback):
                 f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
                 f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
             )
-        if self.projects and not callable(getattr(pl_module, "sample_loss", None)):
+        if self.needs_sample_loss and not callable(getattr(pl_module, "sample_loss", None)):
             raise ValueError(
                 f"Expected a module that states its loss apart for `{type(self).__name__}`, as `Classifier` does in "
                 f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
@@ -484,11 +492,11 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
 def loss_of(module: L.LightningModule) -> LossOf:
     """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
-    def loss(x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         with isolate_rng():
-            return _mean_loss(module, params or {}, x, y)
+            return _mean_loss(module, params or {}, x, y, loss)
 
-    return loss
+    return mean_loss
 
 
 def _mean_loss(
