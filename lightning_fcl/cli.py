@@ -137,16 +137,21 @@ def machine() -> str:
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire."""
+    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire.
+
+    What was not tested is left empty.
+    """
     totals = record["totals"]
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["round", "model", "accuracy", *record["groups"], "upload_bytes", "download_bytes"])
     for entry in record["rounds"]:
-        for model, correct in entry["correct"].items():
-            groups = [c / n if n else "" for c, n in zip(correct, totals, strict=True)]
-            wire = [entry[key].get(model, "") for key in ("upload_bytes", "download_bytes")]
-            writer.writerow([entry["round"], model, sum(correct) / sum(totals), *groups, *wire])
+        ways = [entry[key] for key in ("upload_bytes", "download_bytes")]
+        for model in dict.fromkeys([*entry["correct"], *ways[0], *ways[1]]):
+            correct = entry["correct"].get(model, [None] * len(totals))
+            groups = ["" if c is None or not n else c / n for c, n in zip(correct, totals, strict=True)]
+            overall = "" if None in correct else sum(correct) / sum(totals)
+            writer.writerow([entry["round"], model, overall, *groups, *(way.get(model, "") for way in ways)])
     write_whole(path, text.getvalue())
 
 

@@ -127,7 +127,8 @@ class ClientStore:
         state: ClientState = {}
         for key, tensor in (load_file(path) if path.exists() else {}).items():
             section, name = key.split("\x1f")
-            state.setdefault(section, {})[name] = tensor
+            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise.
+            state.setdefault(section, {})[name] = tensor.clone()
         return state
 
     def __setitem__(self, client: str, state: ClientState) -> None:

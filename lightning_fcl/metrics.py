@@ -2,7 +2,8 @@
 
 Everything is computed from one record per run: how many test samples of each *group* (a class, or a domain) each model
 got right after each round. The functions on arrays take ``correct`` of shape (R, G), a row for every round in which the
-model was tested: a round in which a client did not take part is simply not there. Accuracies are between 0 and 1.
+model was tested: a round in which a client did not take part is simply not there. A group that it was not tested on has
+None (NaN); a metric that asks for it cannot be computed. Accuracies are between 0 and 1.
 
 `general_accuracy`, `personal_accuracy`, `average_accuracy` and `forgetting` follow section 4.3 of Usmanova et al. 2021,
 "A distillation-based approach integrating continual learning and federated learning for pervasive services".
@@ -390,7 +391,7 @@ def _counts(correct: ArrayLike, totals: ArrayLike) -> tuple[FloatArray, FloatArr
             f"Expected `correct` to have one row per round and {len(sizes)} columns, one for each entry of `totals`, "
             f"but got shape {counts.shape}."
         )
-    if wrong := np.argwhere(~((counts >= 0) & (counts <= sizes))).tolist():
+    if wrong := np.argwhere((counts < 0) | (counts > sizes)).tolist():
         r, g = wrong[0]
         raise ValueError(
             f"Expected `correct` to be between 0 and `totals` but got {counts[r, g]:g} of {sizes[g]:g} in row {r}, "

@@ -76,24 +76,66 @@ class Row:
     words: tuple[str, ...] = ()
 
 
-def paper_rows(folder: Path, rows: Sequence[str] | None) -> dict[str, Row]:
-    """The recipe of every row of a paper's table, or of the ``rows`` asked for, from ``rows.yaml``.
+def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
+    """The recipe of every row of a paper's table at a scale, or of the ``rows`` asked for, from ``rows.yaml``.
 
     There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
-    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers.
+    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
+    are those at which it is run; by default all. For ``grids`` see `expanded`.
+
+    Raises:
+        ValueError: If a row is not known, or not run at this scale.
     """
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    order = content["rows"]
+    order = expanded(content)
     for row in rows or ():
         if row not in order:
             raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{did_you_mean(row, order)}")
+        if scale not in order[row].get("scales", [scale]):
+            scales = ", ".join(order[row]["scales"])
+            raise ValueError(f"Expected `scale` to be one of {scales} for row {row} but got {scale}.")
     result = {}
-    for row in rows or order:
-        entry: dict[str, Any] = order[row] if isinstance(order[row], dict) else {"configs": [order[row]]}
+    for row in rows or [row for row, entry in order.items() if scale in entry.get("scales", [scale])]:
+        entry = order[row]
         names = [content["base"], *entry["configs"]]
         values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in entry.get("set", {}).items()}
         words = [word for name, value in values.items() for word in (f"--{name}", value)]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
+    return result
+
+
+def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """All rows of a ``rows.yaml``, those of its ``grids`` among them.
+
+    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
+    new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
+
+    Raises:
+        ValueError: If a grid asks for a row that there is not, or expects numbers of one.
+
+    Example:
+        >>> grid = {"rows": ["GEM"], "with": {"50 clients": {"set": {"data.clients": 50}}}, "scales": ["paper"]}
+        >>> expanded({"rows": {"GEM": "gem.yaml"}, "grids": [grid]})["50 clients GEM"]
+        {'configs': ['gem.yaml'], 'set': {'data.clients': 50}, 'expected': {}, 'scales': ['paper']}
+    """
+    rows: dict[str, dict[str, Any]] = {
+        row: dict(entry) if isinstance(entry, dict) else {"configs": [entry]} for row, entry in content["rows"].items()
+    }
+    result = dict(rows)
+    for grid in content.get("grids", []):
+        made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
+        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*grid.get("expected", {})} - {*made})
+        if unknown:
+            raise ValueError(f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.")
+        for change, more in grid["with"].items():
+            for row in grid["rows"]:
+                name = f"{change} {row}"
+                result[name] = {
+                    "configs": [*rows[row]["configs"], *more.get("configs", [])],
+                    "set": {**rows[row].get("set", {}), **more.get("set", {})},
+                    "expected": grid.get("expected", {}).get(name, {}),
+                    **({"scales": grid["scales"]} if "scales" in grid else {}),
+                }
     return result
 
 
@@ -102,7 +144,8 @@ def reproduce(
 ) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
-    The figures that ``rows.yaml`` describes under ``figures`` are drawn too: see `lightning_fcl.figures.write_figures`.
+    The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
+    The figures that it describes under ``figures`` are drawn too: see `lightning_fcl.figures.write_figures`.
 
     Raises:
         ValueError: If the paper, a row, a number or a figure is not known.
@@ -114,9 +157,9 @@ def reproduce(
     if seeds < 1:
         raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
     out = out or Path("runs") / f"{paper}-{scale}"
-    recipes = paper_rows(folder, rows)
+    recipes = paper_rows(folder, rows, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    check_figures(content.get("figures", []), content["rows"])
+    check_figures(content.get("figures", []), expanded(content))
     jobs = []
     for row, recipe in recipes.items():
         scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
@@ -130,7 +173,8 @@ def reproduce(
             jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
     run_jobs(jobs, workers)
     results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
-    metrics = list(dict.fromkeys(name for result in results for name in result["expected"]))
+    told = [name for result in results for name in result["expected"]]
+    metrics = list(dict.fromkeys([*content.get("metrics", []), *told]))
     rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
     _, markdown = write_table(out, rows_of, metrics)
     results_by_row = {row: results[i * seeds : (i + 1) * seeds] for i, row in enumerate(recipes)}

@@ -223,8 +223,9 @@ class RoundBatches:
             sequence = iter(cohort_batches(pools, plans))
         else:
             sequence = ((batch, 1, None) for batch in batches(pools[0], plans[0]))
+        epochs = self.local_epochs(turns[0])
         for step, (batch, active, weight) in enumerate(sequence):
-            last, epoch = step == steps - 1, step * self.local_epochs(turns[0]) // steps
+            last, epoch = step == steps - 1, step * epochs // steps
             self.slots.append(
                 Slot(tuple(turns), tuple(data), step == 0, last, last and last_group, active, weight, epoch)
             )

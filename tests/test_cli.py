@@ -11,7 +11,7 @@ import yaml
 from lightning_fcl.cli import run
 from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.main import main
-from lightning_fcl.reproduce import Job, paper_rows, recipes_folder, run_jobs
+from lightning_fcl.reproduce import Job, expanded, paper_rows, recipes_folder, run_jobs
 from lightning_fcl.search import Search, check
 
 RECIPES = recipes_folder()
@@ -135,7 +135,15 @@ def test_reproduce_names_what_is_wrong(capsys):
 
 @pytest.mark.parametrize(
     ("paper", "number"),
-    [("flwf", 12), ("flwf-as-written", 8), ("incfed", 32), ("fedclip", 80), ("fedclip-hhar", 20), ("odfcl", 26)],
+    [
+        ("flwf", 12),
+        ("flwf-as-written", 8),
+        ("incfed", 32),
+        ("fedclip", 80),
+        ("fedclip-hhar", 20),
+        ("odfcl", 26),
+        ("fedvit", 95),
+    ],
 )
 def test_every_recipe_is_part_of_a_row(paper, number):
     rows = paper_rows(RECIPES / paper, None)
@@ -363,3 +371,23 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
             assert entry["missed"] or len(entry[way]) == nodes or "missed" in row
     assert {f"stream_accuracy_{i}/server" for i in range(3)} <= results["metrics"].keys()
     assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1
+
+
+def test_grids_make_rows():
+    grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "set": {"y": 2}}}, "scales": ["paper"]}
+    content = {"rows": {"A": {"configs": ["a.yaml"], "set": {"x": 1}}}, "grids": [grid]}
+    assert expanded(content)["more A"] == {
+        "configs": ["a.yaml", "b.yaml"], "set": {"x": 1, "y": 2}, "expected": {}, "scales": ["paper"]
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more B but got B"):
+        expanded({**content, "grids": [{**grid, "rows": ["B"]}]})
+    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more A but got less A"):
+        expanded({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
+
+
+def test_rows_of_another_scale_are_left_out(tmp_path):
+    rows = {"A": "a.yaml", "B": {"configs": ["b.yaml"], "scales": ["paper"]}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
+    with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
+        paper_rows(tmp_path, ["B"], "small")

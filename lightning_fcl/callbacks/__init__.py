@@ -4,8 +4,10 @@ from lightning_fcl.callbacks.base_session import BaseSession
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
+from lightning_fcl.callbacks.fedknow import FedKNOW
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
+from lightning_fcl.callbacks.fedvit import FedViT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
@@ -26,8 +28,10 @@ __all__ = [
     "ContinualMetrics",
     "FLwF",
     "FLwF2T",
+    "FedKNOW",
     "FedProx",
     "FedRep",
+    "FedViT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LwF",

@@ -18,6 +18,9 @@ from lightning_fcl.clients import Turn
 from lightning_fcl.stream import FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier
 
+Counts = list[int | None]
+"""Correct predictions of each group; None for a group that was not tested."""
+
 
 class GroupAccuracy(Metric):
     """Number of correct predictions in each group of samples (a class, a domain).
@@ -51,14 +54,16 @@ class GroupAccuracy(Metric):
 class ContinualMetrics(Callback):
     """After each client and each round: tests the model at hand on the stream's common test set.
 
-    The server's model is tested after each aggregation. The counts make up ``record``, from which
+    The server's model is tested after aggregation. The counts make up ``record``, from which
     `lightning_fcl.metrics.summarize` computes every metric; the server's accuracy is logged as ``server/accuracy``.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
-        when: When clients' models are tested. ``"trained"``: the model that each has just trained, before aggregation.
-            ``"aggregated"``: after the last round of its experience, whether it was drawn for it or not, the model that
-            it would predict with: the server's with the client's own entries, made personal by its methods.
+        when: When models are tested. ``"trained"``: each round, those that clients have just trained, before
+            aggregation, and the server's. ``"aggregated"``: after the last round of an experience, and whether a client
+            was drawn for it or not, the model that it would predict with: the server's with the client's own entries,
+            made personal by its methods. It is tested on the classes (or domains) of the client's experiences so far,
+            unless it is the server's.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
@@ -89,7 +94,7 @@ class ContinualMetrics(Callback):
         self.training = training
         self.start = start
         self.record: dict[str, Any] = {}
-        self._current: dict[str, list[int]] = {}
+        self._current: dict[str, Counts] = {}
         self._test: tuple[Any, Tensor, Tensor] | None = None
         self._started = 0.0
 
@@ -144,10 +149,11 @@ class ContinualMetrics(Callback):
         plan = trainer.datamodule.plan  # type: ignore[attr-defined]
         strategy: Any = trainer.strategy
         adapting = getattr(pl_module, "adapting", False)  # its readout waits for a later round
-        correct = self._current if adapting else {**self._current, "server": self._count(pl_module)}
+        correct, self._current = self._current, {}
         if self.when == "aggregated":
-            correct |= self._personal(trainer, pl_module, correct.get("server"))
-        self._current = {}
+            correct = self._aggregated(trainer, pl_module)
+        elif not adapting:
+            correct = {**correct, "server": self._count(pl_module)}
         experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
         now = time.monotonic()
         self.record["rounds"].append(
@@ -166,38 +172,50 @@ class ContinualMetrics(Callback):
         )
         self._started = now
         total = sum(self.record["totals"])
-        values = {f"{name}/accuracy": sum(counts) / total for name, counts in correct.items()}
+        whole = {name: [count for count in counts if count is not None] for name, counts in correct.items()}
+        values = {f"{n}/accuracy": sum(counts) / total for n, counts in whole.items() if len(counts) == len(correct[n])}
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
-    def _personal(
-        self, trainer: L.Trainer, module: L.LightningModule, server: list[int] | None
-    ) -> dict[str, list[int]]:
-        """Test the models with which clients go on whose experience ends with this round."""
+    def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts]:
+        """Test the models with which the clients go on whose experience ends with this round."""
         strategy: Any = trainer.strategy
-        round, stream, counts = current_round(trainer), strategy.stream, {}
+        round, stream = current_round(trainer), strategy.stream
+        turns = [stream.turn(client, round) for client in filter(self._tests, stream.plan.clients)]
+        ending = [turn for turn in turns if turn.last_round]
+        if not ending:
+            return {}
         received = {name: value.detach().clone() for name, value in entries(module).items()}
-        for client in filter(self._tests, stream.plan.clients):
-            if not stream.turn(client, round).last_round:
-                continue
-            kept = strategy.federation.store[client]
+        counts: dict[str, Counts] = {"server": self._count(module)}
+        for turn in ending:
+            kept = strategy.federation.store[turn.client]
             own = {name: value.to(module.device) for name, value in kept.get("model", {}).items()}
             begun = state = {**received, **own}
             for method in methods_of(trainer):
                 state = method.personal(kept.get(type(method).__name__, {}), state)
-            if server is not None and not own and state is begun:
-                counts[client] = server  # all predict with the same model
+            if not own and state is begun:
+                counts[turn.client] = counts["server"]  # all predict with the same model
                 continue
             load_entries(module, state)
-            counts[client] = self._count(module)
+            seen = stream.plan.tasks[turn.client][: turn.experience + 1]
+            counts[turn.client] = self._count(module, sorted({group for groups in seen for group in groups}))
         load_entries(module, received)
         return counts
 
-    def _count(self, module: L.LightningModule) -> list[int]:
-        """Correct predictions of each group on the test set; a model that predicts every time step has more of them."""
+    def _count(self, module: L.LightningModule, groups: list[int] | None = None) -> Counts:
+        """Correct predictions of each group on the test set, or of some groups and None for others.
+
+        A model that predicts every time step has more of them.
+        """
         assert self._test is not None
-        correct, steps = _correct(module, *self._test, len(self.record["groups"]))
-        self.record["totals"] = (torch.bincount(self._test[2], minlength=len(correct)) * steps).tolist()
-        return correct
+        number, test = len(self.record["groups"]), self._test
+        if groups is None:
+            correct, steps = _correct(module, *test, number)
+            self.record["totals"] = (torch.bincount(test[2], minlength=number) * steps).tolist()
+            return correct
+        rows = torch.isin(test[2], torch.tensor(groups, device=test[2].device))
+        x, y, of = (part[rows] for part in test)
+        correct, _ = _correct(module, x, y, of, number)
+        return [count if group in groups else None for group, count in enumerate(correct)]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's last model on what the clients have learnt from."""
@@ -218,7 +236,7 @@ class ContinualMetrics(Callback):
 
 
 @torch.no_grad()
-def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups: int) -> tuple[list[int], int]:
+def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups: int) -> tuple[Counts, int]:
     """A model's correct predictions in each group of samples, and how many predictions it makes for each sample."""
     metric, steps = GroupAccuracy(groups).to(module.device), 1
     precision = module.trainer.precision_plugin
@@ -232,5 +250,5 @@ def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
             metric.update(prediction.flatten(), label, where)
-    counts: list[int] = metric.compute().flatten().tolist()  # torchmetrics makes one group a scalar
+    counts: Counts = metric.compute().flatten().tolist()  # torchmetrics makes one group a scalar
     return counts, steps

@@ -69,7 +69,10 @@ class FedRep(Method):
         if stage != "fit":
             return
         if not self._federated:
-            raise ValueError('Expected a Trainer with `strategy="federated"` for `FedRep` but got a plain one.')
+            raise ValueError(
+                f'Expected a Trainer with `strategy="federated"` for `{type(self).__name__}` but got a plain one, '
+                "which has no local epochs, and no clients that share a body."
+            )
         self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
         chosen = {name for name in self._trainable if fnmatchcase(name, self.head)}
         if not chosen or chosen == self._trainable:
@@ -91,10 +94,14 @@ class FedRep(Method):
         """Freeze what is not trained in this local epoch."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         strategy: Any = trainer.strategy
-        heads = strategy.local_epoch < self.head_epochs if self._active else None
-        if heads != self._part:
-            self._part = heads
+        part = self.trains_head(strategy.local_epoch) if self._active else None
+        if part != self._part:
+            self._part = part
             self._freeze(pl_module)
+
+    def trains_head(self, epoch: int) -> bool:
+        """Whether a local epoch, from 0, trains the head, or the body."""
+        return epoch < self.head_epochs
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

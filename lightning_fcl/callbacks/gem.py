@@ -159,17 +159,37 @@ def remember_task(memory: Memory, data: Any, turn: Turn, max_size: int | float, 
     Raises:
         TypeError: If the data is no pair.
     """
-    if len(data) != 2:
-        raise TypeError(f"Expected samples `[x, y]` to remember but got {len(data)} parts. Return pairs instead.")
-    x, y = data
+    x, y = labelled(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     chosen = stratified(y.cpu(), size, generator).to(y.device)
-    new = {"x": x[chosen], "y": y[chosen], "task": torch.full((len(chosen),), turn.experience, device=y.device)}
+    return with_task(memory, x[chosen], y[chosen], turn.experience)
+
+
+def labelled(data: Any) -> tuple[Tensor, Tensor]:
+    """A client's samples, if they are pairs.
+
+    Raises:
+        TypeError: If the data is no pair.
+    """
+    if not isinstance(data, list | tuple) or len(data) != 2:
+        parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
+        raise TypeError(f"Expected samples `[x, y]` to remember but got {parts}. Return pairs instead.")
+    return data[0], data[1]
+
+
+def with_task(memory: Memory, x: Tensor, y: Tensor, task: int) -> Memory:
+    """The memory with samples in place of a task's earlier ones. See `remember_task`.
+
+    Example:
+        >>> with_task({}, torch.zeros(1, 2), torch.tensor([3]), task=0)
+        {'x': tensor([[0., 0.]]), 'y': tensor([3]), 'task': tensor([0]), 'present': tensor(0)}
+    """
+    new = {"x": x, "y": y, "task": torch.full((len(y),), task, device=y.device)}
     if "task" in memory:
         old = {name: memory[name].to(y.device) for name in new}
-        kept = old["task"] != turn.experience
+        kept = old["task"] != task
         new = {name: torch.cat([old[name][kept], value]) for name, value in new.items()}
-    return {**new, "present": torch.tensor(turn.experience)}
+    return {**memory, **new, "present": torch.tensor(task)}
 
 
 def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:

@@ -357,7 +357,7 @@ class Method(Callback):
                 start_randomness(strategy.seed, client, round, "data")
                 data = stream.take(rows)
             kept = federation.store[client]
-            own = {**entries(pl_module), **kept.get("model", {})}
+            own = {**entries(pl_module), **{n: v.to(pl_module.device) for n, v in kept.get("model", {}).items()}}
             generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, round, name))
             memory = self.conclude(kept.get(name, {}), own, data, turn, generator)
             federation.store[client] = {**kept, name: memory}

@@ -30,7 +30,7 @@ class Classifier(L.LightningModule):
             evaluation, as Zuo et al. do. The stream tells the tasks: ``scenario="fedvit"``.
 
     Raises:
-        ValueError: If the stream does not tell the tasks' classes.
+        ValueError: If the stream does not tell the tasks' classes, or a task has one class only.
 
     Example:
         >>> task = Classifier(nn.Linear(4, 3), num_classes=3)
@@ -70,6 +70,12 @@ class Classifier(L.LightningModule):
             raise ValueError(
                 'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
                 f"`task_incremental=True` but got {stream}. Leave it out."
+            )
+        alone = [block[0] for parts in blocks.values() for block in parts if len(block) < 2]
+        if alone:
+            raise ValueError(
+                f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task of "
+                "its own, in which there is nothing to learn. Cut the classes into fewer `tasks`."
             )
         together = torch.eye(self.num_classes, dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:

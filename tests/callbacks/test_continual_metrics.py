@@ -274,7 +274,12 @@ def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_wit
     task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
     trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "none"}, participation=2)
     rounds, store = metrics.record["rounds"], trainer.strategy.federation.store
-    assert [set(entry["correct"]) for entry in rounds] == [{"server"}, {"server", "0", "1", "2"}] * 2
+    assert [set(entry["correct"]) for entry in rounds] == [set(), {"server", "0", "1", "2"}] * 2
+    seen = sorted(stream.plan.tasks["0"][0])
+    first = rounds[1]["correct"]["0"]
+    assert [first[g] is None for g in range(4)] == [g not in seen for g in range(4)]
+    assert "final_accuracy/0" not in summarize({**metrics.record, "rounds": rounds[:2]})
+    assert {"average_accuracy/0", "forgetting/clients"} <= set(summarize(metrics.record))
     for client in "012":
         own, state = store[client].get("model", {}), task.state_dict()
         by_hand = copy.deepcopy(task)

@@ -1,0 +1,265 @@
+"""FedViT: signature tasks hold back what a step would undo, and what other clients have undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.aggregation import State
+from lightning_fcl.callbacks.fedrep import FedRep
+from lightning_fcl.callbacks.gem import labelled, with_task
+from lightning_fcl.callbacks.method import GradientOf, evaluating, remember, section, teacher_of
+from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.projection import Kind, most_dissimilar, project
+
+
+class FedViT(FedRep):
+    """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
+
+    A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
+
+    1. *Integration* (section 3.4), in the rounds of a task after the client's first. What was received differs from
+       the body that the client has trained: the gradient g_b of a batch at the body before aggregation is rotated as
+       little as possible until it raises no loss at the present body, whose gradient is g_a, and steps the present one.
+       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body.
+    2. The head learns, the body is frozen.
+    3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9, until it raises the loss of none of the
+       k past tasks whose gradients differ most from it (section 3.3). Their gradients are restored, at the present
+       parameters, from the samples that are kept of each task, eq. 5.
+
+    At the end of a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least
+    one, eq. 4; a client that is not drawn for the task's last round does so with the body after aggregation.
+
+    Args:
+        rho: Share of the samples of each class that is kept, above 0 and up to 1.
+        k: Past tasks that constrain a step, at least 1; all, while there are no more.
+        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``, see
+            `lightning_fcl.projection.distance`.
+        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all. In between, only
+            those of the chosen are taken.
+        head_epochs: Local epochs of the head, at least 1.
+        body_epochs: Local epochs of the body, at least 1.
+        integration_epochs: Local epochs of integration, which come first; 0: none.
+        head: Shell-style pattern of the head's entries.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
+
+    Example:
+        >>> FedViT(rho=0.1, k=10).head_epochs
+        2
+    """
+
+    def __init__(
+        self,
+        rho: float = 0.1,
+        k: int = 10,
+        distance: Kind = "wasserstein",
+        select_every: int = 10,
+        head_epochs: int = 2,
+        body_epochs: int = 4,
+        integration_epochs: int = 1,
+        head: str = "model.head.*",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(head_epochs, body_epochs, head, clients)
+        if not 0 < rho <= 1:
+            raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
+        if distance not in ("wasserstein", "cosine"):
+            raise ValueError(f'Expected `distance` to be "wasserstein" or "cosine" but got "{distance}".')
+        if min(k, select_every) < 1:
+            raise ValueError(f"Expected `k` and `select_every` to be at least 1 but got {k} and {select_every}.")
+        if integration_epochs < 0:
+            raise ValueError(f"Expected `integration_epochs` to be at least 0 but got {integration_epochs}.")
+        self.rho = rho
+        self.k = k
+        self.distance = distance
+        self.select_every = select_every
+        self.integration_epochs = integration_epochs
+        self._module: L.LightningModule | None = None
+        self._batch: Any = None
+        self._before: State | None = None  # the client's state before aggregation
+        self._steps = 0  # of the body, with past tasks
+        self._chosen: list[int] = []
+        self._rows: Tensor | None = None  # kept from step to step: so much memory is slow to come by
+
+    # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
+
+    def extract(self, memory: Memory, own: State, data: Any, turn: Turn) -> Memory:
+        """The memory with the knowledge of the task that has ended."""
+        x, y = labelled(data)
+        task: Any = self._live
+        with torch.no_grad():
+            output = teacher_of(task)(own, x.to(task.device))
+            loss = task.sample_loss(output, y.to(task.device))
+        kept = lowest_loss(loss, y, self.rho)
+        return with_task(memory, x[kept], y[kept], turn.experience)
+
+    def known(self, memory: Memory) -> list[int]:
+        """Numbers of the past tasks of which there is knowledge, ascending."""
+        if "task" not in memory:
+            return []
+        return [number for number in torch.unique(memory["task"]).tolist() if number != int(memory["present"])]
+
+    def restore(self, memory: Memory, task: int, gradient_of: GradientOf) -> Tensor:
+        """The gradient of a past task at the present parameters, shape (p,)."""
+        rows = memory["task"] == task
+        return gradient_of(memory["x"][rows], memory["y"][rows])
+
+    # What it makes of them.
+
+    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        """The integrated gradient."""
+        if self._part:
+            return gradient  # the head's
+        if self._before is not None and self._integrates:
+            return project(gradient_of(*labelled(self._batch), state=self._before), gradient[None])
+        tasks = self.known(memory)
+        if not tasks:
+            return gradient
+        anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
+        chosen = tasks if anew else self._chosen
+        if self._rows is None or self._rows.shape != (len(chosen), len(gradient)) or self._rows.is_cuda:
+            self._rows = gradient.new_empty(len(chosen), len(gradient))
+        for row, task in zip(self._rows, chosen, strict=True):
+            row.copy_(self.restore(memory, task, gradient_of))
+        self._steps += 1
+        constraints = self._rows
+        if len(chosen) > self.k:
+            picked = most_dissimilar(gradient, constraints, self.k, self.distance)
+            self._chosen = [chosen[row] for row in picked.tolist()]
+            constraints = constraints[picked.to(constraints.device)]
+        return project(gradient, constraints)
+
+    @property
+    def _live(self) -> L.LightningModule:
+        if self._module is None:
+            name = type(self).__name__
+            raise RuntimeError(f"Expected a Trainer to have set up `{name}` but none has. Give it to one, and fit.")
+        return self._module
+
+    # When it does so.
+
+    def local_epochs(self, turn: Turn) -> int | None:
+        """Those of the stages."""
+        epochs = super().local_epochs(turn)
+        if epochs is None:
+            return None
+        strategy: Any = self._live.trainer.strategy
+        memory = strategy.federation.store[turn.client].get(type(self).__name__, {})
+        return epochs + self.integration_epochs * self._goes_on(memory, turn)
+
+    def _goes_on(self, memory: Memory, turn: Turn) -> bool:
+        """Whether the client has trained on the task before."""
+        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == turn.experience
+
+    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
+        """Note which task is the present one, and forget the body of another."""
+        present = {**memory, "present": torch.tensor(turn.experience)}
+        return present if self._goes_on(memory, turn) else _without_body(present)
+
+    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+        """A client's turn begins."""
+        super().start(memory, server, active)
+        self._before = {**server, **section(memory, "body")} if "at" in memory else None
+        self._steps, self._chosen, self._rows = 0, [], None
+
+    @property
+    def _integrates(self) -> bool:
+        strategy: Any = self._live.trainer.strategy
+        return self._before is not None and strategy.local_epoch < self.integration_epochs
+
+    def trains_head(self, epoch: int) -> bool:
+        """After integration, which trains the body, comes the head."""
+        first = self.integration_epochs if self._before is not None else 0
+        return first <= epoch < first + self.head_epochs
+
+    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """At a task's end, extract its knowledge; until then, keep the body for integration."""
+        memory = _without_body(memory)
+        if turn.last_round:
+            return self.extract(memory, own, data, turn)
+        if not self.integration_epochs:
+            return memory
+        body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
+        return {**memory, **remember(body, "body"), "at": torch.tensor(turn.experience)}
+
+    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """A client that is not drawn for a task's last round extracts its knowledge, too."""
+        return self.extract(_without_body(self.begin(memory, own, turn)), own, data, turn)
+
+    # Around the batch.
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Remember the module, whose losses choose the samples."""
+        super().setup(trainer, pl_module, stage)
+        self._module = pl_module
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the module, and what the last client has left."""
+        self._module = self._batch = self._before = self._rows = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember the batch, whose gradient integration takes twice."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._batch = batch
+
+
+def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
+    """Indices of the share of each class's samples with the lowest loss, at least one of each, in order.
+
+    FedViT's knowledge, eq. 4.
+
+    Args:
+        loss: Loss of every sample, shape (n,).
+        y: Labels, shape (n,).
+        rho: Share, above 0 and up to 1.
+
+    Returns:
+        Shape (kept,), on the device of ``y``.
+
+    Example:
+        >>> lowest_loss(torch.tensor([0.3, 0.1, 0.2, 0.5, 0.4]), torch.tensor([0, 0, 0, 1, 1]), rho=0.5)
+        tensor([1, 2, 4])
+    """
+    order = loss.argsort(stable=True).to(y.device)
+    kept = []
+    for label in torch.unique(y):
+        rows = order[y[order] == label]
+        kept.append(rows[: max(1, round(rho * len(rows)))])
+    return torch.cat(kept).sort().values
+
+
+class LowestLoss:
+    """FedViT's knowledge extractor as one of Avalanche's exemplar selection strategies: the lowest loss comes first.
+
+    It has the method of Avalanche's ``ExemplarsSelectionStrategy``, as which its buffers take it. See `lowest_loss`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> strategy = SimpleNamespace(model=torch.nn.Identity())
+        >>> data = [(torch.tensor([1.0, 0.0]), 1), (torch.tensor([1.0, 0.0]), 0)]
+        >>> LowestLoss().make_sorted_indices(strategy, data)
+        [1, 0]
+    """
+
+    def make_sorted_indices(self, strategy: Any, data: Any) -> list[int]:
+        """Positions of a data set's samples ``(x, y, ...)`` by the cross-entropy of ``strategy.model``, ascending."""
+        x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in data]) for part in (0, 1))
+        with torch.no_grad(), evaluating(strategy.model):
+            loss = F.cross_entropy(strategy.model(x), y, reduction="none")
+        order: list[int] = loss.argsort(stable=True).tolist()
+        return order
+
+
+def _without_body(memory: Memory) -> Memory:
+    return {name: value for name, value in memory.items() if name != "at" and not name.startswith("body.")}
