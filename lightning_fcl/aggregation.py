@@ -4,6 +4,8 @@ Every entry of a module's state has one *reduction*:
 
 ========================  ===========================================================================================
 ``mean``                  average of the uploads, weighted by client (the default; FedAvg)
+``sparse_mean``           average of each number over the uploads where it is not zero, weighted by client; if there
+                          is none, the server's. Zeros do not travel (a base of which clients send parts)
 ``sum``                   a client starts each round at zero; the uploads are added to the server's value
 ``cat``                   a client starts each round empty; the uploads are appended to the server's value
 ``none``                  stays with the client: never uploaded, never downloaded
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
-Reduction = Literal["mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum"]
+Reduction = Literal["mean", "sparse_mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum"]
 
 _ROBUST = ("median", "trimmed_mean", "krum")
 
@@ -108,6 +110,19 @@ def travels_down(reduction: Reduction) -> bool:
 def travels_up(reduction: Reduction) -> bool:
     """Whether a client sends its value of an entry at the end of a round."""
     return reduction not in ("none", "download", "fixed")
+
+
+def wire_bytes(value: Tensor, reduction: Reduction) -> int:
+    """Bytes that a value takes on the wire: where zeros do not travel, one bit for each number and those that are left.
+
+    Example:
+        >>> value = torch.tensor([0.0] * 15 + [1.0])
+        >>> wire_bytes(value, "mean"), wire_bytes(value, "sparse_mean")
+        (64, 6)
+    """
+    if reduction != "sparse_mean":
+        return value.nbytes
+    return min(value.nbytes, int(value.count_nonzero()) * value.element_size() + -(-value.numel() // 8))
 
 
 def neutral(value: Tensor, reduction: Reduction) -> Tensor:
@@ -199,6 +214,7 @@ class Aggregator:
         self.uploads = 0
         self._weight = 0.0
         self._sums: State = {}
+        self._shares: State = {}  # the weight behind each number of a sum of ``sparse_mean``
         self._lists: dict[str, list[Tensor]] = {}
         self._shapes: dict[str, torch.Size] = {}
 
@@ -245,7 +261,10 @@ class Aggregator:
             wide = torch.float32 if value.device.type == "mps" else wide
             if name not in self._sums:
                 self._sums[name] = torch.zeros(value.shape[1:], dtype=wide, device=value.device)
-            factors = weights if reduction == "mean" else [1.0] * len(weights)
+            if reduction == "sparse_mean":
+                share = torch.tensordot(self._sums[name].new_tensor(weights), (value != 0).to(wide), dims=1)
+                self._shares[name] = self._shares[name] + share if name in self._shares else share
+            factors = weights if reduction in ("mean", "sparse_mean") else [1.0] * len(weights)
             if len(factors) == 1:
                 _add_in_pieces(self._sums[name], value[0], factors[0])
             else:
@@ -270,6 +289,10 @@ class Aggregator:
         match self.reductions[name]:
             case "mean":
                 return _cast(self._sums[name] / self._weight, server.dtype)
+            case "sparse_mean":
+                sent = self._shares[name] != 0
+                mean = self._sums[name] / self._shares[name].masked_fill(~sent, 1.0)
+                return torch.where(sent, _cast(mean, server.dtype), server)
             case "sum":
                 return (self._sums[name] + server).to(server.dtype)
             case "cat":

@@ -127,7 +127,8 @@ class ClientStore:
         state: ClientState = {}
         for key, tensor in (load_file(path) if path.exists() else {}).items():
             section, name = key.split("\x1f")
-            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise.
+            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
+            # empty tensors of several types share an address, which `torch.save` refuses.
             state.setdefault(section, {})[name] = tensor.clone()
         return state
 

@@ -58,7 +58,7 @@ def why_not_vectorized(module: L.LightningModule, optimizer: Optimizer, stream: 
     trainer = module.trainer
     alone = next((method for method in methods_of(trainer) if method.alone), None)
     if alone is not None:
-        what = "changes the gradient of" if alone.projects else "freezes parts of"
+        what = "changes the gradient of" if alone.projects else "trains"
         return f"`{type(alone).__name__}` {what} one client at a time"
     if not isinstance(module, Classifier):
         return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"

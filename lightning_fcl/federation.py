@@ -21,12 +21,15 @@ from lightning_fcl.aggregation import (
     neutral,
     travels_down,
     travels_up,
+    wire_bytes,
 )
 from lightning_fcl.clients import ClientState, ClientStore, Memory, Turn
+from lightning_fcl.compression import Compression, transmit
 
 log = logging.getLogger(__name__)
 
 _UNSENT = "unsent"  # the section of what a client could not send
+_RESIDUAL = "residual"  # and of what compression has left over
 
 ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -37,6 +40,7 @@ class RoundLog:
     """What happened in one round: bytes per client on the wire, and who did not make it.
 
     Args:
+        trained: Clients whose upload was taken.
         upload_bytes: Bytes that each client sent.
         download_bytes: Bytes that each client received.
         dropped: Clients whose upload was refused, and why.
@@ -45,12 +49,21 @@ class RoundLog:
         master: In a swarm, the client that brought the uploads together.
     """
 
+    trained: list[str] = field(default_factory=list)
     upload_bytes: dict[str, int] = field(default_factory=dict)
     download_bytes: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     master: str | None = None
+
+    def upload(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def download(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
 
 class Federation:
@@ -65,6 +78,7 @@ class Federation:
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
         byzantine: Number of lying clients that the ``krum`` reduction allows for.
+        compression: Code of the uploads of floating-point entries whose reduction is ``mean``.
 
     Raises:
         ValueError: If ``client_weights`` is none of these.
@@ -85,6 +99,7 @@ class Federation:
         server_optimizer: OptimizerFactory | None = None,
         trim: float = 0.1,
         byzantine: int = 0,
+        compression: Compression | None = None,
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
             raise ValueError(
@@ -101,12 +116,14 @@ class Federation:
         self.client_weights: ClientWeights = client_weights
         self.trim = trim
         self.byzantine = byzantine
+        self.compression = compression
         self.state: State = {}
         self.reductions: dict[str, Reduction] = {}
         self.log = RoundLog()
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
+        self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
         self._moves = False  # whether clients send anything in this round that the server optimizer steps on
         self._aggregator = Aggregator({})
         self._download_bytes = 0
@@ -134,7 +151,7 @@ class Federation:
             self._server_optimizer = ServerOptimizer(self._factory, moved)
             self._server_optimizer.load_state_dict(self._restored)
         self._moves = bool(moved)
-        self.log = RoundLog()
+        self.log, self._residuals = RoundLog(), {}
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
     @property
@@ -144,13 +161,13 @@ class Federation:
 
     @property
     def personal(self) -> bool:
-        """Whether any entry stays with the clients."""
-        return "none" in self.reductions.values()
+        """Whether anything stays with the clients: entries, or what compression has left over."""
+        return "none" in self.reductions.values() or self.compression is not None
 
     def _set_state(self, state: State) -> None:
         self.state = state
-        down = [value for name, value in state.items() if travels_down(self.reductions[name])]
-        self._download_bytes = sum(value.nbytes for value in down)
+        down = {name: value for name, value in state.items() if travels_down(self.reductions[name])}
+        self._download_bytes = sum(wire_bytes(value, self.reductions[name]) for name, value in down.items())
         self._all_travel = len(down) == len(state)
 
     def download(self, client: str) -> tuple[State, ClientState]:
@@ -159,7 +176,7 @@ class Federation:
         own = kept.get("model", {})
         unsent = kept.get(_UNSENT, {})
         if not unsent:
-            self.log.download_bytes[client] = self._download_bytes
+            self.log.download(client, self._download_bytes)
         if self._all_travel and not unsent:
             return self.state, kept
         # What a store has kept on disk, or a checkpoint, comes back on the CPU.
@@ -188,7 +205,9 @@ class Federation:
         numbers = {name: value for name, value in own.items() if value.is_floating_point() or value.is_complex()}
         # A sum that is finite has finite terms; only where one is not must every number be looked at.
         if not all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
-            finite = {n: torch.isfinite(value).reshape(len(turns), -1).all(dim=1) for n, value in numbers.items()}
+            finite = {
+                n: torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1) for n, value in numbers.items()
+            }
             taken = torch.stack(list(finite.values())).all(dim=0).tolist()
             for row in (row for row, fine in enumerate(taken) if not fine):
                 self._drop(turns[row], [name for name, fine in finite.items() if not fine[row]])
@@ -197,10 +216,31 @@ class Federation:
             travelling = {name: value for name, value in states.items() if travels_up(self.reductions[name])}
             if len(rows) < len(turns):
                 travelling = {name: value[rows] for name, value in travelling.items()}
-            self._aggregator.add_all(travelling, [self._weight(turns[row]) for row in rows])
-            each = sum(value.nbytes for value in travelling.values()) // len(rows)
-            self.log.upload_bytes.update((turns[row].client, each) for row in rows)
+            sparse = {n: v for n, v in travelling.items() if self.reductions[n] == "sparse_mean"}
+            dense = {n: v for n, v in travelling.items() if n not in sparse}
+            each = sum(value.nbytes for value in dense.values()) // len(rows)
+            if self.compression is not None:
+                dense, each = self._compress(self.compression, [turns[row].client for row in rows], dense)
+            self._aggregator.add_all({**dense, **sparse}, [self._weight(turns[row]) for row in rows])
+            for i, row in enumerate(rows):
+                rest = sum(wire_bytes(value[i], self.reductions[name]) for name, value in sparse.items())
+                self.log.upload(turns[row].client, each + rest)
+            self.log.trained += [turns[row].client for row in rows]
         return taken
+
+    def _compress(self, compression: Compression, clients: Sequence[str], states: State) -> tuple[State, int]:
+        """The states as the server decodes them, and bytes per client; what is left over waits for `keep`."""
+        coded = {
+            name: value
+            for name, value in states.items()
+            if self.reductions[name] == "mean" and value.is_floating_point() and compression.saves(self.state[name])
+        }
+        received, left, nbytes = transmit(
+            compression, self.state, coded, [self.store[client].get(_RESIDUAL, {}) for client in clients]
+        )
+        self._residuals.update(zip(clients, left, strict=True))
+        plain = [value for name, value in states.items() if name not in coded]
+        return {**states, **received}, nbytes + sum(value.nbytes for value in plain) // len(clients)
 
     def _drop(self, turn: Turn, entries_at_fault: Sequence[str]) -> None:
         kept = self.store[turn.client]
@@ -226,7 +266,7 @@ class Federation:
         """
         own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n] == "none"}
         unsent = {n: v.detach().clone() for n, v in state.items() if missed and travels_up(self.reductions[n])}
-        sections = {"model": own, _UNSENT: unsent, **memories}
+        sections = {"model": own, _UNSENT: unsent, _RESIDUAL: self._residuals.pop(client, {}), **memories}
         kept: ClientState = {section: memory for section, memory in sections.items() if memory}
         if kept or self.store[client]:
             self.store[client] = kept

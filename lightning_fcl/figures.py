@@ -7,13 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.metrics import stream_accuracies
-from lightning_fcl.panels import Density, density_panels, experience_labels, experience_names, stream_accuracy_panels
+from lightning_fcl.metrics import FloatArray, stream_accuracies, task_curves
+from lightning_fcl.panels import (
+    Density,
+    communication_panels,
+    density_panels,
+    experience_labels,
+    experience_names,
+    stream_accuracy_panels,
+    task_panels,
+    volume_panels,
+)
 from lightning_fcl.report import Results, did_you_mean, save_figure
+from lightning_fcl.traffic import BANDWIDTHS, communication_time, volumes
 
 __all__ = ["check_figures", "write_figures"]
 
-_KINDS = ("stream_accuracy", "activation_density")
 _KEYS = {"file", "kind", "title", "panels", "of", "experiences"}
 
 
@@ -41,7 +50,7 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
         if unknown := sorted(figure.keys() - _KEYS):
             raise ValueError(f"Expected figure {name} to have {', '.join(sorted(_KEYS))} but got {', '.join(unknown)}.")
         if figure["kind"] not in _KINDS:
-            raise ValueError(f"Expected `kind` of figure {name} to be {' or '.join(_KINDS)} but got {figure['kind']}.")
+            raise ValueError(f"Expected `kind` of figure {name} to be {', '.join(_KINDS)} but got {figure['kind']}.")
         if Path(name).name != name or Path(name).suffix != ".png":
             raise ValueError(f"Expected `file` of figures to be a name that ends in .png but got {name}.")
         panels = figure["panels"]
@@ -77,7 +86,10 @@ def write_figures(
             the seeds of what `ActivationDensity` has recorded after the last experience: ``of: all`` test samples, or
             those of a group or an owner by its name, or where both have that name ``of: group 1``. With
             ``experiences: true`` it draws the row's density after each experience. A panel may have an ``of`` or an
-            ``experiences`` of its own, beside its ``lines``.
+            ``experiences`` of its own, beside its ``lines``. The kind ``average_accuracy`` draws average accuracy and
+            forgetting after each task, mean over the clients (`task_curves`), over the seeds as ``stream_accuracy``.
+            The kind ``communication`` draws the volume of each row and its communication time against the bandwidth
+            (`lightning_fcl.traffic`), mean over the seeds, ``volume_by_round`` the volume of each round.
         results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
 
     Returns:
@@ -93,7 +105,7 @@ def write_figures(
         if missing := [row for row in rows if not results_by_row.get(row)]:
             print(f"Figure {figure['file']} is left out: not run: {', '.join(missing)}.", file=sys.stderr)
             continue
-        draw = _draw_accuracy if figure["kind"] == "stream_accuracy" else _draw_density
+        draw = _KINDS[figure["kind"]]
         paths.append(save_figure(draw(figure.get("title", ""), panels, results_by_row), out / figure["file"]))
     return paths
 
@@ -123,6 +135,52 @@ def _draw_accuracy(title: str, panels: Mapping[str, Any], results_by_row: Mappin
     }
     lines = {name: {label: pad[row] for label, row in panel["lines"].items()} for name, panel in panels.items()}
     return stream_accuracy_panels(lines, names, title)
+
+
+def _padded(curves: Sequence[FloatArray]) -> FloatArray:
+    """Curves of several seeds below each other; NaN where one has ended."""
+    longest = max(map(len, curves))
+    return np.stack([np.pad(one, (0, longest - len(one)), constant_values=np.nan) for one in curves])
+
+
+def _draw_tasks(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+    drawn: dict[str, dict[str, tuple[FloatArray, FloatArray]]] = {}
+    for name, panel in panels.items():
+        drawn[name] = {}
+        for label, row in panel["lines"].items():
+            accuracy, forgotten = zip(*(task_curves(one["record"]) for one in results_by_row[row]), strict=True)
+            if not max(map(len, accuracy)):
+                raise ValueError(
+                    f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
+                    "`ContinualMetrics` test the clients."
+                )
+            drawn[name][label] = _padded(accuracy), _padded(forgotten)
+    return task_panels(drawn, title)
+
+
+def _draw_communication(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+    drawn: dict[str, dict[str, tuple[FloatArray, FloatArray]]] = {}
+    for name, panel in panels.items():
+        drawn[name] = {}
+        for label, row in panel["lines"].items():
+            records = [one["record"] for one in results_by_row[row]]
+            volume = np.mean([volumes(record).sum(axis=1) for record in records], axis=0)
+            times = [[communication_time(record, bandwidth) for bandwidth in BANDWIDTHS] for record in records]
+            drawn[name][label] = volume, np.mean(times, axis=0)
+    return communication_panels(drawn, BANDWIDTHS, title)
+
+
+def _draw_volumes(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+    return volume_panels(
+        {
+            name: {
+                label: _padded([volumes(one["record"]).sum(axis=0) for one in results_by_row[row]])
+                for label, row in panel["lines"].items()
+            }
+            for name, panel in panels.items()
+        },
+        title,
+    )
 
 
 def _draw_density(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
@@ -173,3 +231,12 @@ def _select(row: str, entry: Mapping[str, Any], of: str) -> list[float]:
         raise ValueError(f"Expected `of` to be `group {of}` or `owner {of}`, as row {row} has both, but got {of}.")
     density: list[float] = found[0][1]
     return density
+
+
+_KINDS = {
+    "stream_accuracy": _draw_accuracy,
+    "activation_density": _draw_density,
+    "average_accuracy": _draw_tasks,
+    "communication": _draw_communication,
+    "volume_by_round": _draw_volumes,
+}

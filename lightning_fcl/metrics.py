@@ -29,6 +29,7 @@ __all__ = [
     "stream_accuracies",
     "stream_accuracy",
     "summarize",
+    "task_curves",
 ]
 
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -285,6 +286,39 @@ def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean"
     """
     several = [model for model in curves(record) if len(record["tasks"][model]) > 1]
     return {model: accuracy_matrix(*_history(record, model), rounds=rounds) for model in several}
+
+
+def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
+    """`average_accuracy` and `forgetting` after each task, mean over the clients, both of shape (T,).
+
+    Of each client's own sequence of tasks, from the last round of each in which it was tested. A client counts after
+    the tasks that it has been tested after.
+
+    Args:
+        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
+
+    Returns:
+        NaN where no client was tested, and for the forgetting after the first task. T is the longest sequence of a
+        client with several tasks; empty if there is no such client.
+
+    Raises:
+        ValueError: If the counts do not fit together.
+
+    Example:
+        >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
+        >>> record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"a": [[0], [1]]}, "rounds": rounds}
+        >>> task_curves(record)
+        (array([1.  , 0.45]), array([nan, 0.9]))
+    """
+    of_clients = [matrix for model, matrix in matrices(record, rounds="last").items() if model != "server"]
+    longest = max(map(len, of_clients), default=0)
+    accuracy, forgotten = np.full(longest, np.nan), np.full(longest, np.nan)
+    for t in range(1, longest + 1):
+        there = [matrix for matrix in of_clients if len(matrix) >= t]
+        accuracy[t - 1] = _mean([average_accuracy(matrix, t) for matrix in there])
+        if t > 1:
+            forgotten[t - 1] = _mean([forgetting(matrix, t) for matrix in there])
+    return accuracy, forgotten
 
 
 def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> FloatArray:

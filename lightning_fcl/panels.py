@@ -95,6 +95,113 @@ def _band(panel: "Axes", values: FloatArray, label: str, look: dict[str, Any]) -
         panel.fill_between(x, mean - spread, mean + spread, color=look["color"], alpha=0.18, linewidth=0)
 
 
+def task_panels(panels: Mapping[str, Mapping[str, tuple[FloatArray, FloatArray]]], title: str = "") -> "Figure":
+    """Average accuracy after each task, and below or beside it the forgetting, as in figure 5 of Zuo et al. 2024.
+
+    Args:
+        panels: For each panel, its lines by their labels: accuracy and forgetting, both of shape (repeats, tasks), NaN
+            where there is none. A line is the mean of the repeats, with a band of one standard deviation.
+        title: Above all panels.
+    """
+    number, order = len(panels), _order(panels)
+    shape = (1, 2) if number == 1 else (2, number)
+    legend = 0.9 + 0.17 * len(order)  # inches: it names all lines
+    figure = blank_figure(11.5 if number == 1 else 4.2 * number + 2.5, max(4.2 if number == 1 else 6.6, legend))
+    axes = figure.subplots(*shape, sharex=True, sharey="row" if number > 1 else False, squeeze=False)
+    for place, (name, lines) in enumerate(panels.items()):
+        both = (axes[0, 0], axes[0, 1]) if number == 1 else (axes[0, place], axes[1, place])
+        for panel, kind, quantity in zip(both, (0, 1), ("average accuracy", "forgetting"), strict=True):
+            for label, values in lines.items():
+                _band(panel, np.asarray(values[kind], dtype=np.float64), label, style(order[label]))
+            panel.grid(axis="y", alpha=0.3)
+            panel.locator_params(axis="x", integer=True)
+            if place == 0:
+                panel.set_ylabel(f"{quantity}, mean of the clients")
+            if kind or number == 1:
+                panel.set_xlabel("after task")
+        both[1].axhline(0, color="black", linewidth=0.8)
+        both[0].set_title(name, fontsize=10, fontweight="bold", loc="left")
+    figure.suptitle(title, fontsize=12)
+    _legend_beside(figure, list(axes.flat))
+    return figure
+
+
+def communication_panels(
+    panels: Mapping[str, Mapping[str, tuple[FloatArray, FloatArray]]], bandwidths: Sequence[float], title: str = ""
+) -> "Figure":
+    """Volume of the communication, and its time against the bandwidth, as in figures 6 and 7 of Zuo et al. 2024.
+
+    Args:
+        panels: For each pair of panels, its rows by their labels: bytes sent and received, shape (2,), and seconds at
+            each bandwidth, shape (B,). Rows whose numbers are all the same share a line.
+        bandwidths: Bytes per second, shape (B,).
+        title: Above all panels.
+    """
+    heights = [0.9 + 0.24 * len(lines) for lines in panels.values()]
+    figure = blank_figure(12.5, sum(max(height, 2.6) for height in heights) + 0.7)
+    axes = figure.subplots(len(panels), 2, squeeze=False, width_ratios=(1, 1), height_ratios=heights)
+    for (left, right), (name, lines) in zip(axes, panels.items(), strict=True):
+        alike = _alike(lines)
+        for place, (label, (volume, _)) in enumerate(lines.items()):
+            colour = style(alike[label][0])["color"]
+            up, down = np.asarray(volume) / 1e6
+            left.barh(place, up, height=0.72, color=colour)
+            left.barh(place, down, left=up, height=0.72, color=colour, alpha=0.45)
+            left.annotate(f" {up + down:,.4g}", (up + down, place), va="center", fontsize=8)
+        left.set_yticks(range(len(lines)), ["\n".join(textwrap.wrap(label, 28)) for label in lines], fontsize=8)
+        left.invert_yaxis()
+        left.margins(x=0.14)
+        left.set_xlabel("volume of all clients (MB of 10⁶ bytes): dark up, light down")
+        left.set_title(name, fontsize=10, fontweight="bold", loc="left")
+        for index, members in dict(alike.values()).items():
+            right.plot(bandwidths, lines[members[0]][1], label=_wrapped(", ".join(members)), **style(index))
+        _bandwidths(right, bandwidths)
+    figure.suptitle(title, fontsize=12)
+    for right in axes[:, 1]:
+        right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    return figure
+
+
+def _alike(lines: Mapping[str, Sequence[FloatArray | None]]) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """For each label, a number for its look and all labels that have the same numbers."""
+    groups: dict[str, list[str]] = {}
+    for label, values in lines.items():
+        key = repr([None if part is None else np.asarray(part).tolist() for part in values])
+        groups.setdefault(key, []).append(label)
+    return {label: (index, tuple(group)) for index, group in enumerate(groups.values()) for label in group}
+
+
+def _bandwidths(panel: "Axes", bandwidths: Sequence[float]) -> None:
+    """Name the axes of a panel of times against bandwidths, both logarithmic."""
+    panel.set(xscale="log", yscale="log", ylabel="communication time (s)", xlabel="bandwidth of a client")
+    names = [f"{value / 1e6:g} MB/s" if value >= 1e6 else f"{value / 1e3:g} KB/s" for value in bandwidths]
+    panel.set_xticks(bandwidths, names, fontsize=8, rotation=30)
+    panel.set_xticks([], minor=True)
+    panel.grid(alpha=0.3)
+
+
+def volume_panels(panels: Mapping[str, Mapping[str, FloatArray]], title: str = "") -> "Figure":
+    """Volume of the communication of each round, both ways together.
+
+    Args:
+        panels: For each panel, its lines by their labels, each of bytes of shape (repeats, rounds), NaN where there is
+            none: a line is the mean of the repeats, with a band of one standard deviation. Labels whose numbers are
+            all the same share a line.
+        title: Above all panels.
+    """
+    figure, axes = _grid(panels, 3.1, title, "round", "MB per round")
+    alike = _alike({label: [lines.get(label) for lines in panels.values()] for label in _order(panels)})
+    for panel, lines in zip(axes, panels.values(), strict=False):
+        for index, members in dict(alike[label] for label in lines).items():
+            values = np.asarray(lines[members[0]], dtype=np.float64) / 1e6
+            many = {"marker": ""} if values.shape[1] > 40 else {}
+            _band(panel, values, _wrapped(", ".join(members)), {**style(index), **many})
+        panel.locator_params(axis="x", integer=True)
+    axes[0].set_ylim(bottom=0)
+    _legend_beside(figure, axes[: len(panels)])
+    return figure
+
+
 def density_figure(densities: Mapping[str, Any], record: Mapping[str, Any]) -> "Figure | None":
     """The densities of a run: a line per experience, a panel for all test samples and for each group.
 
@@ -176,6 +283,18 @@ def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
     if names:
         columns = max(1, min(len(names), int(110 * figure.get_figwidth() / 12) // (max(map(len, names)) + 6)))
         figure.legend([handles[n] for n in names], names, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _legend_beside(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """Name every line of all panels once, on the right."""
+    shown = [panel.get_legend_handles_labels() for panel in panels]
+    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+    names = [_wrapped(name) for name in handles]
+    figure.legend(handles.values(), names, loc="outside right center", fontsize=8, frameon=False, handlelength=3)
+
+
+def _wrapped(name: str) -> str:
+    return "\n".join(textwrap.wrap(name, 34))
 
 
 def _order(panels: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:

@@ -268,7 +268,7 @@ def style(index: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": "-" if index < len(_COLOURS) else "--",
+        "linestyle": ("-", "--", ":")[min(index // len(_COLOURS), 2)],
         "markersize": 4.5,
         "linewidth": 1.6,
         "alpha": 0.9,

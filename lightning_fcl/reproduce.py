@@ -81,7 +81,8 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
 
     There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
     several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
-    are those at which it is run; by default all. For ``grids`` see `expanded`.
+    are those at which it is run; by default all; ``scaled`` has, for some scales, more to ``set``. For ``grids`` see
+    `expanded`.
 
     Raises:
         ValueError: If a row is not known, or not run at this scale.
@@ -98,7 +99,8 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
     for row in rows or [row for row, entry in order.items() if scale in entry.get("scales", [scale])]:
         entry = order[row]
         names = [content["base"], *entry["configs"]]
-        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in entry.get("set", {}).items()}
+        given = {**entry.get("set", {}), **entry.get("scaled", {}).get(scale, {})}
+        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in given.items()}
         words = [word for name, value in values.items() for word in (f"--{name}", value)]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
     return result
@@ -133,6 +135,7 @@ def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 result[name] = {
                     "configs": [*rows[row]["configs"], *more.get("configs", [])],
                     "set": {**rows[row].get("set", {}), **more.get("set", {})},
+                    **({"scaled": rows[row]["scaled"]} if "scaled" in rows[row] else {}),
                     "expected": grid.get("expected", {}).get(name, {}),
                     **({"scales": grid["scales"]} if "scales" in grid else {}),
                 }

@@ -26,6 +26,7 @@ from lightning_fcl.aggregation import State, declare, entries, load_entries
 from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_randomness
 from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size, why_not_vectorized
+from lightning_fcl.compression import Compression
 from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
@@ -59,6 +60,8 @@ class FederatedStrategy(SingleDeviceStrategy):
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
+        compression: Code of the uploads: `lightning_fcl.compression.TopK` or `Quantize`. It applies to floating-point
+            entries whose reduction is ``mean``; what it leaves over stays with the client for its next upload.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
@@ -89,6 +92,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         client_store: Literal["memory", "disk"] = "memory",
         keep_optimizer: bool = False,
         swarm: Swarm | None = None,
+        compression: Compression | None = None,
         seed: int | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -104,13 +108,19 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
         if cohort_size != "auto" and cohort_size < 1:
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
+        if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
+            raise ValueError(
+                f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.settings()}: "
+                "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
+            )
         self.participation = participation
         self.local_epochs = local_epochs
         self.reductions = reductions or {}
         self.cohort_size = cohort_size
         self.keep_optimizer = keep_optimizer
         self.swarm = swarm
-        self.federation = Federation(ClientStore(client_store), client_weights, server_optimizer, trim, byzantine)
+        store = ClientStore(client_store)
+        self.federation = Federation(store, client_weights, server_optimizer, trim, byzantine, compression)
         self.stream: FederatedStream | None = None
         self.turn: Turn | None = None
         self.cohort: Cohort | ReservoirCohort | None = None
@@ -320,6 +330,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             "server_optimizer": self.federation.has_server_optimizer,
             "keep_optimizer": self.keep_optimizer,
             "swarm": self.swarm.settings() if self.swarm else None,
+            "compression": self.federation.compression.settings() if self.federation.compression else None,
             "seed": self.seed,
         }
 
@@ -458,7 +469,10 @@ class FederatedStrategy(SingleDeviceStrategy):
         cohort, self.cohort = self.cohort, None
         self.optimizers = self._base_optimizers
         own = {name: value.detach() for name, value in entries(module).items()} if cohort is None else {}
-        states = cohort.states() if cohort is not None else {name: value[None] for name, value in own.items()}
+        sent = own
+        for method in methods if cohort is None else []:
+            sent = method.send(method.memory, sent) if method.applies_to(slot.turns[0]) else sent
+        states = cohort.states() if cohort is not None else {name: value[None] for name, value in sent.items()}
         missed = [self.swarm is not None and self.swarm.misses(t.client, t.round, self.seed) for t in slot.turns]
         taken = self._upload(slot.turns, states, missed)
         personal = self.federation.personal or self.swarm is not None
@@ -521,7 +535,8 @@ class FederatedStrategy(SingleDeviceStrategy):
     def _listeners(self, event: str) -> list[Callback]:
         assert self.lightning_module is not None
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        return [callback for callback in callbacks if hasattr(callback, event)]
+        heard = [callback for callback in callbacks if hasattr(callback, event)]
+        return sorted(heard, key=lambda callback: not isinstance(callback, Method))  # what they do is measured
 
     def settle(self) -> None:
         """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""

@@ -19,9 +19,10 @@ from lightning_fcl.aggregation import (
     travels_down,
     travels_up,
     trimmed_mean,
+    wire_bytes,
 )
 
-REDUCTIONS = ("mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum")
+REDUCTIONS = ("mean", "sparse_mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum")
 
 
 def random_uploads(clients, shape=(3, 4), seed=0):
@@ -202,8 +203,23 @@ def test_uploads_are_copied():
 
 def test_where_clients_start():
     value = torch.ones(3)
-    assert [r for r in REDUCTIONS if travels_down(r)] == ["mean", "download", "median", "trimmed_mean", "krum"]
-    assert [r for r in REDUCTIONS if travels_up(r)] == ["mean", "sum", "cat", "median", "trimmed_mean", "krum"]
+    assert [r for r in REDUCTIONS if travels_down(r)] == [
+        "mean",
+        "sparse_mean",
+        "download",
+        "median",
+        "trimmed_mean",
+        "krum",
+    ]
+    assert [r for r in REDUCTIONS if travels_up(r)] == [
+        "mean",
+        "sparse_mean",
+        "sum",
+        "cat",
+        "median",
+        "trimmed_mean",
+        "krum",
+    ]
     assert neutral(value, "sum").tolist() == [0, 0, 0] and neutral(value, "cat").tolist() == []
     assert neutral(value, "none") is value and neutral(value, "mean") is value
     assert neutral(value, "download") is value and neutral(value, "fixed") is value
@@ -222,7 +238,7 @@ def test_later_rules_win():
 
 def test_unknown_reduction():
     message = (
-        "Expected the reduction of `w` to be one of mean, sum, cat, none, download, fixed, median, "
+        "Expected the reduction of `w` to be one of mean, sparse_mean, sum, cat, none, download, fixed, median, "
         "trimmed_mean, krum but got `average`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -327,3 +343,34 @@ def test_buffers_take_the_aggregate():
     assert result["w"].tolist() == [0.5, 0.5]
     assert result["running"].tolist() == [5, 5] and result["count"].item() == 8
     assert server["w"].tolist() == [0, 0] and target["w"].tolist() == [1, 1]
+
+
+def test_sparse_mean_is_that_of_those_who_send():
+    uploads = torch.tensor([[1.0, 0.0, 0.0, 2.0], [4.0, 6.0, 0.0, 0.0]])
+    for together in (True, False):
+        aggregator = Aggregator({"w": "sparse_mean"})
+        if together:
+            aggregator.add_all({"w": uploads}, [1.0, 2.0])
+        else:
+            for upload, weight in zip(uploads, (1.0, 2.0), strict=True):
+                aggregator.add({"w": upload}, weight)
+        result = aggregator.result({"w": torch.tensor([9.0, 9.0, 9.0, 9.0])})
+        assert result["w"].tolist() == [3.0, 6.0, 9.0, 2.0]
+
+
+def test_sparse_mean_of_whole_uploads_is_the_mean():
+    uploads, weights = torch.randn(5, 100), [1.0, 3.0, 2.0, 7.0, 0.1]
+    results = []
+    for reduction in ("mean", "sparse_mean"):
+        aggregator = Aggregator({"w": reduction})
+        aggregator.add_all({"w": uploads}, weights)
+        results.append(aggregator.result({"w": torch.zeros(100)})["w"])
+    assert torch.equal(*results)
+
+
+def test_bytes_on_the_wire():
+    value = torch.zeros(100)
+    value[:7] = 1.0
+    assert wire_bytes(value, "sparse_mean") == 7 * 4 + 13 and wire_bytes(value, "mean") == 400
+    assert wire_bytes(torch.ones(100), "sparse_mean") == 400  # as it is, where the bits would make it more
+    assert wire_bytes(value.double(), "sparse_mean") == 7 * 8 + 13

@@ -389,5 +389,9 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
     rows = {"A": "a.yaml", "B": {"configs": ["b.yaml"], "scales": ["paper"]}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
+    rows["A"] = {"configs": ["a.yaml"], "set": {"x": 1}, "scaled": {"small": {"x": 2, "y": [3]}}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    assert paper_rows(tmp_path, None)["A"].words == ("--x", "1")
+    assert paper_rows(tmp_path, None, "small")["A"].words == ("--x", "2", "--y", "[3]")
     with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
         paper_rows(tmp_path, ["B"], "small")

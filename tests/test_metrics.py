@@ -18,6 +18,7 @@ from lightning_fcl.metrics import (
     stream_accuracies,
     stream_accuracy,
     summarize,
+    task_curves,
 )
 
 CLIENTS = ("client1", "7", "generalized")
@@ -309,3 +310,25 @@ def test_module_needs_no_torch():
     source = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
     path = sys.modules["lightning_fcl.metrics"].__file__
     assert subprocess.run([sys.executable, "-c", source, path], check=False).returncode == 0
+
+
+def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
+    # a learns x, y, z; b learns y, x and has no third task; c, too, but was not tested after its second.
+    correct = {
+        "a": [[9, 0, 0], [5, 8, 0], [6, 2, 7]],
+        "b": [[0, 6, 0], [10, 7, 0]],
+        "c": [[0, 4, 0]],
+        "server": [[1, 1, 1]] * 3,
+    }
+    rounds = []
+    for e in range(3):
+        now = {model: rows[e] for model, rows in correct.items() if e < len(rows)}
+        entry = {"round": 2 * e, "experience": dict.fromkeys(now, e), "correct": {model: [0, 0, 0] for model in now}}
+        rounds += [entry, {**entry, "round": 2 * e + 1, "correct": now}]  # the last round of a task counts
+    tasks = {"a": [[0], [1], [2]], "b": [[1], [0]], "c": [[1], [0]], "server": [[0, 1], [0, 1], [2]]}
+    record = {"groups": ["x", "y", "z"], "totals": [10] * 3, "tasks": tasks, "rounds": rounds}
+    accuracy, forgotten = task_curves(record)
+    np.testing.assert_allclose(accuracy, [(0.9 + 0.6 + 0.4) / 3, (0.65 + 0.85) / 2, 0.5])
+    np.testing.assert_allclose(forgotten, [np.nan, (0.4 - 0.1) / 2, (0.3 + 0.6) / 2])
+    alone = {**record, "tasks": {model: parts[:1] for model, parts in tasks.items()}, "rounds": rounds[:2]}
+    assert [len(values) for values in task_curves(alone)] == [0, 0]

@@ -1,15 +1,20 @@
 """Callbacks: the methods, and what watches a federation."""
 
+from lightning_fcl.callbacks.apfl import APFL
 from lightning_fcl.callbacks.base_session import BaseSession
+from lightning_fcl.callbacks.bcn import BCN
 from lightning_fcl.callbacks.continual_metrics import ContinualMetrics
 from lightning_fcl.callbacks.density import ActivationDensity
 from lightning_fcl.callbacks.distillation import FLwF, FLwF2T, LwF
+from lightning_fcl.callbacks.dytox import DyToxTraining
 from lightning_fcl.callbacks.fedknow import FedKNOW
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.fedvit import FedViT
+from lightning_fcl.callbacks.fedweit import FedWEIT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
+from lightning_fcl.callbacks.lvt import LVTMethod
 from lightning_fcl.callbacks.mean_output import MeanOutputLoss
 from lightning_fcl.callbacks.method import Method, Step
 from lightning_fcl.callbacks.plasticity import IntrinsicPlasticity
@@ -20,20 +25,25 @@ from lightning_fcl.callbacks.unlearning import Unlearning
 
 __all__ = [
     "AGEM",
+    "APFL",
+    "BCN",
     "EWC",
     "GEM",
     "MAS",
     "ActivationDensity",
     "BaseSession",
     "ContinualMetrics",
+    "DyToxTraining",
     "FLwF",
     "FLwF2T",
     "FedKNOW",
     "FedProx",
     "FedRep",
     "FedViT",
+    "FedWEIT",
     "FederatedProgressBar",
     "IntrinsicPlasticity",
+    "LVTMethod",
     "LwF",
     "MeanOutputLoss",
     "Method",

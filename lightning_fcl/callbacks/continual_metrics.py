@@ -242,9 +242,11 @@ def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups
     precision = module.trainer.precision_plugin
     with evaluating(module), precision.forward_context():
         for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
-            output = module(precision.convert_input(part))
+            part = precision.convert_input(part)
             if isinstance(module, Classifier):
-                output = module.among(output, label)
+                output = module.among(module.labelled(part, label), label)
+            else:
+                output = module(part)
             prediction = output.argmax(dim=-1)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]

@@ -47,12 +47,12 @@ class GEM(Method):
         super().__init__(clients)
         if not margin >= 0:
             raise ValueError(f"Expected `margin` to be at least 0 but got {margin}.")
-        self.max_size = _checked(max_size)
+        self.max_size = checked_size(max_size)
         self.margin = margin
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Note which task is the present one."""
-        return _at(memory, turn)
+        return at_task(memory, turn)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that raises the loss of no past task."""
@@ -70,7 +70,7 @@ class GEM(Method):
 
     def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """A client that was drawn for no round of its task remembers it, too."""
-        return memory if _knows(memory, turn) else self.finish(memory, own, data, turn, generator)
+        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
 
 
 class AGEM(Method):
@@ -102,12 +102,12 @@ class AGEM(Method):
         super().__init__(clients)
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"Expected `batch_size` to be at least 1, or None for all samples, but got {batch_size}.")
-        self.max_size = _checked(max_size)
+        self.max_size = checked_size(max_size)
         self.batch_size = batch_size
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Note which task is the present one."""
-        return _at(memory, turn)
+        return at_task(memory, turn)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that does not raise the mean loss of the remembered samples of past tasks."""
@@ -126,7 +126,7 @@ class AGEM(Method):
 
     def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """A client that was drawn for no round of its task remembers it, too."""
-        return memory if _knows(memory, turn) else self.finish(memory, own, data, turn, generator)
+        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
 
 
 def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
@@ -223,7 +223,34 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
     return torch.cat(chosen).sort().values if chosen else order
 
 
-def _checked(max_size: int | float) -> int | float:
+def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
+    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order.
+
+    Args:
+        y: Labels, shape (n,), of at least one sample.
+        generator: Draws them.
+
+    Example:
+        >>> y = torch.tensor([0, 0, 0, 1, 1, 2])
+        >>> y[balanced(y, torch.Generator().manual_seed(0))].sort().values
+        tensor([0, 1, 2])
+    """
+    classes, counts = torch.unique(y, return_counts=True)
+    order = torch.randperm(len(y), generator=generator)
+    chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
+    return chosen[torch.randperm(len(chosen), generator=generator)]
+
+
+def checked_size(max_size: int | float) -> int | float:
+    """``max_size`` itself: a number of samples, or a share of them.
+
+    Raises:
+        ValueError: If it is neither.
+
+    Example:
+        >>> checked_size(0.1)
+        0.1
+    """
     if max_size <= 0 or (isinstance(max_size, float) and max_size > 1):
         raise ValueError(
             f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
@@ -232,9 +259,21 @@ def _checked(max_size: int | float) -> int | float:
     return max_size
 
 
-def _at(memory: Memory, turn: Turn) -> Memory:
+def at_task(memory: Memory, turn: Turn) -> Memory:
+    """The memory of a client that now learns the task of ``turn``.
+
+    Example:
+        >>> at_task({}, Turn("a", round=9, experience=2))
+        {'present': tensor(2)}
+    """
     return {**memory, "present": torch.tensor(turn.experience)}
 
 
-def _knows(memory: Memory, turn: Turn) -> bool:
+def knows_task(memory: Memory, turn: Turn) -> bool:
+    """Whether the client remembers samples of the task of ``turn``.
+
+    Example:
+        >>> knows_task({"task": torch.tensor([0, 0])}, Turn("a", round=9, experience=2))
+        False
+    """
     return "task" in memory and bool((memory["task"] == turn.experience).any())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -96,7 +96,7 @@ def fisher_information(module: nn.Module, state: Mapping[str, Tensor], x: Tensor
                 [1.2500]])}
     """
     task: Any = module
-    return _mean_over_samples(module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y)
+    return mean_over_samples(module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y)
 
 
 def output_sensitivity(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> State:
@@ -115,19 +115,38 @@ def output_sensitivity(module: nn.Module, state: Mapping[str, Tensor], x: Tensor
         {'weight': tensor([[10.]])}
     """
     unlabelled = torch.zeros(len(x), device=x.device)
-    return _mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled)
+    return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled)
 
 
-def _mean_over_samples(
+def mean_over_samples(
     module: nn.Module,
     objective: Callable[[Tensor, Tensor], Tensor],
     of: Callable[[Tensor], Tensor],
     state: Mapping[str, Tensor],
     x: Tensor,
     y: Tensor,
+    names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's objective."""
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    """Mean over samples of a function of the gradient of each sample's objective.
+
+    Args:
+        module: Its output is a tensor. See `fisher_information`.
+        objective: ``objective(output, y)`` is a scalar, of a batch of one sample.
+        of: The function of the gradients, elementwise.
+        state: The module's state.
+        x: Inputs, shape (n, ...).
+        y: Targets, shape (n, ...).
+        names: The parameters whose gradients are taken; None: all that are trainable.
+
+    Returns:
+        For every such parameter, its shape.
+
+    Example:
+        >>> layer, x = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [-3.0]])
+        >>> mean_over_samples(layer, lambda output, y: output.sum(), torch.abs, {"weight": torch.ones(1, 1)}, x, x)
+        {'weight': tensor([[2.]])}
+    """
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
     first = next(iter(params.values()))

@@ -43,15 +43,18 @@ class GradientOf(Protocol):
 
 
 class LossOf(Protocol):
-    """The mean task loss on samples, as part of the graph."""
+    """A mean loss on samples, as part of the graph."""
 
-    def __call__(self, x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def __call__(
+        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
         """The loss, a scalar.
 
         Args:
             x: Inputs, shape (batch, ...).
-            y: Targets, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
             params: Trainable parameters in place of the present ones, by name.
+            loss: The loss of every sample; None: the task's.
         """
 
 
@@ -89,9 +92,10 @@ class Step:
 class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, does to the gradient, mixes in and remembers.
 
-    Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish` and `conclude`, free
-    of side effects. They run in a plain Trainer (a round is an epoch, the server model is the model at its start), in a
-    federation, and vectorised over a cohort of clients; a method that overrides `project`, one client at a time.
+    Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish`, `conclude`, `send`
+    and `personal`, free of side effects. They run in a plain Trainer (a round is an epoch, the server model is the
+    model at its start), in a federation, and vectorised over a cohort of clients; a method that overrides `project` or
+    `send`, one client at a time.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -167,6 +171,13 @@ class Method(Callback):
         """
         return memory
 
+    def send(self, memory: Memory, own: State) -> State:
+        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
+
+        The client's state is in the module. A method that overrides it trains one client at a time.
+        """
+        return own
+
     def personal(self, memory: Memory, state: State) -> State:
         """The state that a client predicts with.
 
@@ -212,6 +223,11 @@ class Method(Callback):
     @property
     def alone(self) -> bool:
         """Whether clients that use the method train one at a time."""
+        return self.projects or type(self).send is not Method.send
+
+    @property
+    def needs_sample_loss(self) -> bool:
+        """Whether the module must state the loss of samples apart from its training step."""
         return self.projects
 
     @property
@@ -233,7 +249,7 @@ class Method(Callback):
                 f"Expected a Trainer without loss scaling for `{type(self).__name__}` but got "
                 f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
             )
-        if self.projects and not callable(getattr(pl_module, "sample_loss", None)):
+        if self.needs_sample_loss and not callable(getattr(pl_module, "sample_loss", None)):
             raise ValueError(
                 f"Expected a module that states its loss apart for `{type(self).__name__}`, as `Classifier` does in "
                 f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
@@ -346,7 +362,7 @@ class Method(Callback):
             type(self).__name__,
             current_round(trainer),
         )
-        done = {*federation.log.upload_bytes, *federation.log.missed}
+        done = {*federation.log.trained, *federation.log.missed}
         for client, rows in stream.plan.train[round].items():
             if client in done:
                 continue
@@ -476,11 +492,11 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
 def loss_of(module: L.LightningModule) -> LossOf:
     """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
-    def loss(x: Any, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
         with isolate_rng():
-            return _mean_loss(module, params or {}, x, y)
+            return _mean_loss(module, params or {}, x, y, loss)
 
-    return loss
+    return mean_loss
 
 
 def _mean_loss(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 
-__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body"]
+__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body", "vit_patches"]
 
 Body = tuple[nn.Module, int]
 """A module from images to features, and the number of features."""
@@ -80,6 +80,31 @@ def vit_body(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio
     )
     return body, width
+
+
+def vit_patches(
+    image_size: int, channels: int, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float
+) -> nn.Module:
+    """As `vit_body`, without class token and last norm: all patches as tokens, shape (batch, patches, width).
+
+    Raises:
+        ValueError: If patches do not divide the image, or heads the width.
+
+    Example:
+        >>> import torch
+        >>> body = vit_patches(32, 3, patch_size=16, width=12, depth=1, heads=2, mlp_ratio=2.0)
+        >>> body(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 4, 12])
+    """
+    from timm.models.vision_transformer import VisionTransformer
+
+    if width % heads:
+        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+    _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
+    bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False}
+    return VisionTransformer(
+        image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
+    )
 
 
 def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Body:

@@ -77,6 +77,17 @@ class Plan:
         return self.blocks[client][experience] if self.blocks else ()
 
     @property
+    def common_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The classes of each task that all clients have in common, each in its order, by their first label.
+
+        Empty where tasks are not of classes, or two of them overlap in part.
+        """
+        parts = self.blocks or (self.tasks if self.of_classes else {})
+        blocks = tuple(sorted({block for own in parts.values() for block in own}))
+        labels = [label for block in blocks for label in block]
+        return blocks if len(set(labels)) == len(labels) else ()
+
+    @property
     def clients(self) -> tuple[str, ...]:
         """The clients' ids, in order."""
         return tuple(self.experiences)

@@ -60,6 +60,15 @@ class Classifier(L.LightningModule):
         logits: Tensor = self.model(x)
         return logits
 
+    def labelled(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
+
+        A network with parts of its own for each task has its own ``labelled(x, y)``, which chooses by sample.
+        """
+        by_task = getattr(self.model, "labelled", None)
+        logits: Tensor = self(x) if by_task is None else by_task(x, y)
+        return logits
+
     def setup(self, stage: str) -> None:
         """Take the tasks' classes from the stream."""
         if not self.task_incremental:
@@ -121,7 +130,7 @@ class Classifier(L.LightningModule):
 
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
-        output = self(x)
+        output = self.labelled(x, y)
         metric(self.among(output, y), y)
         self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))

@@ -1,0 +1,230 @@
+"""A network whose weights are a shared base, chosen from and added to by what a client has learnt for each task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+State = dict[str, Tensor]
+
+_WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Decomposed(nn.Module):
+    """The decomposition of FedWEIT: ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (Yoon et al. 2021, equation 1).
+
+    B, the base, is the network's own weights. Each task that the client has begun has a mask m, one number for each
+    output unit of each weight, an adaptive A, and one attention alpha for each layer and each adaptive A_j of the
+    knowledge base, as in the authors' code. The linear and convolutional weights that ``layers`` matches are
+    decomposed; everything else (biases, normalisation, tokens, the head) is trained as it is and copied when a task
+    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``. All A, and
+    what is decomposed of B, are vectors over the decomposed weights one after the other, of length `size`.
+
+    In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
+    task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
+    the labels tell its task, see `labelled`. Without any task the network is what it was.
+
+    Args:
+        net: Any network, a `SplitViT` for example.
+        tasks: Most tasks that a client can have.
+        layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
+        threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
+
+    Raises:
+        ValueError: If a number is out of range, or ``net`` has no weights to decompose.
+
+    Example:
+        >>> from lightning_fcl.models import ViT
+        >>> model = Decomposed(ViT(num_classes=10), tasks=5)
+        >>> model.size, model(torch.zeros(2, 3, 32, 32)).shape
+        (2663424, torch.Size([2, 10]))
+        >>> model.begin(classes=torch.tensor([3, 4]))
+        >>> model.begun, model.labelled(torch.zeros(2, 3, 32, 32), torch.tensor([3, 4])).shape
+        (1, torch.Size([2, 10]))
+    """
+
+    def __init__(self, net: nn.Module, tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
+        super().__init__()
+        if tasks < 1:
+            raise ValueError(f"Expected `tasks` to be at least 1 but got {tasks}. Give the number of the stream's.")
+        if threshold < 0:
+            raise ValueError(f"Expected `threshold` to be at least 0 but got {threshold}.")
+        names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
+        params = dict(net.named_parameters())
+        self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
+        if not self.names:
+            raise ValueError(
+                f"Expected `layers` to match weights of linear or convolutional layers but `{layers}` matches none of "
+                f"{', '.join(names[:3]) or 'none'}. Change it, or the network."
+            )
+        self.net = net
+        self.threshold = threshold
+        self.shapes = [params[name].shape for name in self.names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.units = [shape[0] for shape in self.shapes]
+        self.size = sum(self.sizes)
+        self.tasks = nn.ModuleList(_Task() for _ in range(tasks))
+        self._base_of_others: list[Tensor] = []  # of each layer, (adaptives, numbers): downloaded, not the module's
+
+    @property
+    def begun(self) -> int:
+        """Tasks that the client, whose state is in the module, has begun."""
+        return sum(1 for task in self.tasks if attrgetter("adaptive")(task).numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the present task in training, of every class's own task in evaluation."""
+        begun = self.begun
+        if not begun:
+            plain: Tensor = self.net(x)
+            return plain
+        logits = self._run(begun - 1, x, begun)
+        for number in range(0 if self.training else begun - 1):
+            classes = self._task(number).classes
+            logits = logits.index_copy(1, classes, self._run(number, x, begun)[:, classes])
+        return logits
+
+    def labelled(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task.
+
+        Args:
+            x: Inputs, shape (batch, ...).
+            y: Labels, shape (batch,).
+        """
+        begun = self.begun
+        if self.training or begun < 2:
+            return self.forward(x)
+        owner = torch.full_like(y, begun - 1)
+        for number in range(begun - 1):
+            owner[torch.isin(y, self._task(number).classes)] = number
+        parts = [
+            (rows := owner == number, self._run(number, x[rows], begun)) for number in torch.unique(owner).tolist()
+        ]
+        logits = parts[0][1].new_empty(len(x), parts[0][1].shape[1])
+        for rows, part in parts:
+            logits[rows] = part
+        return logits
+
+    def _run(self, number: int, x: Tensor, begun: int) -> Tensor:
+        """The network's output with the weights of a task; those of a past one with all that the task had."""
+        state = self._weights(number)
+        if number < begun - 1:
+            state |= self._rest(self._task(number).rest)
+        logits: Tensor = functional_call(self.net, state, (x,))
+        return logits
+
+    def _weights(self, number: int) -> State:
+        own = self._task(number)
+        adaptive = own.adaptive if self.training else prune(own.adaptive, self.threshold)
+        live = self.training and bool(self._base_of_others)
+        if not live and own.knowledge.numel():
+            adaptive = adaptive + own.knowledge
+        gates, pieces = torch.split(torch.sigmoid(own.mask), self.units), torch.split(adaptive, self.sizes)
+        weights: State = {}
+        for layer, (name, gate, piece) in enumerate(zip(self.names, gates, pieces, strict=True)):
+            base = attrgetter(name)(self.net)
+            if live:
+                piece = piece + own.attention[layer] @ self._base_of_others[layer]
+            weights[name] = torch.addcmul(piece.view_as(base), base, _broad(gate, base))
+        return weights
+
+    def _task(self, number: int) -> _Task:
+        task = self.tasks[number]
+        assert isinstance(task, _Task)
+        return task
+
+    # The state of a client.
+
+    def base(self) -> Tensor:
+        """B as one vector, part of the graph."""
+        return torch.cat([attrgetter(name)(self.net).flatten() for name in self.names])
+
+    def gate(self, mask: Tensor) -> Tensor:
+        """``sigmoid(m)`` as one vector, each number as often as its unit has weights."""
+        counts = [size // units for size, units in zip(self.sizes, self.units, strict=True)]
+        parts = zip(torch.split(torch.sigmoid(mask), self.units), counts, strict=True)
+        return torch.cat([part.repeat_interleave(count) for part, count in parts])
+
+    @torch.no_grad()
+    def begin(self, classes: Tensor, adaptives: int = 0) -> None:
+        """Begin the client's next task: A = B / 3, as the authors begin; m and alpha normal, of variance 1 / length.
+
+        Args:
+            classes: Classes of the task.
+            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
+
+        Raises:
+            ValueError: If all of `tasks` have begun.
+        """
+        begun = self.begun
+        if begun == len(self.tasks):
+            raise ValueError(f"Expected at most {begun} tasks, as many as `tasks` says, but another begins. Raise it.")
+        own, base = self._task(begun), self.base()
+        own.adaptive.data = base / 3
+        own.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
+        own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(base)
+        own.knowledge = base.new_zeros(self.size if adaptives else 0)
+        own.classes = classes.to(base.device, copy=True)
+        own.rest = self._flat()
+
+    def receive(self, adaptives: Sequence[Tensor]) -> None:
+        """Make these the knowledge base that the present task trains with; they are no part of the state."""
+        layers = zip(*(torch.split(adaptive, self.sizes) for adaptive in adaptives), strict=True) if adaptives else []
+        self._base_of_others = [torch.stack(parts) for parts in layers]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring up to date in place, after training, what the task keeps: ``sum_j alpha_j A_j``, and all else."""
+        own = self._task(self.begun - 1)
+        if self._base_of_others:
+            mixed = zip(own.attention, self._base_of_others, strict=True)
+            own.knowledge.copy_(torch.cat([attention @ others for attention, others in mixed]))
+        own.rest.copy_(self._flat())
+
+    def _others(self) -> State:
+        """The network's numbers that are not decomposed."""
+        state = self.net.state_dict().items()
+        return {name: v for name, v in state if name not in self.names and v.is_floating_point()}
+
+    def _flat(self) -> Tensor:
+        return torch.cat([value.flatten() for value in self._others().values()])
+
+    def _rest(self, rest: Tensor) -> State:
+        others = self._others()
+        parts = torch.split(rest, [value.numel() for value in others.values()])
+        return {name: part.view_as(v) for part, (name, v) in zip(parts, others.items(), strict=True)}
+
+
+class _Task(nn.Module):
+    """What a client keeps of one task; empty before the task begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.empty(0))
+        self.adaptive = nn.Parameter(torch.empty(0))
+        self.attention = nn.Parameter(torch.empty(0, 0))
+        self.knowledge: Tensor
+        self.rest: Tensor
+        self.classes: Tensor
+        self.register_buffer("knowledge", torch.empty(0))
+        self.register_buffer("rest", torch.empty(0))
+        self.register_buffer("classes", torch.empty(0, dtype=torch.long))
+
+
+def prune(adaptive: Tensor, threshold: float) -> Tensor:
+    """An adaptive without its numbers up to a magnitude.
+
+    Example:
+        >>> prune(torch.tensor([0.5, -0.5, 0.1]), threshold=0.2)
+        tensor([ 0.5000, -0.5000,  0.0000])
+    """
+    return adaptive * (adaptive.abs() > threshold)
+
+
+def _broad(units: Tensor, weight: Tensor) -> Tensor:
+    """One number for each output unit of a weight, in a shape that multiplies it."""
+    return units.view(-1, *[1] * (weight.dim() - 1))

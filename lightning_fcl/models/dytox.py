@@ -1,0 +1,223 @@
+"""DyTox: one encoder for all tasks, and a token and a head for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fcl.models.bodies import vit_patches
+from lightning_fcl.models.transformer import initialise, perceptron
+
+__all__ = ["DyTox", "TaskAttention"]
+
+_ABSENT = -1e4  # not -inf: a sample whose own task is absent still has a finite loss
+
+
+class TaskAttention(nn.Module):
+    """A block in which each task's token looks at itself and the patches (Douillard et al. 2022, eq. 3 to 6).
+
+    The class attention of CaiT with a token per task: ``z = [token, patches]``; only the token asks and changes. All
+    tokens go through it at once, yet none sees another: the result is that of one pass for each.
+
+    Args:
+        width: Channels of the tokens.
+        heads: Heads of the attention.
+        mlp_ratio: Hidden width of the perceptron over that of the tokens.
+
+    Example:
+        >>> TaskAttention(8, heads=2)(torch.zeros(3, 8), torch.zeros(5, 4, 8)).shape
+        torch.Size([5, 3, 8])
+    """
+
+    def __init__(self, width: int, heads: int = 12, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = perceptron(width, mlp_ratio)
+        self.apply(initialise)
+
+    def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
+        """What each task sees in each image, shape (batch, tasks, width).
+
+        Args:
+            tokens: Shape (tasks, width).
+            patches: Shape (batch, patches, width).
+        """
+        tasks, batch = len(tokens), len(patches)
+        own, seen = self.norm1(tokens), self.norm1(patches)
+        query = self._split(self.query(own)[None]).expand(batch, -1, -1, -1)
+        key, value = (
+            torch.cat([self._split(layer(own)[None]).expand(batch, -1, -1, -1), self._split(layer(seen))], dim=2)
+            for layer in (self.key, self.value)
+        )
+        itself = torch.eye(tasks, dtype=torch.bool, device=tokens.device)
+        allowed = F.pad(itself, (0, patches.shape[1]), value=True)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        result = tokens + self.proj(attended.transpose(1, 2).flatten(2))
+        embedded: Tensor = result + self.mlp(self.norm2(result))
+        return embedded
+
+    def _split(self, values: Tensor) -> Tensor:
+        """Shape (batch, heads, tokens, width of a head)."""
+        return values.reshape(*values.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class DyTox(nn.Module):
+    """The model of Douillard et al. 2022, "DyTox", with the self-attention of a standard vision transformer.
+
+    Patches and positions go once through ``depth`` self-attention blocks, the ``body``; one `TaskAttention` block, the
+    ``decoder``, then looks at them with each task's token, and the task's head (norm and linear layer) gives the logits
+    of the task's classes alone, eq. 7. Hence a task costs a token and a head, not a pass through the body.
+
+    A token belongs to a block of classes, not to the number that a client's experience has: in a federation whose
+    clients have the tasks in orders of their own, the clients that learn a block share its token and head. The paper's
+    model grows; here all slots are there from the start, so that all clients have the same state, and ``learnt`` tells
+    which are in use. The logits of a slot that is not are a constant that wins against nothing, and nothing of it gets
+    a gradient. `lightning_fcl.callbacks.DyToxTraining` marks tasks as learnt; while none is, all are in use.
+
+    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones.
+    Training needs it, prediction does not.
+
+    At the defaults the body has 2,246,016 parameters, the decoder 444,864 (as a block of the body), and each of ten
+    tasks of ten classes a token of 192, a head of 2,314 and a divergence head of 2,507.
+
+    Args:
+        tasks: The classes of each task; a number cuts ``num_classes`` into so many blocks of equal size, by number
+            until a stream tells which (see `assign`).
+        num_classes: Number of classes.
+        image_size: Height and width of the images, in pixels, a multiple of the patches'.
+        patch_size: Height and width of a patch, in pixels.
+        width: Channels of the tokens (384 in the DyTox paper).
+        depth: Self-attention blocks.
+        heads: Heads of the attention; they divide the width.
+        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
+        channels: Channels of the images.
+
+    Raises:
+        ValueError: If patches do not divide the image, heads the width or tasks the classes, if a class belongs to no
+            task or to two, or if a batch's images are of another size.
+
+    Example:
+        >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, heads=2)
+        >>> model(torch.zeros(2, 3, 32, 32)).shape, len(model.tokens), model.blocks[1]
+        (torch.Size([2, 10]), 5, (2, 3))
+    """
+
+    position: Tensor
+    learnt: Tensor
+    _task: Tensor
+
+    def __init__(
+        self,
+        tasks: int | list[list[int]] = 10,
+        num_classes: int = 100,
+        image_size: int = 32,
+        patch_size: int = 4,
+        width: int = 192,
+        depth: int = 5,
+        heads: int = 12,
+        mlp_ratio: float = 4.0,
+        channels: int = 3,
+    ) -> None:
+        super().__init__()
+        blocks = _cut(tasks, num_classes) if isinstance(tasks, int) else tasks
+        _check_blocks(blocks, num_classes)
+        self.input_shape = (channels, image_size, image_size)
+        self.sizes = [len(block) for block in blocks]
+        self.cut = isinstance(tasks, int)
+        self.body = vit_patches(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
+        self.decoder = TaskAttention(width, heads, mlp_ratio)
+        self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in blocks])
+        self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
+        self.divergence = nn.ModuleList([_head(width, size + 1) for size in self.sizes])
+        # Where each class's logit is among those of all heads side by side: clients' means of it are itself.
+        self.register_buffer("position", _positions(blocks))
+        # Above 0 for a task that anyone has begun: so it stays in any mean over clients.
+        self.register_buffer("learnt", torch.zeros(len(blocks)))
+        of_logit = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(self.sizes))
+        self.register_buffer("_task", of_logit, persistent=False)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The classes of each task, in the order of its head's logits."""
+        order = torch.split(torch.argsort(self.position), self.sizes)
+        return tuple(tuple(block.tolist()) for block in order)
+
+    def task_of(self, labels: Tensor) -> Tensor:
+        """The task of each label, same shape."""
+        tasks: Tensor = self._task[self.position[labels.to(self.position.device)]]
+        return tasks
+
+    def assign(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells.
+
+        Raises:
+            ValueError: If they do not fit the heads, or are not those that a task has been learnt with.
+        """
+        if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
+            return
+        if not self.cut or bool(self.learnt.any()) or [len(block) for block in blocks] != self.sizes:
+            raise ValueError(
+                f"Expected the stream's tasks to be those of `DyTox`, {_short(self.blocks)}, but got {_short(blocks)}. "
+                "Give `tasks` these blocks, or as many as the stream has, if all are of the same size."
+            )
+        _check_blocks(blocks, len(self.position))
+        self.position.copy_(_positions(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images (batch, channels, height, width), shape (batch, num_classes)."""
+        embedded = self.embed(x)
+        logits = torch.cat([head(embedded[:, task]) for task, head in enumerate(self.heads)], dim=1)
+        present = (self.learnt > 0) | ~(self.learnt > 0).any()
+        logits = torch.where(present[self._task], logits, _ABSENT)
+        return logits[:, self.position]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What each task's head sees, shape (batch, tasks, width)."""
+        if tuple(x.shape[1:]) != self.input_shape:
+            raise ValueError(
+                f"Expected images of shape {self.input_shape} (channels, height, width) but got {tuple(x.shape[1:])}. "
+                "Resize them, or build the model with their `image_size` and `channels`."
+            )
+        embedded: Tensor = self.decoder(torch.stack(list(self.tokens)), self.body(x))
+        return embedded
+
+
+def _head(width: int, classes: int) -> nn.Sequential:
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+    return head.apply(initialise)
+
+
+def _cut(tasks: int, num_classes: int) -> list[list[int]]:
+    if tasks < 1 or num_classes < 1 or num_classes % tasks:
+        raise ValueError(
+            f"Expected `tasks` to divide `num_classes`={num_classes} but got {tasks}. Change it, or give the classes "
+            "of each task."
+        )
+    size = num_classes // tasks
+    return [list(range(first, first + size)) for first in range(0, num_classes, size)]
+
+
+def _check_blocks(blocks: Sequence[Sequence[int]], num_classes: int) -> None:
+    if sorted(label for block in blocks for label in block) != list(range(num_classes)) or not all(map(len, blocks)):
+        raise ValueError(
+            f"Expected `tasks` to hold each of the {num_classes} classes once, and no task to be empty, but got "
+            f"{_short(blocks)}. Change it, or `num_classes`."
+        )
+
+
+def _positions(blocks: Sequence[Sequence[int]]) -> Tensor:
+    return torch.argsort(torch.tensor([label for block in blocks for label in block]))
+
+
+def _short(blocks: Sequence[Sequence[int]]) -> str:
+    shown = ", ".join(str(list(block)) for block in blocks[:3])
+    return f"{shown}{', ...' if len(blocks) > 3 else ''} ({len(blocks)} tasks)"

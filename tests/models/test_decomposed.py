@@ -1,0 +1,157 @@
+"""The decomposed network: its weights by hand, and every sample's own task."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from lightning_fcl.models import Decomposed, SplitViT, ViT, fcl_vit
+
+
+def small(classes=6):
+    torch.manual_seed(0)
+    return ViT(num_classes=classes, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+
+
+def begun(tasks=3, adaptives=(0, 2, 2), threshold=1e-3):
+    """A network with some tasks begun, each with a knowledge base of its own and numbers far from where they begin."""
+    model = Decomposed(small(), 4, threshold=threshold)
+    others = []
+    for task in range(tasks):
+        model.begin(torch.tensor([2 * task, 2 * task + 1]), adaptives[task])
+        others.append([torch.randn(model.size) * 0.1 for _ in range(adaptives[task])])
+        model.receive(others[-1])
+        with torch.no_grad():
+            model.tasks[task].adaptive.add_(torch.randn(model.size) * 0.05)
+            model.net.head.weight.normal_()
+            model.net.body.norm.weight.add_(0.1)
+        model.settle()
+    return model, others
+
+
+def by_hand(model, task, others, evaluate):
+    """theta of a task: layer by layer, number by number."""
+    own, place, unit, weights = model.tasks[task], 0, 0, {}
+    for layer, (name, parameter) in enumerate((n, p) for n, p in model.net.named_parameters() if n in model.names):
+        size = parameter.numel()
+        adaptive = own.adaptive[place : place + size].clone()
+        if evaluate:
+            adaptive[adaptive.abs() <= model.threshold] = 0
+        mask = own.mask[unit : unit + len(parameter)]
+        rows = [torch.sigmoid(m) * row for m, row in zip(mask, parameter, strict=True)]
+        theta = torch.stack(rows) + adaptive.view_as(parameter)
+        for j, other in enumerate(others):
+            theta = theta + own.attention[layer, j] * other[place : place + size].view_as(parameter)
+        weights[name], place, unit = theta, place + size, unit + len(parameter)
+    return weights
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_weights_are_those_of_the_equation(train):
+    model, others = begun(threshold=0.02)
+    model.train(train)
+    x = torch.randn(4, 3, 8, 8)
+    expected = functional_call(model.net, by_hand(model, 2, others[2], not train), (x,))
+    actual = model(x)
+    torch.testing.assert_close(actual[:, 4:], expected[:, 4:])
+    if train:
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_past_task_has_the_weights_and_all_else_that_it_had():
+    model = Decomposed(small(), 3).eval()
+    x = torch.randn(4, 3, 8, 8)
+    model.begin(torch.tensor([0, 1]), 1)
+    model.receive([torch.randn(model.size) * 0.1])
+    model.settle()
+    before = model(x)[:, :2]
+    model.begin(torch.tensor([2, 3]), 2)
+    model.receive([torch.randn(model.size), torch.randn(model.size)])
+    with torch.no_grad():
+        for name, parameter in model.net.named_parameters():
+            if name not in model.names:
+                parameter.add_(torch.randn_like(parameter))
+    model.settle()
+    assert torch.equal(model(x)[:, :2], before)
+    assert torch.equal(model.labelled(x, torch.tensor([0, 1, 1, 0]))[:, :2], before)
+    with torch.no_grad():
+        model.net.body.blocks[0].mlp.fc1.weight.add_(0.1)
+    assert not torch.equal(model(x)[:, :2], before)
+
+
+def test_a_mixed_batch_is_each_task_s_own():
+    model, _ = begun()
+    model.eval()
+    x, y = torch.randn(7, 3, 8, 8), torch.tensor([5, 0, 2, 1, 4, 3, 0])
+    mixed, everything = model.labelled(x, y), model(x)
+    for row, label in enumerate(y.tolist()):
+        block = slice(label // 2 * 2, label // 2 * 2 + 2)
+        torch.testing.assert_close(mixed[row, block], everything[row, block])
+        for other in {0, 2, 4} - {block.start}:  # another task's network says something else
+            assert not torch.allclose(mixed[row, other : other + 2], everything[row, other : other + 2])
+
+
+def test_classes_that_no_task_has_are_the_present_task_s():
+    model, others = begun(tasks=2)
+    model.eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = functional_call(model.net, by_hand(model, 1, others[1], True), (x,))
+    torch.testing.assert_close(model.labelled(x, torch.tensor([4, 5])), expected)
+    torch.testing.assert_close(model(x)[:, 4:], expected[:, 4:])
+
+
+def test_without_a_task_it_is_the_network():
+    net = small()
+    model, x = Decomposed(net, 2), torch.randn(2, 3, 8, 8)
+    assert torch.equal(model(x), net(x)) and torch.equal(model.labelled(x, torch.zeros(2).long()), net(x))
+    assert model.state_dict()["tasks.0.adaptive"].shape == (0,)
+
+
+def test_where_a_task_begins():
+    model = Decomposed(small(), 2)
+    base = model.base().clone()
+    model.begin(torch.tensor([0]), 3)
+    own = model.tasks[0]
+    torch.testing.assert_close(own.adaptive.data, base / 3)
+    assert own.mask.shape == (sum(model.units),) and own.attention.shape == (len(model.names), 3)
+    assert own.knowledge.shape == base.shape
+
+
+@pytest.mark.parametrize("name", ["vit", "cait", "levit", "swin", "cvt", "t2t"])
+def test_other_transformers(name):
+    options = {"cait": {"depth": 1}, "t2t": {"depth": 1}, "vit": {"depth": 1, "width": 24, "heads": 3}}
+    torch.manual_seed(0)
+    net, x = fcl_vit(name, num_classes=4, **options.get(name, {})), torch.randn(2, 3, 32, 32)
+    net(x).sum().backward()
+    learn = [name for name in Decomposed(net, 2).names if net.get_parameter(name).grad.any()]
+    model = Decomposed(net, 2)
+    model.begin(torch.tensor([0, 1]))
+    model(x).sum().backward()
+    pieces = model.tasks[0].adaptive.grad.split(model.sizes)
+    assert learn == [n for n, g in zip(model.names, pieces, strict=True) if g.any()]
+    body = sum(p.numel() for p in net.body.parameters())
+    assert 0.8 * body < model.size < body
+    copy.deepcopy(model)
+
+
+def test_what_it_refuses():
+    message = "Expected `tasks` to be at least 1 but got 0. Give the number of the stream's."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Decomposed(small(), 0)
+    with pytest.raises(ValueError, match=r"^Expected `threshold` to be at least 0 but got -1\.$"):
+        Decomposed(small(), 1, threshold=-1)
+    message = (
+        "Expected `layers` to match weights of linear or convolutional layers but `body.*` matches none of "
+        "head.weight. Change it, or the network."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Decomposed(SplitViT(nn.Flatten(), 12, image_size=2), 1)
+    with pytest.raises(ValueError, match="matches none of none"):
+        Decomposed(nn.Sequential(nn.LayerNorm(3)), 1)
+    model = Decomposed(small(), 1)
+    model.begin(torch.tensor([0]))
+    with pytest.raises(ValueError, match="Expected at most 1 tasks, as many as `tasks` says, but another begins"):
+        model.begin(torch.tensor([1]))

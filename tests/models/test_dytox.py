@@ -1,0 +1,191 @@
+"""DyTox: the encoder once, tokens that do not see each other, logits of tasks in their classes' places."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.models import DyTox
+from lightning_fcl.models.dytox import TaskAttention
+
+TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 2, "heads": 2}
+
+
+def tiny(tasks=3, num_classes=6, **options):
+    torch.manual_seed(0)
+    return shaken(DyTox(tasks, num_classes, **{**TINY, **options}))
+
+
+def shaken(model):
+    """With weights that have no special value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_parameters_of_the_papers_shape():
+    model = DyTox()
+    block = (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192) + 4 * 192
+    parts = {
+        model.body: (48 * 192 + 192) + 64 * 192 + 5 * block,
+        model.decoder: block,
+        model.heads[0]: 2 * 192 + 192 * 10 + 10,
+        model.divergence[0]: 2 * 192 + 192 * 11 + 11,
+    }
+    for part, number in parts.items():
+        assert size(part) == number and f"{number:,}" in DyTox.__doc__
+    assert [token.shape for token in model.tokens] == [(192,)] * 10
+    assert {name.split(".")[0] for name in model.state_dict()} == {
+        *("body", "decoder", "tokens", "heads", "divergence", "position", "learnt")
+    }
+
+
+def test_a_task_costs_no_pass_of_its_own():
+    passes = {"body": 0, "decoder": 0}
+    model = tiny(tasks=6)
+    for part in passes:
+
+        def count(*_, part=part):
+            passes[part] += 1
+
+        getattr(model, part).register_forward_hook(count)
+    model(torch.randn(2, 3, 8, 8))
+    assert passes == {"body": 1, "decoder": 1}
+
+
+def by_hand(block, token, patches):
+    """One token and its patches, head by head."""
+    z = torch.cat([token.expand(len(patches), 1, -1), patches], dim=1)
+    normed = F.layer_norm(z, z.shape[2:], block.norm1.weight, block.norm1.bias)
+    width = z.shape[2] // block.heads
+    attended = []
+    for head in range(block.heads):
+        part = slice(head * width, (head + 1) * width)
+        query = block.query(normed[:, :1])[..., part]
+        key, value = block.key(normed)[..., part], block.value(normed)[..., part]
+        attended.append((query @ key.transpose(1, 2) / width**0.5).softmax(dim=2) @ value)
+    token = token + block.proj(torch.cat(attended, dim=2))
+    normed = F.layer_norm(token, token.shape[2:], block.norm2.weight, block.norm2.bias)
+    return (token + block.mlp(normed))[:, 0]
+
+
+def test_all_tokens_at_once_are_each_on_its_own():
+    torch.manual_seed(0)
+    block = shaken(TaskAttention(12, heads=3)).double()
+    tokens, patches = torch.randn(4, 12).double(), torch.randn(5, 7, 12).double()
+    alone = torch.stack([by_hand(block, token, patches) for token in tokens], dim=1)
+    torch.testing.assert_close(block(tokens, patches), alone)
+
+
+def test_logits_written_out():
+    model, x = tiny([[4, 1], [0], [3, 5, 2]]), torch.randn(3, 3, 8, 8)
+    patches = model.body(x)
+    pixels = F.unfold(x, 4, stride=4).transpose(1, 2)
+    layer = model.body.patch_embed.proj
+    tokens = pixels @ layer.weight.flatten(1).T + layer.bias + model.body.pos_embed
+    torch.testing.assert_close(patches, model.body.blocks(tokens))
+    expected = torch.empty(3, 6)
+    for token, (norm, linear), block in zip(model.tokens, model.heads, [[4, 1], [0], [3, 5, 2]], strict=True):
+        expected[:, block] = linear(norm(by_hand(model.decoder, token, patches)))
+    torch.testing.assert_close(model(x), expected)
+    assert model.blocks == ((4, 1), (0,), (3, 5, 2))
+    assert model.task_of(torch.arange(6)).tolist() == [1, 0, 2, 2, 0, 2]
+
+
+def test_only_tasks_in_use_have_logits_and_gradients():
+    model, x = tiny(), torch.randn(4, 3, 8, 8)
+    everything = model(x)
+    model.learnt[[0, 2]] = torch.tensor([1.0, 0.01])
+    some = model(x)
+    assert torch.equal(some[:, [0, 1, 4, 5]], everything[:, [0, 1, 4, 5]])
+    assert some[:, 2:4].unique().tolist() == [-1e4]
+    F.cross_entropy(some, torch.tensor([0, 1, 4, 5])).backward()
+    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert {"tokens.0", "heads.2.1.weight", "body.pos_embed"} < reached
+    assert not any(name.startswith(("tokens.1", "heads.1.", "divergence")) for name in reached)
+    # The same weights without the slot: its classes weigh nothing.
+    without = F.cross_entropy(everything[:, [0, 1, 4, 5]], torch.arange(4))
+    torch.testing.assert_close(F.cross_entropy(some, torch.tensor([0, 1, 4, 5])), without)
+    assert torch.isfinite(F.cross_entropy(some, torch.tensor([2, 2, 3, 3])))
+
+
+def test_a_stream_tells_the_classes():
+    model, x = tiny(), torch.randn(2, 3, 8, 8)
+    before = model(x)
+    model.assign([(1, 4), (0, 5), (2, 3)])
+    assert model.blocks == ((1, 4), (0, 5), (2, 3))
+    assert torch.equal(model(x)[:, [1, 4, 0, 5, 2, 3]], before)
+    again = tiny()
+    again.load_state_dict(model.state_dict())
+    assert again.blocks == model.blocks
+    model.learnt[1] = 1
+    model.assign([(2, 3), (5, 0), (1, 4)])  # the same tasks
+    assert model.blocks == ((1, 4), (0, 5), (2, 3))
+    for changed, blocks in (
+        (model, [(0, 1), (2, 3), (4, 5)]),
+        (tiny(), [(0, 1, 2), (3, 4, 5)]),
+        (tiny([[0, 1], [2, 3], [4, 5]]), [(1, 4), (0, 5), (2, 3)]),
+    ):
+        with pytest.raises(ValueError, match=re.escape("Expected the stream's tasks to be those of `DyTox`, [")):
+            changed.assign(blocks)
+    with pytest.raises(ValueError, match="to hold each of the 6 classes once"):
+        tiny().assign([(1, 7), (0, 5), (2, 3)])
+
+
+WRONG = {
+    "image": ({"image_size": 10}, "Expected `image_size` to be a multiple of 4 and at least 8 for ViT but got 10."),
+    "heads": ({"heads": 5}, "Expected `width` to be a multiple of `heads`=5 but got 12."),
+    "tasks": ({"tasks": 4}, "Expected `tasks` to divide `num_classes`=6 but got 4. Change it, or give the classes"),
+    "none": ({"tasks": 0}, "Expected `tasks` to divide `num_classes`=6 but got 0."),
+    "twice": ({"tasks": [[0, 1], [1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty, but got [0,"),
+    "empty": ({"tasks": [[], [0, 1, 2, 3, 4, 5]]}, "each of the 6 classes once, and no task to be empty"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    options, message = WRONG[case]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny(**options)
+
+
+def test_other_images_are_refused():
+    message = "Expected images of shape (3, 8, 8) (channels, height, width) but got (3, 12, 12). Resize them, or build"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny()(torch.zeros(2, 3, 12, 12))
+
+
+@pytest.mark.parametrize("tasks", [3, [[5, 0], [1, 2], [3, 4]]])
+def test_a_recipe_names_it(tasks):
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Classifier, "model")
+    network = {"class_path": "lightning_fcl.models.DyTox", "init_args": {**TINY, "tasks": tasks, "num_classes": 6}}
+    arguments = {"num_classes": 6, "model": network, "task_incremental": True}
+    config = parser.parse_object({"model": {"class_path": "lightning_fcl.Classifier", "init_args": arguments}})
+    model = parser.instantiate(config).model.model
+    assert isinstance(model, DyTox) and model.sizes == [2, 2, 2]
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_without_its_method_it_is_a_model_as_any(fit, cohort_size):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3, 8, 8)).astype(np.float32), np.arange(60) % 6
+    scenario = {"tasks": 3, "clients": 2, "rounds_per_task": 1, "classes_per_client": (2, 2), "share": (0.5, 0.5)}
+    stream = FederatedStream.from_arrays(x, y, scenario="fedvit", scenario_args=scenario, batch_size=4, seed=0)
+    model = tiny([[0, 3], [1, 4], [2, 5]])
+    position, token = model.position.clone(), model.tokens[0].detach().clone()
+    task = Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=0.1), task_incremental=True)
+    trainer = fit(task, stream, cohort_size=cohort_size, seed=0)
+    assert trainer.strategy.cohort_clients == cohort_size
+    assert torch.equal(model.position, position) and not model.learnt.any()
+    assert not torch.equal(model.tokens[0], token)

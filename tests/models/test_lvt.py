@@ -1,0 +1,109 @@
+"""LVT: attention to keys that are learnt."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl.models import LVT, ViT
+from lightning_fcl.models.lvt import InterTaskAttention, LVTBody, offsets
+from lightning_fcl.models.transformer import attend
+
+
+def size(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def tiny(**kwargs):
+    torch.manual_seed(0)
+    return LVT(**{"num_classes": 5, "patch_size": 16, "width": 24, "depth": 2, "heads": 3, **kwargs})
+
+
+def test_parameters_are_those_of_the_vit_but_for_the_keys():
+    model = LVT(num_classes=7)
+    linear, keys = 192 * 192 + 192, 65 * 192 + 12 * 67
+    assert size(model.body) == size(ViT(num_classes=7).body) + 6 * (keys - linear) == 2_549_016
+    for number in (6 * (size(model.body.blocks[0])), size(model.body.blocks[0]), 3 * linear, keys, size(model.body)):
+        assert f"{number:,}" in LVT.__doc__
+    assert isinstance(model.head, nn.Linear) and size(model.head) == 192 * 7 + 7
+    learnt = [name for name, _ in model.named_parameters() if ".external_" in name]
+    assert len(learnt) == 12
+
+
+def test_attention_with_the_input_s_own_keys_is_self_attention():
+    torch.manual_seed(0)
+    layer, tokens, key = InterTaskAttention(24, 3, side=2), torch.randn(1, 5, 24), nn.Linear(24, 24)
+    with torch.no_grad():
+        layer.external_key.copy_(key(tokens)[0].unflatten(1, (3, 8)).transpose(0, 1))
+    expected = layer.output(attend(layer.query(tokens), key(tokens), layer.value(tokens), heads=3))
+    torch.testing.assert_close(layer(tokens), expected)
+
+
+def test_attention_by_hand():
+    torch.manual_seed(0)
+    layer, tokens = InterTaskAttention(12, 3, side=2).double(), torch.randn(4, 5, 12).double()
+    with torch.no_grad():
+        layer.external_bias.normal_()
+    heads = []
+    for h in range(3):
+        query, value = (part(tokens)[..., 4 * h : 4 * h + 4] for part in (layer.query, layer.value))
+        scores = torch.einsum("bqc,kc->bqk", query, layer.external_key[h]) / 2
+        for q in range(5):
+            for k in range(5):
+                row, column = abs((q - 1) // 2 - (k - 1) // 2), abs((q - 1) % 2 - (k - 1) % 2)
+                index = (6 if k == 0 else 4) if q == 0 else (5 if k == 0 else 2 * row + column)
+                scores[:, q, k] += layer.external_bias[h, index]
+        heads.append(scores.softmax(dim=-1) @ value)
+    torch.testing.assert_close(layer(tokens), layer.output(torch.cat(heads, dim=-1)))
+
+
+def test_offsets_are_distances():
+    table = offsets(8)
+    assert table.shape == (65, 65) and table.unique().tolist() == list(range(67))
+    assert torch.equal(table[1:, 1:], table[1:, 1:].T)
+    assert table[1 + 8 * 2 + 3, 1 + 8 * 5 + 1] == 3 * 8 + 2
+
+
+def test_every_parameter_learns():
+    model = tiny()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    model(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_keys_are_as_large_as_those_of_a_linear_layer():
+    torch.manual_seed(0)
+    layer = InterTaskAttention(192, 12, side=8)
+    assert layer.external_key.detach().std() == pytest.approx(0.02 * 192**0.5, rel=0.05)
+    assert not layer.external_bias.any()
+
+
+def test_other_sizes_and_one_image():
+    model = tiny(image_size=48, channels=1)
+    assert model(torch.zeros(1, 1, 48, 48)).shape == (1, 5)
+    assert tuple(model.body.blocks[0].attention.external_key.shape) == (3, 10, 8)
+    assert not [name for name in model.state_dict() if "offsets" in name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 5}, "Expected `width` to be a multiple of `heads`=5 but got 192."),
+        (
+            {"image_size": 30},
+            "Expected `image_size` to be a multiple of `patch_size`=4, at least twice, but got 30. Resize the images, "
+            "or choose other patches.",
+        ),
+        (
+            {"image_size": 4},
+            "Expected `image_size` to be a multiple of `patch_size`=4, at least twice, but got 4. Resize the images, "
+            "or choose other patches.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LVTBody(**arguments)
