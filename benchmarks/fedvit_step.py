@@ -8,7 +8,7 @@ the method's hooks, AdamW), a bare loop takes these gradients alone, of the same
 past task ten images are kept, as of 2 to 5 classes of which a client has 25 to 50 images each; a batch has 32. Images
 are random: time does not depend on values. The share of the projection is that of `project` in the steps.
 
-`--out` also trains a client on ten tasks with each method, and draws the bytes that the method keeps for it after each
+`--out` also trains a client on ten tasks with each method, and draws the bytes that are kept for it after each
 task as `memory_with_tasks.png`. `--cpu` counts processor time, for a machine on which something else runs, and
 `--quick` tries the script out on a tiny ViT.
 """
@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
-from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, fedvit
-from lightning_fcl.models import ViT
+from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, FedWEIT, fedvit
+from lightning_fcl.models import Decomposed, ViT
 
-TASKS, BATCH, CLIENT_IMAGES = 10, 32, 100  # past tasks, images of a batch, images of a task
+TASKS, BATCH = 10, 32  # past tasks, images of a batch and of a task
 KEPT = 0.3  # of the 32 images of a task: ten
+DECOMPOSED = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
 TINY = {"width": 24, "depth": 2, "heads": 2, "patch_size": 16}
 
 
@@ -83,14 +84,14 @@ def gradients(model, tasks, stream):
         torch.autograd.grad(loss, body)
 
 
-def make_stream(tasks, images, batch_size):
+def make_stream(tasks):
     """One client, whose every task has two classes, in one round."""
     generator = torch.Generator().manual_seed(0)
-    y = torch.arange(tasks * images) % (2 * tasks)
+    y = torch.arange(tasks * BATCH) % (2 * tasks)
     x = torch.randn(len(y), 3, 32, 32, generator=generator)
     arguments = {"tasks": tasks, "clients": 1, "classes_per_client": [2, 2], "share": [1.0, 1.0], "rounds_per_task": 1}
     stream = FederatedStream.from_arrays(
-        x, y, scenario="fedvit", scenario_args=arguments, batch_size=batch_size, test=0.0, seed=0
+        x, y, scenario="fedvit", scenario_args=arguments, batch_size=BATCH, test=0.0, seed=0
     )
     stream.setup("fit")
     client = stream.plan.clients[0]
@@ -102,11 +103,15 @@ def fit(stream, method, quick, *callbacks):
     """Train the client on all its tasks."""
     torch.manual_seed(0)
     classes = stream.num_classes
+    model, own = ViT(classes, **(TINY if quick else {})), {}
+    if isinstance(method, FedViT):
+        own = {"model.head.*": "none"}
+    elif isinstance(method, FedWEIT):
+        model, own = Decomposed(model, tasks=TASKS), DECOMPOSED
     task = Classifier(
-        ViT(classes, **(TINY if quick else {})), classes, task_incremental=True,
+        model, classes, task_incremental=True,
         optimizer=lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.05),
     )  # fmt: skip
-    own = {"model.head.*": "none"} if isinstance(method, FedViT) else {}
     trainer = L.Trainer(
         strategy=FederatedStrategy(reductions=own, seed=0), max_epochs=stream.plan.rounds, accelerator="cpu",
         callbacks=[method, *callbacks], logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -118,7 +123,7 @@ def fit(stream, method, quick, *callbacks):
 def compare(options):
     """Print the ratio of the steps to the bare gradients, and the projection's share."""
     clock = time.process_time if options.cpu else time.perf_counter
-    stream = make_stream(TASKS + 1, BATCH, BATCH)
+    stream = make_stream(TASKS + 1)
     method = FedViT(rho=KEPT, k=TASKS, head_epochs=1, body_epochs=1, integration_epochs=0)
     times = Times(method, stream, clock, options.repeats)
     times.project, fedvit.project = fedvit.project, times.projected
@@ -142,16 +147,16 @@ def compare(options):
 
 
 class Bytes(Callback):
-    """Counts what a method keeps for the client after each task."""
+    """Counts what is kept for the client after each task: its method's memory, and its part of the model."""
 
-    def __init__(self, method):
-        self.method, self.counted = method, []
+    def __init__(self):
+        self.counted = []
 
     def on_train_epoch_end(self, trainer, pl_module):
         """After a task's only round: count."""
-        store = trainer.strategy.federation.store
-        memory = store[trainer.datamodule.plan.clients[0]].get(type(self.method).__name__, {})
-        self.counted.append(sum(value.numel() * value.element_size() for value in memory.values()))
+        state = trainer.strategy.federation.store[trainer.datamodule.plan.clients[0]]
+        values = [value for memory in state.values() for value in memory.values()]
+        self.counted.append(sum(value.numel() * value.element_size() for value in values))
 
 
 def draw(options):
@@ -161,17 +166,17 @@ def draw(options):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # Few gradients: what is kept does not depend on them.
+    # Little training: what is kept does not depend on it.
     cheap = {"k": 1, "select_every": 1000, "head_epochs": 1, "body_epochs": 1, "integration_epochs": 0}
-    methods = [FedViT(rho=0.1, **cheap), FedKNOW(rho=0.1, tune_epochs=1, **cheap), EWC()]
+    methods = [FedViT(rho=KEPT, **cheap), FedKNOW(rho=0.1, tune_epochs=0, **cheap), FedWEIT(), EWC()]
     figure, ax = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
     for method in methods:
-        counter, name = Bytes(method), type(method).__name__
-        fit(make_stream(TASKS, CLIENT_IMAGES, CLIENT_IMAGES), method, options.quick, counter)
+        counter, name = Bytes(), type(method).__name__
+        fit(make_stream(TASKS), method, options.quick, counter)
         mib = [count / 2**20 for count in counter.counted]
         print(f"{name:8} MiB kept after each task: {', '.join(f'{value:.2f}' for value in mib)}", flush=True)
         ax.plot(range(1, TASKS + 1), mib, marker="o", label=name)
-    ax.set(xlabel=f"tasks of {CLIENT_IMAGES} images, 32 x 32", ylabel="MiB kept for a client", yscale="log")
+    ax.set(xlabel="tasks (FedViT: ten images of each, 32 x 32)", ylabel="MiB kept for a client", yscale="log")
     ax.legend()
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "memory_with_tasks.png", dpi=150)
