@@ -41,6 +41,7 @@ benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else shou
 	$(BIN)/python benchmarks/round_overhead.py
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
+	$(BIN)/python benchmarks/fedvit_step.py
 
 clean:
 	rm -rf .venv runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import quadprog
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
+from lightning_fcl.gram import Matrix, device_of, gram
 
 Kind = Literal["wasserstein", "cosine"]
-Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Solver = Callable[[Matrix, Matrix], Matrix]
 
 _TOLERANCE = 4e-9  # of cosines: with what rounding adds, 1e-8 holds
 _PIECE = 16384  # coordinates: a dozen gradients of them stay in the cache of a processor core
+_STRETCH = 2**18  # coordinates: a stretch of the result stays in a cache while others are added to it
 _LONG = 100_000  # coordinates
 
 
@@ -175,16 +176,7 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
 
 def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
     """Products of the constraints and, last, the gradient with each other, shape (k + 1, k + 1)."""
-    k = len(constraints)
-    rows = -(-(k + 1) // 4) * 4  # matrix products are fastest in whole registers: the last rows stay zero
-    products = torch.zeros(rows, rows, dtype=torch.float64, device=_device(gradient))
-    wide = torch.zeros(rows, min(_piece(gradient), len(gradient)), dtype=torch.float64, device=products.device)
-    for piece in _pieces(gradient):
-        part = wide[:, : piece.stop - piece.start]
-        part[:k].copy_(constraints[:, piece])
-        part[k].copy_(gradient[piece])
-        products.addmm_(part, part.T)
-    result: Matrix = products[: k + 1, : k + 1].cpu().numpy()
+    result = gram(constraints, gradient)
     finite = np.isfinite(result.diagonal())
     if not finite.all():
         _refuse(bool(finite[-1]), finite[:-1].tolist())
@@ -198,8 +190,16 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
     whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
     if len(gradient) >= _LONG and whole and not cancelling:
         # Rounding errors of so many coordinates average out, unless large terms cancel each other.
-        return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
-    device = _device(gradient)
+        active = np.flatnonzero(weights * lengths[:-1] > 1e-15 * lengths[-1])
+        if constraints.stride(1) != 1 or 3 * len(active) > 2 * len(weights):
+            return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
+        result = gradient.clone(memory_format=torch.contiguous_format)
+        for start in range(0, len(gradient), _STRETCH):  # the others are not read
+            part, stretch = result[start : start + _STRETCH], constraints[:, start : start + _STRETCH]
+            for i in active:
+                part.add_(stretch[i], alpha=float(weights[i]))
+        return result
+    device = device_of(gradient)
     used = torch.from_numpy(np.flatnonzero(weights))
     wide = torch.from_numpy(weights)[used].to(device)
     used = used.to(constraints.device)
@@ -211,17 +211,12 @@ def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: M
     return result
 
 
-def _device(gradient: Tensor) -> torch.device:
-    """Where there is double precision."""
-    return torch.device("cpu") if gradient.device.type == "mps" else gradient.device
-
-
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(_device(tensor), torch.float64)
+    return tensor.to(device_of(tensor), torch.float64)
 
 
 def _piece(gradient: Tensor) -> int:
-    return _PIECE if _device(gradient).type == "cpu" else 128 * _PIECE
+    return _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE
 
 
 def _pieces(gradient: Tensor) -> Iterator[slice]:

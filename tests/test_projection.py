@@ -169,6 +169,22 @@ def test_long_gradients(p, opposite):
     assert (weights.max() > 10) == opposite
 
 
+@pytest.mark.parametrize("violated", [1, 2, 4])
+def test_long_gradients_of_which_some_are_violated(violated):
+    gradient, constraints = problem(1, k=4, p=2**18 + 100_000, dtype=torch.float32)
+    constraints += 0.1 * torch.where(torch.arange(4) < violated, -1.0, 1.0)[:, None] * gradient
+    wide = constraints.double().numpy()
+    weights = lsq_linear(wide.T, -gradient.double().numpy(), (0, np.inf), "bvls").x
+    expected = gradient.double().numpy() + weights @ wide
+    assert (weights > 1e-9).sum() == violated
+    for rows in (constraints, constraints.T.contiguous().T):
+        before = gradient.clone()
+        result = project(gradient, rows)
+        assert torch.equal(gradient, before)
+        assert_close(result, expected, gradient, 1e-8)
+        assert cosines(result, gradient, rows).min() >= -1e-8
+
+
 def test_memory_need_not_be_contiguous():
     gradient, constraints = problem(0, k=3, p=9)
     constraints[0] -= gradient
