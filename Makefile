@@ -35,6 +35,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 	$(BIN)/lightning-fcl fit --config recipes/quickstart.yaml --out runs/smoke/quickstart
 	if $(BIN)/lightning-fcl data check ucihar; then $(call SMOKE,flwf) && $(call SMOKE,flwf-as-written); else echo "skipped recipes/flwf: no data"; fi
 	if $(BIN)/lightning-fcl data check wesad hhar; then $(call SMOKE,incfed) && $(call SMOKE,fedclip) && $(call SMOKE,fedclip-hhar); else echo "skipped recipes/incfed and fedclip: no data"; fi
+	if $(BIN)/lightning-fcl data check tinyimagenet; then $(call SMOKE,fedvit); else echo "skipped recipes/fedvit: no data"; fi
 	if $(BIN)/lightning-fcl data check lfw orl; then $(call SMOKE,odfcl); else echo "skipped recipes/odfcl: no data"; fi
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run

@@ -23,7 +23,7 @@ from lightning_fcl.traffic import BANDWIDTHS, communication_time, volumes
 
 __all__ = ["check_figures", "write_figures"]
 
-_KEYS = {"file", "kind", "title", "panels", "of", "experiences"}
+_KEYS = {"file", "kind", "title", "panels", "of", "experiences", "scales"}
 
 
 def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> None:
@@ -81,15 +81,16 @@ def write_figures(
     Args:
         out: Folder to write to.
         figures: Each has ``file``, the name of a PNG; ``kind``; ``panels``: for each panel's title, the row behind each
-            line's label; and perhaps a ``title``. The kind ``stream_accuracy`` draws the server's after each
-            experience, mean and standard deviation over the seeds. The kind ``activation_density`` draws the mean over
-            the seeds of what `ActivationDensity` has recorded after the last experience: ``of: all`` test samples, or
-            those of a group or an owner by its name, or where both have that name ``of: group 1``. With
-            ``experiences: true`` it draws the row's density after each experience. A panel may have an ``of`` or an
-            ``experiences`` of its own, beside its ``lines``. The kind ``average_accuracy`` draws average accuracy and
-            forgetting after each task, mean over the clients (`task_curves`), over the seeds as ``stream_accuracy``.
-            The kind ``communication`` draws the volume of each row and its communication time against the bandwidth
-            (`lightning_fcl.traffic`), mean over the seeds, ``volume_by_round`` the volume of each round.
+            line's label; and perhaps a ``title``, and the ``scales`` at which it is drawn. The kind ``stream_accuracy``
+            draws the server's after each experience, mean and standard deviation over the seeds. The kind
+            ``activation_density`` draws the mean over the seeds of what `ActivationDensity` has recorded after the last
+            experience: ``of: all`` test samples, or those of a group or an owner by its name, or where both have that
+            name ``of: group 1``. With ``experiences: true`` it draws the row's density after each experience. A panel
+            may have an ``of`` or an ``experiences`` of its own, beside its ``lines``. The kind ``average_accuracy``
+            draws average accuracy and forgetting after each task, mean over the clients (`task_curves`), over the seeds
+            as ``stream_accuracy``. The kind ``communication`` draws the volume of each row and its communication time
+            against the bandwidth (`lightning_fcl.traffic`), mean over the seeds, ``volume_by_round`` the volume of each
+            round.
         results_by_row: Contents of ``results.json`` of each seed of the rows that were run.
 
     Returns:

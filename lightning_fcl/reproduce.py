@@ -162,7 +162,8 @@ def reproduce(
     out = out or Path("runs") / f"{paper}-{scale}"
     recipes = paper_rows(folder, rows, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    check_figures(content.get("figures", []), expanded(content))
+    figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
+    check_figures(figures, expanded(content))
     jobs = []
     for row, recipe in recipes.items():
         scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
@@ -181,10 +182,10 @@ def reproduce(
     rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
     _, markdown = write_table(out, rows_of, metrics)
     results_by_row = {row: results[i * seeds : (i + 1) * seeds] for i, row in enumerate(recipes)}
-    figures = write_figures(out, content.get("figures", []), results_by_row)
+    drawn = write_figures(out, figures, results_by_row)
     print(markdown.read_text())
-    if figures:
-        print(f"Figures: {', '.join(map(str, figures))}")
+    if drawn:
+        print(f"Figures: {', '.join(map(str, drawn))}")
     print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -141,14 +140,10 @@ class BCN(Method):
         """True: some are remembered."""
         return True
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module that does not state the loss of a sample."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and not callable(getattr(pl_module, "sample_loss", None)):
-            raise ValueError(
-                f"Expected a module that states its loss apart for `BCN`, as `Classifier` does in "
-                f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
-            )
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: it is taken of other samples."""
+        return True
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Note which task is the present one."""

@@ -102,6 +102,11 @@ class DyToxTraining(Method):
         """Clients train one at a time."""
         return True
 
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: distillation takes its share from it."""
+        return True
+
     def local_epochs(self, turn: Turn) -> int | None:
         """Those of balanced tuning come on top of the strategy's."""
         return self._local_epochs + self.balanced_epochs if self.applies_to(turn) and self._tunes(turn) else None
@@ -195,11 +200,6 @@ class DyToxTraining(Method):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if not callable(getattr(pl_module, "sample_loss", None)):
-            raise ValueError(
-                "Expected a module with `sample_loss(output, y)` for `DyToxTraining` but got "
-                f"`{type(pl_module).__name__}`, which has none. Write it, as `Classifier` does."
-            )
         found = [module for module in pl_module.modules() if isinstance(module, DyTox)]
         if len(found) != 1:
             raise ValueError(

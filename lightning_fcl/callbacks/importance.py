@@ -253,8 +253,8 @@ class EWC(_Consolidation):
         clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range.
-        TypeError: If the module has no ``sample_loss``, or the samples are no pairs.
+        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
 
     Example:
         >>> EWC(strength=100.0).strength
@@ -269,14 +269,10 @@ class EWC(_Consolidation):
     ) -> None:
         super().__init__(strength, decay, clients)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module that does not state the loss of a sample."""
-        if stage == "fit" and not callable(getattr(pl_module, "sample_loss", None)):
-            raise TypeError(
-                f"Expected a module with `sample_loss(output, y)` for `EWC` but got `{type(pl_module).__name__}`, "
-                "which has none. Write it, as `Classifier` does, or use `MAS`."
-            )
-        super().setup(trainer, pl_module, stage)
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: its gradients are the Fisher information."""
+        return True
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor) -> State:
         """The empirical Fisher information."""

@@ -135,17 +135,17 @@ class LVTMethod(Method):
         """True: some are remembered, and the gradient of keys is a mean over them."""
         return True
 
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: it is taken of remembered samples."""
+        return True
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module that does not state the loss of a sample, or whose attention has no keys of its own."""
+        """Refuse a module whose attention has no keys of its own."""
         super().setup(trainer, pl_module, stage)
         self._module = pl_module
         if stage != "fit":
             return
-        if not callable(getattr(pl_module, "sample_loss", None)):
-            raise ValueError(
-                f"Expected a module that states its loss apart for `LVTMethod`, as `Classifier` does in "
-                f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
-            )
         if self.gamma and not self._learnt(pl_module):
             raise ValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "

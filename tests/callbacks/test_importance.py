@@ -230,10 +230,10 @@ class Lossless(L.LightningModule):
 
 def test_modules_that_are_refused(samples, train):
     message = (
-        "Expected a module with `sample_loss(output, y)` for `EWC` but got `Lossless`, which has none. Write it, as "
-        "`Classifier` does, or use `MAS`."
+        "Expected a module that states its loss apart for `EWC`, as `Classifier` does in `sample_loss(output, y)`, but "
+        "got a `Lossless`. Use a `Classifier`, or define it."
     )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(Lossless(), [EWC()], samples())
     message = "Expected `Lossless.forward` to return a tensor but got tuple. Return the logits alone."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
