@@ -126,12 +126,12 @@ class FedViT(FedRep):
             return gradient
         anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
         chosen = tasks if anew else self._chosen
-        if self._rows is None or self._rows.shape != (len(chosen), len(gradient)) or self._rows.is_cuda:
+        if self._rows is None or len(self._rows) < len(chosen) or self._rows.shape[1] != len(gradient):
             self._rows = gradient.new_empty(len(chosen), len(gradient))
-        for row, task in zip(self._rows, chosen, strict=True):
+        constraints = self._rows[: len(chosen)]
+        for row, task in zip(constraints, chosen, strict=True):
             row.copy_(self.restore(memory, task, gradient_of))
         self._steps += 1
-        constraints = self._rows
         if len(chosen) > self.k:
             picked = most_dissimilar(gradient, constraints, self.k, self.distance)
             self._chosen = [chosen[row] for row in picked.tolist()]
