@@ -395,3 +395,26 @@ def test_rows_of_another_scale_are_left_out(tmp_path):
     assert paper_rows(tmp_path, None, "small")["A"].words == ("--x", "2", "--y", "[3]")
     with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
         paper_rows(tmp_path, ["B"], "small")
+
+
+def telling_rows():
+    """Rows of fedvit that have a file, or a setting, that no row before them has, at any scale."""
+    seen, found = set(), []
+    for scale in ("paper", "small", "smoke"):
+        for name, row in paper_rows(RECIPES / "fedvit", None, scale).items():
+            scaling = () if scale == "paper" else (RECIPES / "fedvit" / f"scale-{scale}.yaml",)
+            parts = {*row.configs, *scaling, *zip(row.words[::2], row.words[1::2], strict=True)}
+            if not parts <= seen:
+                found.append(pytest.param((*row.configs, *scaling), row.words, id=f"{name} at {scale}"))
+            seen |= parts
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("configs", "words"), telling_rows())
+def test_every_row_is_understood(configs, words, capsys):
+    files = [word for path in configs for word in ("--config", str(path))]
+    with pytest.raises(SystemExit) as stop:
+        run(["fit", *files, *words, "--print_config"])
+    assert stop.value.code in (0, None), capsys.readouterr().err
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["scenario"] == "fedvit"

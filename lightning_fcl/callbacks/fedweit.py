@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregation import State, declare, entries
-from lightning_fcl.callbacks.method import Method, Step
+from lightning_fcl.callbacks.method import Method, Step, methods_of
+from lightning_fcl.callbacks.replay import Replay
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.stream import FederatedStream
@@ -55,7 +56,8 @@ class FedWEIT(Method):
 
     Raises:
         ValueError: If an argument is out of range, the Trainer is no federation's, the module is no task-incremental
-            `Classifier` of a `Decomposed` network with tasks enough, or reductions are missing.
+            `Classifier` of a `Decomposed` network with tasks enough, reductions are missing, or another method than
+            `Replay` is there, too.
 
     Example:
         >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity
@@ -217,6 +219,12 @@ class FedWEIT(Method):
         if stage != "fit":
             return
         self._module = pl_module
+        others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
+        if others:
+            raise ValueError(
+                f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
+                f"got {', '.join(others)}. Remove it."
+            )
         if not self._federated:
             raise ValueError('Expected a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one.')
         model = getattr(pl_module, "model", None)

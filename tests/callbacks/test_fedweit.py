@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.aggregation import entries, load_entries
-from lightning_fcl.callbacks import ContinualMetrics, FedWEIT
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
 from lightning_fcl.callbacks.fedweit import drift, kept_units, pack, unpack
 from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.models import Decomposed, ViT
@@ -339,6 +339,8 @@ def test_refusals(fit, quiet, make_stream, make_task):
     with pytest.raises(ValueError, match='a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one'):
         trainer = L.Trainer(max_epochs=1, callbacks=[FedWEIT()], **quiet)
         trainer.fit(own_task(), datamodule=own_stream(clients=1))
+    with pytest.raises(ValueError, match=r"no other method than `Replay` beside `FedWEIT`.* but got FedProx"):
+        fit(own_task(), own_stream(), [FedProx(0.1), FedWEIT()])
     with pytest.raises(ValueError, match=r"got one of `MLP`. Wrap it: `Decomposed\(net, tasks=10\)`\."):
         fit(make_task(), make_stream(), [FedWEIT()])
     task = own_task()
