@@ -420,7 +420,7 @@ def test_what_it_cannot_work_with(fit, quiet):
         fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
     with pytest.raises(ValueError, match="Expected either `DyToxTraining` or `FedRep`"):
         fit(make_task(), incremental(), [DyToxTraining(), FedRep(head="model.heads.*")])
-    with pytest.raises(ValueError, match="`DyToxTraining` freezes parts of one client at a time"):
+    with pytest.raises(ValueError, match="`DyToxTraining` trains one client at a time"):
         fit(make_task(), incremental(), [DyToxTraining()], cohort_size=2)
     with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `DyToxTraining`"):
         DyToxTraining(0).finish({}, {}, None, Turn("a", 0), torch.Generator())
