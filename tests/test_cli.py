@@ -126,8 +126,8 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
 
 def test_reproduce_names_what_is_wrong(capsys):
     assert (
-        "Expected `paper` to be one of fedclip, fedclip-hhar, flwf, flwf-as-written, incfed, odfcl but got flwff"
-        in error_of(capsys, ["reproduce", "flwff"])
+        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl but "
+        "got flwff" in error_of(capsys, ["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
@@ -142,7 +142,7 @@ def test_reproduce_names_what_is_wrong(capsys):
         ("fedclip", 80),
         ("fedclip-hhar", 20),
         ("odfcl", 26),
-        ("fedvit", 154),
+        ("fedvit", 160),
     ],
 )
 def test_every_recipe_is_part_of_a_row(paper, number):
