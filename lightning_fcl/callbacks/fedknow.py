@@ -47,6 +47,7 @@ class FedKNOW(FedViT):
         body_epochs: Local epochs of the body, at least 1.
         integration_epochs: Local epochs of integration. See `FedViT`.
         head: Shell-style pattern of the head's entries.
+        integrate_last: Whether integration also follows the last aggregation of a task. See `FedViT`.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -70,10 +71,11 @@ class FedKNOW(FedViT):
         body_epochs: int = 4,
         integration_epochs: int = 1,
         head: str = "model.head.*",
+        integrate_last: bool = False,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(
-            rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head=head, clients=clients
+            rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head, integrate_last, clients
         )
         if temperature <= 0 or tune_rate <= 0:
             raise ValueError(

@@ -9,14 +9,25 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.aggregation import State
+from lightning_fcl.aggregation import State, entries, load_entries
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.gem import labelled, with_task
-from lightning_fcl.callbacks.method import GradientOf, evaluating, remember, section, teacher_of
-from lightning_fcl.clients import Memory, Turn
-from lightning_fcl.projection import Kind, most_dissimilar, project
+from lightning_fcl.callbacks.method import (
+    GradientOf,
+    data_of,
+    evaluating,
+    gradient_of,
+    remember,
+    section,
+    teacher_of,
+)
+from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
+from lightning_fcl.projection import Kind, most_dissimilar, project, unflatten
+from lightning_fcl.rounds import plan_batches
+from lightning_fcl.stream import current_round
 
 
 class FedViT(FedRep):
@@ -27,7 +38,9 @@ class FedViT(FedRep):
     1. *Integration* (section 3.4), in the rounds of a task after the client's first. What was received differs from
        the body that the client has trained: the gradient g_b of a batch at the body before aggregation is rotated as
        little as possible until it raises no loss at the present body, whose gradient is g_a, and steps the present one.
-       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body.
+       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body, and
+       with ``integrate_last`` also at once after the last aggregation of a task, for the clients that have trained on
+       it: what comes of it is the body that the client predicts with, until its next turn.
     2. The head learns, the body is frozen.
     3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9, until it raises the loss of none of the
        k past tasks whose gradients differ most from it (section 3.3). Their gradients are restored, at the present
@@ -47,6 +60,7 @@ class FedViT(FedRep):
         body_epochs: Local epochs of the body, at least 1.
         integration_epochs: Local epochs of integration, which come first; 0: none.
         head: Shell-style pattern of the head's entries.
+        integrate_last: Whether integration also follows the last aggregation of a task.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -67,6 +81,7 @@ class FedViT(FedRep):
         body_epochs: int = 4,
         integration_epochs: int = 1,
         head: str = "model.head.*",
+        integrate_last: bool = False,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(head_epochs, body_epochs, head, clients)
@@ -83,6 +98,7 @@ class FedViT(FedRep):
         self.distance = distance
         self.select_every = select_every
         self.integration_epochs = integration_epochs
+        self.integrate_last = integrate_last
         self._module: L.LightningModule | None = None
         self._batch: Any = None
         self._before: State | None = None  # the client's state before aggregation
@@ -185,15 +201,67 @@ class FedViT(FedRep):
         """At a task's end, extract its knowledge; until then, keep the body for integration."""
         memory = _without_body(memory)
         if turn.last_round:
-            return self.extract(memory, own, data, turn)
-        if not self.integration_epochs:
+            memory = self.extract(memory, own, data, turn)
+        if not self.integration_epochs or (turn.last_round and not self.integrate_last):
             return memory
         body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
         return {**memory, **remember(body, "body"), "at": torch.tensor(turn.experience)}
 
     def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """A client that is not drawn for a task's last round extracts its knowledge, too."""
-        return self.extract(_without_body(self.begin(memory, own, turn)), own, data, turn)
+        memory = self.begin(memory, own, turn)
+        return self.extract(memory if self.integrate_last else _without_body(memory), own, data, turn)
+
+    def personal(self, memory: Memory, state: State) -> State:
+        """The state with the body that came of the last integration, if there is one."""
+        body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
+        return {**state, **body} if body else state
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Conclude; after a task's last aggregation, integrate once more."""
+        super().on_round_end(trainer, pl_module)
+        if not (self.integrate_last and self.integration_epochs):
+            return
+        strategy: Any = trainer.strategy
+        round, stream, store = current_round(trainer), strategy.stream, strategy.federation.store
+        received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
+        for client in stream.plan.train[round]:
+            turn, kept = stream.turn(client, round), store[client]
+            if not (turn.last_round and self.applies_to(turn)):
+                continue
+            memory = kept.get(type(self).__name__, {})
+            rest = _without_body(memory)
+            if self._goes_on(memory, turn):
+                own = {name: value.to(pl_module.device) for name, value in kept.get("model", {}).items()}
+                rest |= remember(self._integrated(trainer, turn, {**received, **own}, section(memory, "body")), "last")
+            store[client] = {**kept, type(self).__name__: rest}
+        load_entries(pl_module, received)
+
+    def _integrated(self, trainer: L.Trainer, turn: Turn, state: State, body: State) -> State:
+        """The body after integration of a client's data; the module holds the client's state afterwards."""
+        strategy, module, before = trainer.strategy, self._live, {**state, **body}
+        seed = strategy.seed  # type: ignore[attr-defined]
+        stream, optimizer = strategy.stream, strategy.optimizers[0]  # type: ignore[attr-defined]
+        load_entries(module, state)
+        optimizer.state.clear()
+        params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
+        x, y = labelled(data_of(trainer, turn.client, turn.round))
+        generator = torch.Generator().manual_seed(seed_of(seed, turn.client, turn.round, "integration"))
+        plan = plan_batches(len(y), stream.batch_size, self.integration_epochs, stream.shuffle, generator)
+        with isolate_rng():
+            start_randomness(seed, turn.client, turn.round, "integration")
+            for rows in plan:
+                of = gradient_of(module, params)
+                gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
+                optimizer.zero_grad(set_to_none=True)
+                for name, value in unflatten(gradient, params).items():
+                    params[name].grad = value
+                clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+                module.configure_gradient_clipping(optimizer, clip, algorithm)
+                optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
+        return {name: entries(module)[name].detach().clone() for name in body}
 
     # Around the batch.
 
@@ -262,4 +330,4 @@ class LowestLoss:
 
 
 def _without_body(memory: Memory) -> Memory:
-    return {name: value for name, value in memory.items() if name != "at" and not name.startswith("body.")}
+    return {name: value for name, value in memory.items() if name != "at" and not name.startswith(("body.", "last."))}

@@ -363,15 +363,13 @@ class Method(Callback):
             current_round(trainer),
         )
         done = {*federation.log.trained, *federation.log.missed}
-        for client, rows in stream.plan.train[round].items():
+        for client in stream.plan.train[round]:
             if client in done:
                 continue
             turn = stream.turn(client, round)
             if not turn.last_round:
                 continue
-            with isolate_rng():
-                start_randomness(strategy.seed, client, round, "data")
-                data = stream.take(rows)
+            data = data_of(trainer, client, round)
             kept = federation.store[client]
             own = {**entries(pl_module), **{n: v.to(pl_module.device) for n, v in kept.get("model", {}).items()}}
             generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, round, name))
@@ -423,6 +421,14 @@ def methods_of(trainer: L.Trainer) -> list[Method]:
     """The methods among a Trainer's callbacks, in order."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, Method)]
+
+
+def data_of(trainer: L.Trainer, client: str, round: int) -> Any:
+    """A client's data of a round, the same whenever it is asked for."""
+    strategy: Any = trainer.strategy
+    with isolate_rng():
+        start_randomness(strategy.seed, client, round, "data")
+        return strategy.stream.take(strategy.stream.plan.train[round][client])
 
 
 def check_compatible(methods: Sequence[Method]) -> None:

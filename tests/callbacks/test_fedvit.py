@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import AGEM, FedViT
+from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedViT
 from lightning_fcl.callbacks import fedvit as module
 from lightning_fcl.callbacks.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.projection import agem
@@ -127,6 +127,50 @@ def test_equals_a_loop_by_hand(fit):
         memory = store[client]["FedViT"]
         assert set(memory) == {"x", "y", "task", "present"}
         torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
+
+
+def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit):
+    stream, task = make_stream(clients=3, rounds=3), make_task()
+    method, metrics = FedViT(0.2, integration_epochs=2, integrate_last=True), ContinualMetrics(when="aggregated")
+    local = LastBodies()
+    options = {"reductions": OWN, "participation": 2, "max_epochs": 6}
+    trainer = fit(task, stream, [method, metrics, local], **options)
+    plain, seen = make_task(), []
+    fit(plain, stream, [FedViT(0.2, integration_epochs=2)], **options)
+    torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)  # training is not touched
+    for client in stream.plan.clients:
+        kept = trainer.strategy.federation.store[client]
+        last = {n: v for n, v in kept["FedViT"].items() if n.startswith("last.")}
+        assert bool(last) == (local.rounds[client] >= 3)  # it has trained on its second task
+        if not last:
+            continue
+        net, before = copy.deepcopy(task.model), copy.deepcopy(local.bodies[client])
+        net.head.load_state_dict({n.split(".")[-1]: v for n, v in kept["model"].items()})
+        before.head = net.head
+        (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.block(client, 1)
+        for _ in range(2):
+            g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
+            seen.append(bool(g_a @ g_b < 0))
+            step(parts(net)[0], agem(g_b, g_a))
+        for name, value in net.body.state_dict().items():
+            torch.testing.assert_close(last[f"last.model.body.{name}"], value)
+        tested, labels = stream.take(stream.plan.test)
+        right = (task.among(net(tested), labels).argmax(1) == labels).numpy()
+        counts = metrics.record["rounds"][-1]["correct"][client]
+        groups = stream.plan.groups[stream.plan.test]
+        assert all(c is None or c == right[groups == g].sum() for g, c in enumerate(counts))
+    assert len(seen) >= 4
+
+
+class LastBodies(Callback):
+    """The model of each client after its latest training, and the round of it."""
+
+    def __init__(self):
+        self.bodies, self.rounds = {}, {}
+
+    def on_client_end(self, trainer, pl_module, turn):
+        self.bodies[turn.client], self.rounds[turn.client] = make_task().model, turn.round
+        self.bodies[turn.client].load_state_dict(pl_module.model.state_dict())
 
 
 def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
