@@ -177,7 +177,7 @@ def draw(options):
         print(f"{name:8} MiB kept after each task: {', '.join(f'{value:.2f}' for value in mib)}", flush=True)
         ax.plot(range(1, TASKS + 1), mib, marker="o", label=name)
     ax.set(xlabel="tasks (FedViT: ten images of each, 32 x 32)", ylabel="MiB kept for a client", yscale="log")
-    ax.legend(loc="center right", bbox_to_anchor=(1.0, 0.42))
+    ax.legend(loc="center", bbox_to_anchor=(0.5, 0.47), ncol=4)
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "memory_with_tasks.png", dpi=150)
 
