@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.fedrep import FedRep
-from lightning_fcl.callbacks.gem import balanced, past_tasks, remember_task
+from lightning_fcl.callbacks.gem import at_task, balanced, knows_task, past_tasks, remember_task
 from lightning_fcl.callbacks.method import Method, Step, _is_labelled, methods_of, remember, section, with_classes
 from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
 from lightning_fcl.models.dytox import DyTox
@@ -83,7 +83,6 @@ class DyToxTraining(Method):
         self.temperature = temperature
         self.divergence = divergence
         self.balanced_epochs = balanced_epochs
-        self._task: Any = None  # the module, which states the task's loss
         self._model: DyTox | None = None
         self._trainable: set[str] = set()
         self._local_epochs = 1
@@ -116,7 +115,7 @@ class DyToxTraining(Method):
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Note which task is the present one."""
-        return {**memory, "present": torch.tensor(turn.experience)}
+        return at_task(memory, turn)
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """The remembered samples of all past tasks."""
@@ -137,7 +136,7 @@ class DyToxTraining(Method):
             return 0.0
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `DyToxTraining` but got none with labels. Return pairs.")
-        model, y = self._live, step.y
+        model, y = self._net, step.y
         classes = torch.arange(len(model.position), device=model.position.device)
         present = model.task_of(classes) == self._present
         old = memory["old"].to(present.device) & ~present
@@ -153,13 +152,13 @@ class DyToxTraining(Method):
         loss = self.temperature**2 * distillation_loss(student, teacher, self.temperature)
         if self.distillation != "auto":
             return float(self.distillation) * step.mean(loss)
-        return old.sum() / (old | present).sum() * step.mean(loss - self._task.sample_loss(step.output, y))
+        return old.sum() / (old | present).sum() * step.mean(loss - self._live.sample_loss(step.output, y))
 
     def _diverged(self, step: Step, y: Tensor, present: Tensor) -> Tensor | float:
         if not self.divergence:
             return 0.0
         assert self._embedded is not None and self._present is not None
-        model, task = self._live, self._present
+        model, task = self._net, self._present
         logits = model.divergence[task](self._embedded[:, task])
         targets = torch.where(present[y], model.position[y] - sum(model.sizes[:task]) + 1, 0)
         return self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
@@ -174,21 +173,21 @@ class DyToxTraining(Method):
         """A client that was not drawn for its task's last round goes on from the server's model."""
         if not self.applies_to(turn):
             return memory
-        if self.max_size and not _knows(memory, turn.experience):
+        if self.max_size and not knows_task(memory, turn):
             memory = remember_task(memory, data, turn, self.max_size, generator)
         return self._ended(memory, own, turn)
 
     def _ended(self, memory: Memory, own: State, turn: Turn) -> Memory:
         """The memory once the present task is a past one: a round's samples are gathered before it begins."""
-        block = torch.tensor(self._live.blocks[self._block_of(turn.labels, turn.client)])
-        old = memory.get("old", torch.zeros(len(self._live.position), dtype=torch.bool))
+        block = torch.tensor(self._net.blocks[self._block_of(turn.labels, turn.client)])
+        old = memory.get("old", torch.zeros(len(self._net.position), dtype=torch.bool))
         memory = {**memory, "old": with_classes(old, block.to(old.device)), "present": torch.tensor(-1)}
         return memory | remember(own, "teacher") if self.distillation else memory
 
     # Where it meets the model.
 
     @property
-    def _live(self) -> DyTox:
+    def _net(self) -> DyTox:
         if self._model is None:
             raise RuntimeError(
                 "Expected a Trainer to have set up `DyToxTraining` but none has. Give it to one, and fit."
@@ -208,7 +207,7 @@ class DyToxTraining(Method):
             )
         if any(isinstance(method, FedRep) for method in methods_of(trainer)):
             raise ValueError("Expected either `DyToxTraining` or `FedRep`, which both freeze parts, but got both.")
-        self._task, self._model = pl_module, found[0]
+        self._model = found[0]
         self._trainable = {name for name, p in self._model.named_parameters() if p.requires_grad}
         strategy: Any = trainer.strategy
         self._local_epochs = strategy.local_epochs if self._federated else 1
@@ -238,7 +237,7 @@ class DyToxTraining(Method):
 
     def _enter(self, trainer: L.Trainer, batch: Any) -> None:
         strategy: Any = trainer.strategy
-        model, self._fresh, self._pool, self._drawn = self._live, False, None, 0
+        model, self._fresh, self._pool, self._drawn = self._net, False, None, 0
         labels = strategy.turn.labels if self._federated else batch[1]
         if self._active:
             self._present = self._block_of(labels, strategy.turn.client if self._federated else "local")
@@ -256,7 +255,7 @@ class DyToxTraining(Method):
 
     def _block_of(self, labels: Tensor, client: str) -> int:
         """The task that labels are of."""
-        tasks = torch.unique(self._live.task_of(labels)).tolist()
+        tasks = torch.unique(self._net.task_of(labels)).tolist()
         if len(tasks) != 1:
             raise ValueError(
                 f"Expected an experience of classes of one task of `DyTox` but client {client} has those of the tasks "
@@ -347,7 +346,7 @@ class DyToxTraining(Method):
         self._freeze(None, False)
         if self._tap is not None:
             self._tap.remove()
-        self._tap = self._task = self._model = self._embedded = self._pool = None
+        self._tap = self._model = self._embedded = self._pool = None
 
 
 def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:

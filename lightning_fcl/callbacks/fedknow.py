@@ -118,7 +118,7 @@ class FedKNOW(FedViT):
 
     def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
         """The kept weights after those of a task were trained on its samples."""
-        module: Any = self._live
+        module = self._live
         network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
         leaves = {name: network[name].requires_grad_() for name in kept}
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_fcl.aggregation import State, entries, load_entries
 from lightning_fcl.callbacks.fedrep import FedRep
-from lightning_fcl.callbacks.gem import labelled, with_task
+from lightning_fcl.callbacks.gem import at_task, labelled, with_task
 from lightning_fcl.callbacks.method import (
     GradientOf,
     data_of,
@@ -99,7 +99,6 @@ class FedViT(FedRep):
         self.select_every = select_every
         self.integration_epochs = integration_epochs
         self.integrate_last = integrate_last
-        self._module: L.LightningModule | None = None
         self._batch: Any = None
         self._before: State | None = None  # the client's state before aggregation
         self._steps = 0  # of the body, with past tasks
@@ -111,7 +110,7 @@ class FedViT(FedRep):
     def extract(self, memory: Memory, own: State, data: Any, turn: Turn) -> Memory:
         """The memory with the knowledge of the task that has ended."""
         x, y = labelled(data)
-        task: Any = self._live
+        task = self._live
         with torch.no_grad():
             output = teacher_of(task)(own, x.to(task.device))
             loss = task.sample_loss(output, y.to(task.device))
@@ -135,7 +134,7 @@ class FedViT(FedRep):
         """The integrated gradient."""
         if self._part:
             return gradient  # the head's
-        if self._before is not None and self._integrates:
+        if self._integrates:
             return project(gradient_of(*labelled(self._batch), state=self._before), gradient[None])
         tasks = self.known(memory)
         if not tasks:
@@ -154,13 +153,6 @@ class FedViT(FedRep):
             constraints = constraints[picked.to(constraints.device)]
         return project(gradient, constraints)
 
-    @property
-    def _live(self) -> L.LightningModule:
-        if self._module is None:
-            name = type(self).__name__
-            raise RuntimeError(f"Expected a Trainer to have set up `{name}` but none has. Give it to one, and fit.")
-        return self._module
-
     # When it does so.
 
     def local_epochs(self, turn: Turn) -> int | None:
@@ -178,7 +170,7 @@ class FedViT(FedRep):
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Note which task is the present one, and forget the body of another."""
-        present = {**memory, "present": torch.tensor(turn.experience)}
+        present = at_task(memory, turn)
         return present if self._goes_on(memory, turn) else _without_body(present)
 
     def start(self, memory: Memory, server: State, active: bool = True) -> None:
@@ -189,8 +181,8 @@ class FedViT(FedRep):
 
     @property
     def _integrates(self) -> bool:
-        strategy: Any = self._live.trainer.strategy
-        return self._before is not None and strategy.local_epoch < self.integration_epochs
+        """Whether this step integrates: it can only where there is a body from before aggregation."""
+        return self._before is not None and self._live.trainer.strategy.local_epoch < self.integration_epochs
 
     def trains_head(self, epoch: int) -> bool:
         """After integration, which trains the body, comes the head."""
@@ -265,14 +257,10 @@ class FedViT(FedRep):
 
     # Around the batch.
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Remember the module, whose losses choose the samples."""
-        super().setup(trainer, pl_module, stage)
-        self._module = pl_module
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the module, and what the last client has left."""
-        self._module = self._batch = self._before = self._rows = None
+        super().teardown(trainer, pl_module, stage)
+        self._batch = self._before = self._rows = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -90,13 +90,10 @@ class FedWEIT(Method):
         self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
         self._arriving: dict[str, Memory] = {}  # in this round
         self._gates: list[Tensor] = []
-        self._module: L.LightningModule | None = None
 
     @property
     def _model(self) -> Any:
-        if self._module is None:
-            raise RuntimeError("Expected a Trainer to have set up `FedWEIT` but none has. Give it to one, and fit.")
-        return self._module.model
+        return self._live.model
 
     # The client.
 
@@ -189,8 +186,7 @@ class FedWEIT(Method):
 
     @property
     def _federation_log(self) -> Any:
-        assert self._module is not None
-        strategy: Any = self._module.trainer.strategy
+        strategy: Any = self._live.trainer.strategy
         return strategy.federation.log
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -218,7 +214,6 @@ class FedWEIT(Method):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._module = pl_module
         others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
         if others:
             raise ValueError(
@@ -257,9 +252,11 @@ class FedWEIT(Method):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the module, and what it was given."""
-        if self._module is not None and isinstance(self._module.model, Decomposed):
-            self._module.model.receive([])
-        self._module, self._gates = None, []
+        super().teardown(trainer, pl_module, stage)
+        model = getattr(pl_module, "model", None)
+        if isinstance(model, Decomposed):
+            model.receive([])
+        self._gates = []
 
 
 def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:

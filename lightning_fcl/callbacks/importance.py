@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -183,7 +182,6 @@ class _Consolidation(Method):
             raise ValueError(f"Expected `decay` to be between 0 and 1 but got {decay}.")
         self.strength = strength
         self.decay = decay
-        self._module: L.LightningModule | None = None
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor) -> State:
         """The importance of every trainable parameter for some samples."""
@@ -194,15 +192,6 @@ class _Consolidation(Method):
         """True: the importance is a mean over samples."""
         return True
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Remember the module, through which the gradients of samples are taken."""
-        super().setup(trainer, pl_module, stage)
-        self._module = pl_module
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module."""
-        self._module = None
-
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """Before the first experience has ended, nothing is important."""
         if memory or self.strength == 0:
@@ -210,13 +199,6 @@ class _Consolidation(Method):
         params = {name: server[name] for name, p in self._live.named_parameters() if p.requires_grad}
         nothing = {name: torch.zeros_like(value) for name, value in params.items()}
         return remember(params, "center") | remember(nothing, "importance")
-
-    @property
-    def _live(self) -> L.LightningModule:
-        if self._module is None:
-            name = type(self).__name__
-            raise RuntimeError(f"Expected a Trainer to have set up `{name}` but none has. Give it to one, and fit.")
-        return self._module
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """The weighted quadratic penalty."""

@@ -123,7 +123,6 @@ class LVTMethod(Method):
         self.temperature = temperature
         self.batch_size = batch_size
         self.keys = keys
-        self._module: L.LightningModule | None = None
 
     @property
     def alone(self) -> bool:
@@ -143,7 +142,6 @@ class LVTMethod(Method):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module whose attention has no keys of its own."""
         super().setup(trainer, pl_module, stage)
-        self._module = pl_module
         if stage != "fit":
             return
         if self.gamma and not self._learnt(pl_module):
@@ -151,16 +149,6 @@ class LVTMethod(Method):
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
                 "`lightning_fcl.models.LVT`, or set `gamma=0`."
             )
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module."""
-        self._module = None
-
-    @property
-    def _live(self) -> Any:
-        if self._module is None:
-            raise RuntimeError("Expected a Trainer to have set up `LVTMethod` but none has. Give it to one, and fit.")
-        return self._module
 
     def _learnt(self, module: L.LightningModule) -> list[str]:
         return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]

@@ -111,6 +111,7 @@ class Method(Callback):
         self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
         self.memory: Memory = {}
         self.server: State = {}
+        self._module: L.LightningModule | None = None
         self._active = True
         self._federated = False
         self._fits = 0
@@ -238,7 +239,8 @@ class Method(Callback):
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check, before fitting, that the methods of this Trainer go together and its precision allows them."""
+        """Remember the module; before fitting, check that methods go together and the precision allows them."""
+        self._module = pl_module
         if stage != "fit":
             return
         from lightning_fcl.strategy import FederatedStrategy
@@ -255,6 +257,18 @@ class Method(Callback):
                 f"`sample_loss(output, y)`, but got a `{type(pl_module).__name__}`. Use a `Classifier`, or define it."
             )
         check_compatible(methods_of(trainer))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the module."""
+        self._module = None
+
+    @property
+    def _live(self) -> Any:
+        """The module that the Trainer trains, for functions that take losses or gradients of it."""
+        if self._module is None:
+            name = type(self).__name__
+            raise RuntimeError(f"Expected a Trainer to have set up `{name}` but none has. Give it to one, and fit.")
+        return self._module
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round in a plain Trainer."""
