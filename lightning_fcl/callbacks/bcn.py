@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.gem import at_task, checked_size, knows_task, past_tasks, remember_task
-from lightning_fcl.callbacks.method import Method, Step
-from lightning_fcl.clients import Memory, Turn
+from lightning_fcl.callbacks.gem import Episodic, past_tasks
+from lightning_fcl.callbacks.method import Step
+from lightning_fcl.clients import Memory
 
 
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
@@ -62,7 +62,7 @@ def descended(
     return state
 
 
-class BCN(Method):
+class BCN(Episodic):
     """Every step: rehearses, against the worst inputs and for the parameters that fit all tasks best.
 
     Balanced continual learning (Raghavan and Balaprakash 2021, section 3; BCN in Zuo et al. 2024). From a client's
@@ -114,7 +114,7 @@ class BCN(Method):
         batch_size: int = 128,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
-        super().__init__(clients)
+        super().__init__(max_size, clients)
         for name, value in (("beta", beta), ("eps", eps), ("x_steps", x_steps), ("theta_steps", theta_steps)):
             if not value >= 0:
                 raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
@@ -122,7 +122,6 @@ class BCN(Method):
             raise ValueError(f"Expected `inner_lr` to be above 0 but got {inner_lr}.")
         if batch_size < 1:
             raise ValueError(f"Expected `batch_size` to be at least 1 but got {batch_size}.")
-        self.max_size = checked_size(max_size)
         self.beta = beta
         self.eps = eps
         self.x_steps = x_steps
@@ -144,10 +143,6 @@ class BCN(Method):
     def needs_sample_loss(self) -> bool:
         """True: it is taken of other samples."""
         return True
-
-    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
-        """Note which task is the present one."""
-        return at_task(memory, turn)
 
     def task_weight(self) -> float:
         """``beta``, once there are past tasks."""
@@ -196,14 +191,6 @@ class BCN(Method):
 
         moved = descended(step.params, gradient, self.inner_lr, self.theta_steps)
         return {name: value + (moved[name] - value).detach() for name, value in step.params.items()}
-
-    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """Samples of the round take the place of the task's earlier ones."""
-        return remember_task(memory, data, turn, self.max_size, generator)
-
-    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """A client that was drawn for no round of its task remembers it, too."""
-        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
 
 
 def _loss(step: Step, x: Tensor, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:

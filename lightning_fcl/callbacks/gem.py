@@ -14,7 +14,43 @@ from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import agem, project
 
 
-class GEM(Method):
+class Episodic(Method):
+    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which.
+
+    Args:
+        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If ``max_size`` is neither.
+
+    Example:
+        >>> Episodic(max_size=20).max_size
+        20
+    """
+
+    def __init__(
+        self,
+        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        self.max_size = checked_size(max_size)
+
+    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
+        """Note which task is the present one."""
+        return at_task(memory, turn)
+
+    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """Samples of the round take the place of the task's earlier ones."""
+        return remember_task(memory, data, turn, self.max_size, generator)
+
+    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
+        """A client that was drawn for no round of its task remembers it, too."""
+        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
+
+
+class GEM(Episodic):
     """Every step: rotates the gradient until it raises the loss of no past task (Lopez-Paz and Ranzato 2017).
 
     A client remembers samples of each of its tasks (experiences). Their gradients g_i at the present parameters
@@ -44,15 +80,10 @@ class GEM(Method):
         margin: float = 0.5,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
-        super().__init__(clients)
+        super().__init__(max_size, clients)
         if not margin >= 0:
             raise ValueError(f"Expected `margin` to be at least 0 but got {margin}.")
-        self.max_size = checked_size(max_size)
         self.margin = margin
-
-    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
-        """Note which task is the present one."""
-        return at_task(memory, turn)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that raises the loss of no past task."""
@@ -64,16 +95,8 @@ class GEM(Method):
             row.copy_(gradient_of(x, y))
         return project(gradient, constraints, self.margin)
 
-    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """Samples of the round take the place of the task's earlier ones."""
-        return remember_task(memory, data, turn, self.max_size, generator)
 
-    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """A client that was drawn for no round of its task remembers it, too."""
-        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
-
-
-class AGEM(Method):
+class AGEM(Episodic):
     """Every step: takes from the gradient what raises the mean loss of the past tasks (Chaudhry et al. 2019).
 
     As `GEM` with a single constraint: the gradient of the samples of all past tasks together, ``g - (g^T g_ref /
@@ -99,15 +122,10 @@ class AGEM(Method):
         batch_size: int | None = None,
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
-        super().__init__(clients)
+        super().__init__(max_size, clients)
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"Expected `batch_size` to be at least 1, or None for all samples, but got {batch_size}.")
-        self.max_size = checked_size(max_size)
         self.batch_size = batch_size
-
-    def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
-        """Note which task is the present one."""
-        return at_task(memory, turn)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that does not raise the mean loss of the remembered samples of past tasks."""
@@ -119,14 +137,6 @@ class AGEM(Method):
             drawn = torch.randperm(len(y))[: self.batch_size].to(y.device)
             x, y = x[drawn], y[drawn]
         return agem(gradient, gradient_of(x, y).to(gradient.dtype))
-
-    def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """Samples of the round take the place of the task's earlier ones."""
-        return remember_task(memory, data, turn, self.max_size, generator)
-
-    def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
-        """A client that was drawn for no round of its task remembers it, too."""
-        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
 
 
 def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
