@@ -8,7 +8,6 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -16,10 +15,19 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.fedrep import FedRep
 from lightning_fcl.callbacks.gem import at_task, balanced, knows_task, past_tasks, remember_task
-from lightning_fcl.callbacks.method import Method, Step, _is_labelled, methods_of, remember, section, with_classes
-from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
+from lightning_fcl.callbacks.method import (
+    Method,
+    Step,
+    data_of,
+    is_labelled,
+    methods_of,
+    remember,
+    section,
+    with_classes,
+)
+from lightning_fcl.clients import Memory, Turn, seed_of
 from lightning_fcl.models.dytox import DyTox
-from lightning_fcl.stream import FederatedStream, current_round
+from lightning_fcl.stream import FederatedStream
 
 _NEVER = -1e4  # the logit of a class that is not looked at: not -inf, which times 0 is no number
 
@@ -125,11 +133,6 @@ class DyToxTraining(Method):
         x, y = (torch.cat(column) for column in zip(*tasks, strict=True))
         return x, y
 
-    def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
-        """In a plain Trainer, whose epochs are not planned: as many as the batch has, one window after the next."""
-        size = min(remembered, batch_size)
-        return (torch.arange(size) + batch_idx * size) % remembered
-
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """Distillation and divergence, and what is taken from the task's loss for the former."""
         if self._tuning or self._present is None or "old" not in memory:
@@ -173,7 +176,7 @@ class DyToxTraining(Method):
         """A client that was not drawn for its task's last round goes on from the server's model."""
         if not self.applies_to(turn):
             return memory
-        if self.max_size and not knows_task(memory, turn):
+        if self.max_size and not knows_task(memory, turn.experience):
             memory = remember_task(memory, data, turn, self.max_size, generator)
         return self._ended(memory, own, turn)
 
@@ -225,7 +228,7 @@ class DyToxTraining(Method):
     ) -> None:
         """Open the task's slot, freeze what does not learn, and in balanced tuning replace the batch."""
         self._embedded = None
-        if self._fresh and (self._federated or _is_labelled(batch)):
+        if self._fresh and (self._federated or is_labelled(batch)):
             self._enter(trainer, batch)
         self._tuning = self._active and self._is_tuning(trainer)
         self._freeze(self._present, self._tuning)
@@ -305,16 +308,15 @@ class DyToxTraining(Method):
 
     def _balanced(self, trainer: L.Trainer) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
-        memory, strategy = self.memory, trainer.strategy
+        strategy: Any = trainer.strategy
+        memory = self.memory
         generator = torch.Generator().manual_seed(trainer.current_epoch)
         if self._federated:
-            turn, stream, seed = strategy.turn, strategy.stream, strategy.seed  # type: ignore[attr-defined]
-            generator.manual_seed(seed_of(seed, turn.client, turn.round, "balanced"))
-            with isolate_rng():
-                start_randomness(seed, turn.client, turn.round, "data")
-                data = stream.take(stream.plan.train[current_round(trainer)][turn.client])
+            turn = strategy.turn
+            generator.manual_seed(seed_of(strategy.seed, turn.client, turn.round, "balanced"))
+            data = data_of(trainer, turn.client, turn.round)
             memory = remember_task(memory, data, turn, self.max_size, generator)
-        elif not _knows(memory, int(memory["present"])):
+        elif not knows_task(memory, int(memory["present"])):
             raise ValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
                 "is left to learn it. Raise `max_epochs`."
@@ -357,10 +359,6 @@ def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:
             f'{stream}. Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.'
         )
     return blocks
-
-
-def _knows(memory: Memory, experience: int) -> bool:
-    return "task" in memory and bool((memory["task"] == experience).any())
 
 
 def _check_arguments(

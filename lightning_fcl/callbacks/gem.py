@@ -47,7 +47,7 @@ class Episodic(Method):
 
     def conclude(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """A client that was drawn for no round of its task remembers it, too."""
-        return memory if knows_task(memory, turn) else self.finish(memory, own, data, turn, generator)
+        return memory if knows_task(memory, turn.experience) else self.finish(memory, own, data, turn, generator)
 
 
 class GEM(Episodic):
@@ -279,11 +279,11 @@ def at_task(memory: Memory, turn: Turn) -> Memory:
     return {**memory, "present": torch.tensor(turn.experience)}
 
 
-def knows_task(memory: Memory, turn: Turn) -> bool:
-    """Whether the client remembers samples of the task of ``turn``.
+def knows_task(memory: Memory, task: int) -> bool:
+    """Whether the client remembers samples of a task.
 
     Example:
-        >>> knows_task({"task": torch.tensor([0, 0])}, Turn("a", round=9, experience=2))
+        >>> knows_task({"task": torch.tensor([0, 0])}, task=2)
         False
     """
-    return "task" in memory and bool((memory["task"] == turn.experience).any())
+    return "task" in memory and bool((memory["task"] == task).any())

@@ -286,13 +286,13 @@ class Method(Callback):
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if not self._federated:
-            if _is_labelled(batch):
+            if is_labelled(batch):
                 # Only some methods look at the samples again.
                 self._seen.append((batch[0] if self.needs_samples else None, batch[1]))
             if methods_of(trainer)[-1] is self:  # all have seen the batch as it came
                 for method in methods_of(trainer):
                     method._mix(batch, batch_idx)
-        self._targets = batch[1] if _is_labelled(batch) else None
+        self._targets = batch[1] if is_labelled(batch) else None
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
@@ -300,7 +300,7 @@ class Method(Callback):
     def _mix(self, batch: Any, batch_idx: int) -> None:
         if not self.rehearses:
             return
-        if not (isinstance(batch, list) and _is_labelled(batch)):
+        if not (isinstance(batch, list) and is_labelled(batch)):
             raise TypeError(
                 f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
                 f"got {type(batch).__name__}. Return a pair from your dataset."
@@ -313,8 +313,12 @@ class Method(Callback):
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
 
     def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
-        """Which of the remembered samples join a batch."""
-        return torch.arange(remembered)
+        """Which remembered samples join a batch in a plain Trainer, whose epochs are not planned.
+
+        As many as the batch has, one window after the next.
+        """
+        size = min(remembered, batch_size)
+        return (torch.arange(size) + batch_idx * size) % remembered
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and args:
@@ -561,5 +565,6 @@ def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
     return more
 
 
-def _is_labelled(batch: Any) -> bool:
+def is_labelled(batch: Any) -> bool:
+    """Whether a batch is a pair of inputs and a tensor of targets."""
     return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)

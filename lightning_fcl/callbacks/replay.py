@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
+from lightning_fcl.callbacks.gem import checked_size
 from lightning_fcl.callbacks.method import Method
 from lightning_fcl.clients import Memory, Turn, seed_of
 from lightning_fcl.scenarios import Indices
@@ -57,18 +58,13 @@ class Replay(Method):
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
-        if max_size <= 0 or (isinstance(max_size, float) and max_size > 1):
-            raise ValueError(
-                f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
-                f"{max_size}."
-            )
         if policy not in ("reservoir", "class-balanced", "refresh"):
             raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
         if update not in ("round", "experience"):
             raise ValueError(f'Expected `update` to be "round" or "experience" but got "{update}".')
         if repeat and policy != "reservoir":
             raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{policy}".')
-        self.max_size = max_size
+        self.max_size = checked_size(max_size)
         self.repeat = repeat
         self.policy = policy
         self.update = update
@@ -112,11 +108,6 @@ class Replay(Method):
                 "`FederatedStream` tells how many samples there will be."
             )
         return max(1, round(self.max_size * turn.stream_samples))
-
-    def pick(self, remembered: int, batch_size: int, batch_idx: int) -> Tensor:
-        """In a plain Trainer, whose epochs are not planned: as many as the batch has, one window after the next."""
-        size = min(remembered, batch_size)
-        return (torch.arange(size) + batch_idx * size) % remembered
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """Take in the round's data, if it is time."""
