@@ -155,7 +155,7 @@ def transmit(
         for row, residual in zip(update, residuals, strict=True):
             if name in residual and residual[name].shape == row.shape:
                 row += residual[name].to(row.device)
-        sent = compression.decoded(update.flatten(1)).view_as(update)
+        sent = compression.decoded(update.reshape(len(update), -1)).view_as(update)
         received[name] = server[name] + sent
         for mine, row in zip(left, update - sent, strict=True):
             mine[name] = row.clone()  # a row alone would keep those of all clients in memory

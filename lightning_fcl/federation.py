@@ -66,6 +66,16 @@ class RoundLog:
         self.download_bytes[client] = self.download_bytes.get(client, 0) + number
 
 
+def own_entries(kept: ClientState, device: torch.device) -> State:
+    """What a client goes on from in place of the server's: its own entries, and what it could not send.
+
+    Example:
+        >>> own_entries({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
+        {'head': tensor([1.])}
+    """
+    return {name: value.to(device) for part in ("model", _UNSENT) for name, value in kept.get(part, {}).items()}
+
+
 class Federation:
     """The server and its clients between two rounds, and the two messages of a round: download and upload.
 
@@ -78,7 +88,8 @@ class Federation:
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
         byzantine: Number of lying clients that the ``krum`` reduction allows for.
-        compression: Code of the uploads of floating-point entries whose reduction is ``mean``.
+        compression: Code of the uploads of trainable parameters whose reduction is ``mean``. Buffers travel as they
+            are: what is left over of a variance could make it negative.
 
     Raises:
         ValueError: If ``client_weights`` is none of these.
@@ -124,7 +135,7 @@ class Federation:
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
         self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
-        self._moves = False  # whether clients send anything in this round that the server optimizer steps on
+        self._learnt: list[str] = []  # the trainable parameters that clients send in this round
         self._aggregator = Aggregator({})
         self._download_bytes = 0
         self._all_travel = True
@@ -146,11 +157,10 @@ class Federation:
         state = entries(module)
         self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
         self._set_state({name: value.detach().clone() for name, value in state.items()})
-        moved = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
-        if self._factory is not None and self._server_optimizer is None and moved:
-            self._server_optimizer = ServerOptimizer(self._factory, moved)
+        self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
+        if self._factory is not None and self._server_optimizer is None and self._learnt:
+            self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
-        self._moves = bool(moved)
         self.log, self._residuals = RoundLog(), {}
         self._aggregator = Aggregator(self.reductions, self.trim, self.byzantine)
 
@@ -231,9 +241,9 @@ class Federation:
     def _compress(self, compression: Compression, clients: Sequence[str], states: State) -> tuple[State, int]:
         """The states as the server decodes them, and bytes per client; what is left over waits for `keep`."""
         coded = {
-            name: value
-            for name, value in states.items()
-            if self.reductions[name] == "mean" and value.is_floating_point() and compression.saves(self.state[name])
+            name: states[name]
+            for name in self._learnt
+            if self.reductions[name] == "mean" and compression.saves(self.state[name])
         }
         received, left, nbytes = transmit(
             compression, self.state, coded, [self.store[client].get(_RESIDUAL, {}) for client in clients]
@@ -276,7 +286,7 @@ class Federation:
         aggregate = self._aggregator.result(self.state)
         if not self._aggregator.uploads:
             log.warning("No upload of this round was usable: the server state stays as it was.")
-        elif self._server_optimizer is not None and self._moves:
+        elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
         self._set_state(aggregate)
         return aggregate

@@ -27,7 +27,7 @@ from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_randomness
 from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size, why_not_vectorized
 from lightning_fcl.compression import Compression
-from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory
+from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory, own_entries
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 from lightning_fcl.swarm import Swarm
@@ -60,8 +60,8 @@ class FederatedStrategy(SingleDeviceStrategy):
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
-        compression: Code of the uploads: `lightning_fcl.compression.TopK` or `Quantize`. It applies to floating-point
-            entries whose reduction is ``mean``; what it leaves over stays with the client for its next upload.
+        compression: Code of the uploads: `lightning_fcl.compression.TopK` or `Quantize`. It applies to trainable
+            parameters whose reduction is ``mean``; what it leaves over stays with the client for its next upload.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
@@ -69,6 +69,7 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
+        TypeError: If ``compression`` is none.
 
     Example:
         >>> import lightning as L
@@ -99,7 +100,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        if participation <= 0 or (isinstance(participation, float) and participation > 1):
+        if not participation > 0 or (isinstance(participation, float) and participation > 1):
             raise ValueError(
                 f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
                 f"{participation}."
@@ -108,6 +109,10 @@ class FederatedStrategy(SingleDeviceStrategy):
             raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
         if cohort_size != "auto" and cohort_size < 1:
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
+        if compression is not None and not isinstance(compression, Compression):
+            raise TypeError(
+                f"Expected `compression` to be a `Compression`, such as `TopK(0.1)`, or None but got {compression!r}."
+            )
         if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
             raise ValueError(
                 f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.settings()}: "
@@ -136,6 +141,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
         self._master: str | None = None  # of the last round
+        self._stands_in: str | None = None  # the client whose model is in the module after a fit
 
     @property
     def seed(self) -> int:
@@ -163,6 +169,43 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Whether the batch at hand is the last one of its clients' local training."""
         return self._slot is not None and self._slot.last
 
+    # The clients' own models.
+
+    def client_state(self, client: str, server: State | None = None) -> State:
+        """The state that a client predicts with: the server's with its own entries, made personal by its methods.
+
+        Args:
+            client: The client.
+            server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
+                own.
+
+        Raises:
+            ValueError: If there is no such client.
+        """
+        module = self.lightning_module
+        if module is None or self.stream is None or client not in self.stream.plan.clients:
+            known = ", ".join(self.stream.plan.clients) if self.stream is not None else "none before a fit"
+            raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
+        state = entries(module) if server is None else server
+        kept = self.federation.store[client]
+        own = own_entries(kept, module.device)
+        if own:
+            state = {**state, **own}
+        for method in methods_of(module.trainer):
+            state = method.personal(kept.get(section_of(method), {}), state)
+        return state
+
+    def load_client(self, client: str) -> None:
+        """Put the model that a client predicts with into the module, in place of the server's: after a fit.
+
+        Raises:
+            ValueError: If there is no such client.
+        """
+        state = {name: value.detach().clone() for name, value in self.client_state(client).items()}
+        assert self.lightning_module is not None
+        load_entries(self.lightning_module, state)
+        self._stands_in = client
+
     # Lightning's side.
 
     def connect(self, model: L.LightningModule) -> None:
@@ -177,6 +220,21 @@ class FederatedStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             self._refuse(trainer)
+        else:
+            self._warn_of_own_entries()
+
+    def _warn_of_own_entries(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        rules = declare(entries(module), getattr(module, "reductions", {}), self.reductions)
+        own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name] == "none"]
+        if own and self._stands_in is None:
+            log.warning(
+                "This is the server's model, whose %s%s no client has trained: each keeps its own. "
+                "`trainer.strategy.load_client(client)` puts a client's model in its place.",
+                own[0],
+                " (and more)" if len(own) > 1 else "",
+            )
 
     def _refuse(self, trainer: L.Trainer) -> None:
         if len(self.parallel_devices) > 1 or trainer.num_nodes > 1:
@@ -228,7 +286,7 @@ class FederatedStrategy(SingleDeviceStrategy):
                 self.stream,
                 lambda: current_round(trainer),
                 self.participation,
-                lambda: self.absent | (self.swarm.gone(current_round(trainer)) if self.swarm else set()),
+                lambda: self.gone(current_round(trainer)),
                 self._epochs,
                 self.seed,
                 self.cohort_clients,
@@ -242,6 +300,10 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data."
             )
         return dataloader
+
+    def gone(self, round: int) -> set[str]:
+        """The clients that take no part any more."""
+        return self.absent | (self.swarm.gone(round) if self.swarm is not None else set())
 
     def _check_stream(self) -> None:
         assert self.stream is not None and self.lightning_module is not None
@@ -408,6 +470,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Take the module's state as the server's."""
         assert self.lightning_module is not None
         self.federation.begin(self.lightning_module, self.reductions)
+        self._stands_in = None
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:
@@ -485,6 +548,8 @@ class FederatedStrategy(SingleDeviceStrategy):
             memories = [method.memory for method in methods] if cohort is None else self._memories[row]
             kept: dict[str, Memory] = {}
             for method, memory in zip(methods, memories, strict=True):
+                if not method.remembers(turn):
+                    continue
                 name = section_of(method)
                 generator = torch.Generator().manual_seed(seed_of(self.seed, turn.client, turn.round, name))
                 kept[name] = method.finish(memory, state, slot.data[row], turn, generator)

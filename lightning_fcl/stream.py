@@ -161,6 +161,9 @@ class FederatedStream(L.LightningDataModule):
             classes: Names of the classes.
             kwargs: Arguments of `FederatedStream`.
 
+        Raises:
+            ValueError: If there are no labels, or they are no whole numbers; or if the scenario has no use for owners.
+
         Example:
             >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
             >>> stream = FederatedStream.from_arrays(x, y, client=torch.arange(60) % 3, experiences=2)
@@ -171,9 +174,19 @@ class FederatedStream(L.LightningDataModule):
         y = y if y is not None else getattr(x, "targets", None)
         if y is None:
             raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
-        labels = np.asarray(y).astype(np.int64)
+        given = np.asarray(y)
+        labels = given.astype(np.int64)
+        if (labels != given).any():
+            wrong = given[labels != given].flat[0]
+            raise ValueError(f"Expected `y` to be whole numbers, the classes from 0 on, but got {wrong}. Number them.")
         names = tuple(classes) if classes is not None else tuple(map(str, range(int(labels.max()) + 1)))
         values = np.zeros((len(labels), 0), dtype=np.float32) if dataset is not None else np.asarray(x)
+        scenario = kwargs.get("scenario")
+        if client is not None and scenario in _PAPERS:
+            raise ValueError(
+                f'Expected no `client` for scenario="{scenario}", which deals the samples to clients itself, but got '
+                'owners. Leave them out, or use scenario="class-incremental".'
+            )
         if client is not None:
             client = np.asarray(client)
             kwargs.setdefault("partition", "natural")
@@ -382,6 +395,10 @@ class FederatedStream(L.LightningDataModule):
     def test_dataloader(self) -> DataLoader[Any]:
         """The common test set."""
         return self._eval_loader(self.plan.test)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The common test set."""
+        return self.test_dataloader()
 
     def pretrain_dataloader(self) -> DataLoader[Any]:
         """Samples for the server's model before the first round."""

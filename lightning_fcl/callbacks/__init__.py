@@ -10,7 +10,7 @@ from lightning_fcl.callbacks.dytox import DyToxTraining
 from lightning_fcl.callbacks.fedknow import FedKNOW
 from lightning_fcl.callbacks.fedprox import FedProx
 from lightning_fcl.callbacks.fedrep import FedRep
-from lightning_fcl.callbacks.fedvit import FedViT
+from lightning_fcl.callbacks.fedvit import FedViT, LowestLoss
 from lightning_fcl.callbacks.fedweit import FedWEIT
 from lightning_fcl.callbacks.gem import AGEM, GEM
 from lightning_fcl.callbacks.importance import EWC, MAS
@@ -44,6 +44,7 @@ __all__ = [
     "FederatedProgressBar",
     "IntrinsicPlasticity",
     "LVTMethod",
+    "LowestLoss",
     "LwF",
     "MeanOutputLoss",
     "Method",

@@ -64,7 +64,6 @@ class APFL(Method):
         self._keeps = False
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
         self._optimizer: Optimizer | None = None
-        self._x: Any = None
 
     @property
     def alone(self) -> bool:
@@ -74,6 +73,11 @@ class APFL(Method):
     @property
     def needs_sample_loss(self) -> bool:
         """The loss is also taken at other parameters."""
+        return True
+
+    @property
+    def needs_labels(self) -> bool:
+        """The second gradient is of the same loss."""
         return True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -103,17 +107,6 @@ class APFL(Method):
         super().start(memory, server, active)
         self._personal, self._optimizer = {}, None
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Keep the batch for the second gradient."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._targets is None:
-            raise TypeError(
-                f"Expected a batch `[x, y]` for `APFL` but got {type(batch).__name__}. Return a pair from your dataset."
-            )
-        self._x = batch[0]
-
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Step ``v`` and ``alpha``, before ``w`` takes its step."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
@@ -127,7 +120,7 @@ class APFL(Method):
             self._begin_optimizer(pl_module, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
         alpha = self.memory["alpha"]
-        gradient = gradient_of(pl_module, shared)(self._x, self._targets, mix(own, shared, alpha))
+        gradient = gradient_of(pl_module, shared)(self._batch[0], self._batch[1], mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()

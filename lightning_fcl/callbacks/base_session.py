@@ -82,7 +82,7 @@ class BaseSession(Callback):
             )
         if backbone not in ("int8", "float"):
             raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{backbone}".')
-        if lr <= 0 or batch_size < 2:
+        if not lr > 0 or batch_size < 2:
             raise ValueError(
                 f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {lr} and "
                 f"{batch_size}."

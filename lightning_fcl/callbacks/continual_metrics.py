@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fcl.aggregation import entries, load_entries
-from lightning_fcl.callbacks.method import evaluating, methods_of
+from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.clients import Turn
 from lightning_fcl.stream import FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier
@@ -99,7 +99,18 @@ class ContinualMetrics(Callback):
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record; a continued fit continues its own."""
+        """Open the record; a continued fit continues its own.
+
+        Raises:
+            ValueError: If the Trainer is no federation's, or the stream has no such samples or clients.
+        """
+        from lightning_fcl.strategy import FederatedStrategy
+
+        if not isinstance(trainer.strategy, FederatedStrategy):
+            raise ValueError(
+                'Expected a Trainer with `strategy="federated"` for `ContinualMetrics` but got a plain one, which has '
+                "no rounds. Log metrics in the module's `validation_step`."
+            )
         stream = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(stream, FederatedStream):
             raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
@@ -187,12 +198,8 @@ class ContinualMetrics(Callback):
         received = {name: value.detach().clone() for name, value in entries(module).items()}
         counts: dict[str, Counts] = {"server": self._count(module)}
         for turn in ending:
-            kept = strategy.federation.store[turn.client]
-            own = {name: value.to(module.device) for name, value in kept.get("model", {}).items()}
-            begun = state = {**received, **own}
-            for method in methods_of(trainer):
-                state = method.personal(kept.get(type(method).__name__, {}), state)
-            if not own and state is begun:
+            state = strategy.client_state(turn.client, received)
+            if state is received:
                 counts[turn.client] = counts["server"]  # all predict with the same model
                 continue
             load_entries(module, state)

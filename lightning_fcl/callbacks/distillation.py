@@ -76,7 +76,7 @@ class FLwF2T(Method):
                 f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={alpha}, beta={beta}. "
                 "The server model's weight is 1 - alpha - beta."
             )
-        if temperature <= 0:
+        if not temperature > 0:
             raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
         if mean_over not in ("batch", "elements"):
             raise ValueError(f'Expected `mean_over` to be "batch" or "elements" but got "{mean_over}".')
@@ -165,12 +165,17 @@ class LwF(Method):
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
-        if strength < 0:
+        if not strength >= 0:
             raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
-        if temperature <= 0:
+        if not temperature > 0:
             raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
         self.strength = strength
         self.temperature = temperature
+
+    @property
+    def needs_labels(self) -> bool:
+        """True: they tell the classes that were seen."""
+        return True
 
     def begin(self, memory: Memory, server: State, turn: Turn) -> Memory:
         """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""

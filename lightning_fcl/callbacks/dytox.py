@@ -304,7 +304,7 @@ class DyToxTraining(Method):
         rows = (torch.arange(size) + self._drawn) % len(self._pool[1])
         self._drawn += size
         for position, values in enumerate(self._pool):
-            batch[position] = values[rows.to(values.device)].to(batch[position].device)
+            batch[position] = values[rows.to(values.device)].to(batch[position])
 
     def _balanced(self, trainer: L.Trainer) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""

@@ -15,7 +15,7 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.fedvit import FedViT
 from lightning_fcl.callbacks.gem import labelled
-from lightning_fcl.callbacks.method import GradientOf, evaluating, remember, section, teacher_of
+from lightning_fcl.callbacks.method import GradientOf, as_input, evaluating, remember, section, teacher_of
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import Kind
 
@@ -77,7 +77,7 @@ class FedKNOW(FedViT):
         super().__init__(
             rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head, integrate_last, clients
         )
-        if temperature <= 0 or tune_rate <= 0:
+        if not (temperature > 0 and tune_rate > 0):
             raise ValueError(
                 f"Expected `temperature` and `tune_rate` to be above 0 but got {temperature} and {tune_rate}."
             )
@@ -124,7 +124,7 @@ class FedKNOW(FedViT):
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
         with evaluating(module), isolate_rng(), torch.enable_grad():
             for part, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
-                output = functional_call(module, network, (part.to(module.device),))
+                output = functional_call(module, network, (as_input(module, part),))
                 loss = module.sample_loss(output, label.to(module.device)).mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):

@@ -43,7 +43,7 @@ class FedProx(Method):
         self, mu: float = 0.1, part: str = "*", clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
     ) -> None:
         super().__init__(clients)
-        if mu < 0:
+        if not mu >= 0:
             raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
         self.mu = mu
         self.part = part

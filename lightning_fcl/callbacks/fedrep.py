@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from torch import nn
 
 from lightning_fcl.aggregation import declare, entries
-from lightning_fcl.callbacks.method import Method
+from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import Turn
 
 
@@ -52,7 +52,8 @@ class FedRep(Method):
         self.body_epochs = body_epochs
         self.head = head
         self._trainable: set[str] = set()
-        self._part: bool | None = None
+        self._part: bool | None = None  # what learns: the head, the body, or all
+        self._resting: list[nn.Module] = []  # layers that were in training mode
 
     @property
     def alone(self) -> bool:
@@ -80,6 +81,12 @@ class FedRep(Method):
                 f"Expected `head` to match some of the trainable parameters but `{self.head}` matches {len(chosen)} of "
                 f"{len(self._trainable)}: {', '.join(sorted(self._trainable)[:3])}, ..."
             )
+        staged = [type(method).__name__ for method in methods_of(trainer) if isinstance(method, FedRep)]
+        if len(staged) > 1:
+            raise ValueError(
+                f"Expected at most one method that trains head and body in stages but got {' and '.join(staged)}. "
+                "Remove one."
+            )
         strategy: Any = trainer.strategy
         reductions = declare(entries(pl_module), getattr(pl_module, "reductions", {}), strategy.reductions)
         if any(reductions[name] != "none" for name in chosen):
@@ -94,10 +101,7 @@ class FedRep(Method):
         """Freeze what is not trained in this local epoch."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         strategy: Any = trainer.strategy
-        part = self.trains_head(strategy.local_epoch) if self._active else None
-        if part != self._part:
-            self._part = part
-            self._freeze(pl_module)
+        self._train(pl_module, self.trains_head(strategy.local_epoch) if self._active else None)
 
     def trains_head(self, epoch: int) -> bool:
         """Whether a local epoch, from 0, trains the head, or the body."""
@@ -109,22 +113,34 @@ class FedRep(Method):
         """After a client's last batch, everything is trainable again."""
         strategy: Any = trainer.strategy
         if strategy.turn is None or strategy.last_batch:
-            self._part = None
-            self._freeze(pl_module)
+            self._train(pl_module, None)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Everything is trainable again."""
         super().on_exception(trainer, pl_module, exception)
-        self._part = None
-        self._freeze(pl_module)
+        self._train(pl_module, None)
 
-    def _freeze(self, module: nn.Module) -> None:
-        """Let the head, or the rest, learn; or all of it."""
-        for place, layer in module.named_modules():
-            prefix = f"{place}." if place else ""
-            own = [(f"{prefix}{name}", p) for name, p in layer.named_parameters(recurse=False)]
-            learns = [self._part is None or fnmatchcase(name, self.head) == self._part for name, _ in own]
-            for (name, parameter), does in zip(own, learns, strict=True):
-                parameter.requires_grad_(does and name in self._trainable)
-            if own and module.training:  # statistics of normalisation layers
-                layer.training = any(learns)
+    def _train(self, module: nn.Module, part: bool | None) -> None:
+        """Let the head learn, or the rest, or all of it."""
+        if part == self._part:
+            return
+        self._part = part
+        for name, parameter in module.named_parameters():
+            if name in self._trainable:
+                parameter.requires_grad_(part is None or fnmatchcase(name, self.head) == part)
+        for layer in self._resting:
+            layer.training = True
+        self._resting = [] if part is None else self._with_buffers(module, head=not part)
+        for layer in self._resting:
+            layer.training = False
+
+    def _with_buffers(self, module: nn.Module, head: bool) -> list[nn.Module]:
+        """The layers of the head, or of the rest, that may keep statistics of what they see."""
+        return [
+            layer
+            for place, layer in module.named_modules()
+            if place
+            and layer.training
+            and (names := [name for name, _ in layer.named_buffers(place, recurse=False)])
+            and all(fnmatchcase(name, self.head) == head for name in names)
+        ]

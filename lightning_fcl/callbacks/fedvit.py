@@ -18,13 +18,13 @@ from lightning_fcl.callbacks.gem import at_task, labelled, with_task
 from lightning_fcl.callbacks.method import (
     GradientOf,
     data_of,
-    evaluating,
     gradient_of,
+    predictions,
     remember,
     section,
-    teacher_of,
 )
 from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
+from lightning_fcl.federation import own_entries
 from lightning_fcl.projection import Kind, most_dissimilar, project, unflatten
 from lightning_fcl.rounds import plan_batches
 from lightning_fcl.stream import current_round
@@ -99,7 +99,6 @@ class FedViT(FedRep):
         self.select_every = select_every
         self.integration_epochs = integration_epochs
         self.integrate_last = integrate_last
-        self._batch: Any = None
         self._before: State | None = None  # the client's state before aggregation
         self._steps = 0  # of the body, with past tasks
         self._chosen: list[int] = []
@@ -112,8 +111,7 @@ class FedViT(FedRep):
         x, y = labelled(data)
         task = self._live
         with torch.no_grad():
-            output = teacher_of(task)(own, x.to(task.device))
-            loss = task.sample_loss(output, y.to(task.device))
+            loss = task.sample_loss(predictions(task, own, x), y.to(task.device))
         kept = lowest_loss(loss, y, self.rho)
         return with_task(memory, x[kept], y[kept], turn.experience)
 
@@ -218,13 +216,15 @@ class FedViT(FedRep):
         round, stream, store = current_round(trainer), strategy.stream, strategy.federation.store
         received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
         for client in stream.plan.train[round]:
+            if client in strategy.gone(round):
+                continue
             turn, kept = stream.turn(client, round), store[client]
             if not (turn.last_round and self.applies_to(turn)):
                 continue
             memory = kept.get(type(self).__name__, {})
             rest = _without_body(memory)
             if self._goes_on(memory, turn):
-                own = {name: value.to(pl_module.device) for name, value in kept.get("model", {}).items()}
+                own = own_entries(kept, pl_module.device)
                 rest |= remember(self._integrated(trainer, turn, {**received, **own}, section(memory, "body")), "last")
             store[client] = {**kept, type(self).__name__: rest}
         load_entries(pl_module, received)
@@ -255,19 +255,10 @@ class FedViT(FedRep):
         optimizer.state.clear()
         return {name: entries(module)[name].detach().clone() for name in body}
 
-    # Around the batch.
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the module, and what the last client has left."""
         super().teardown(trainer, pl_module, stage)
-        self._batch = self._before = self._rows = None
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Remember the batch, whose gradient integration takes twice."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._batch = batch
+        self._before = self._rows = None
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
@@ -292,7 +283,7 @@ def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
     for label in torch.unique(y):
         rows = order[y[order] == label]
         kept.append(rows[: max(1, round(rho * len(rows)))])
-    return torch.cat(kept).sort().values
+    return torch.cat(kept).sort().values if kept else order
 
 
 class LowestLoss:
@@ -310,9 +301,11 @@ class LowestLoss:
 
     def make_sorted_indices(self, strategy: Any, data: Any) -> list[int]:
         """Positions of a data set's samples ``(x, y, ...)`` by the cross-entropy of ``strategy.model``, ascending."""
+        if not len(data):
+            return []
         x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in data]) for part in (0, 1))
-        with torch.no_grad(), evaluating(strategy.model):
-            loss = F.cross_entropy(strategy.model(x), y, reduction="none")
+        logits = predictions(strategy.model, dict(strategy.model.state_dict()), x)
+        loss = F.cross_entropy(logits, y.to(logits.device), reduction="none")
         order: list[int] = loss.argsort(stable=True).tolist()
         return order
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.method import GradientOf, Method
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import agem, project
+
+log = logging.getLogger(__name__)
 
 
 class Episodic(Method):
@@ -176,7 +179,7 @@ def remember_task(memory: Memory, data: Any, turn: Turn, max_size: int | float, 
 
 
 def labelled(data: Any) -> tuple[Tensor, Tensor]:
-    """A client's samples, if they are pairs.
+    """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning.
 
     Raises:
         TypeError: If the data is no pair.
@@ -184,7 +187,13 @@ def labelled(data: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
         raise TypeError(f"Expected samples `[x, y]` to remember but got {parts}. Return pairs instead.")
-    return data[0], data[1]
+    x, y = data
+    if x.is_floating_point() and not torch.isfinite(x.sum()):
+        finite = torch.isfinite(x).flatten(1).all(dim=1)
+        bad = int((~finite).sum())
+        log.warning("%d of %d samples have numbers that are not finite: they are not remembered.", bad, len(finite))
+        x, y = x[finite], y[finite]
+    return x, y
 
 
 def with_task(memory: Memory, x: Tensor, y: Tensor, task: int) -> Memory:
@@ -261,7 +270,7 @@ def checked_size(max_size: int | float) -> int | float:
         >>> checked_size(0.1)
         0.1
     """
-    if max_size <= 0 or (isinstance(max_size, float) and max_size > 1):
+    if not max_size > 0 or (isinstance(max_size, float) and max_size > 1):
         raise ValueError(
             f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
             f"{max_size}."

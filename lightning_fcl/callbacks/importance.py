@@ -30,7 +30,7 @@ def quadratic_penalty(
         tensor(10.)
     """
     terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
-    return 0.5 * torch.stack(terms).sum()
+    return 0.5 * torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
@@ -71,7 +71,9 @@ def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) 
     return stacked
 
 
-def fisher_information(module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor) -> State:
+def fisher_information(
+    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
+) -> State:
     """Diagonal of the empirical Fisher information: ``F_i = mean_n (d log p(y_n | x_n, theta) / d theta_i)^2``.
 
     The labels are the true ones, not drawn from the model's own predictions, as in the Fisher information proper.
@@ -82,9 +84,10 @@ def fisher_information(module: nn.Module, state: Mapping[str, Tensor], x: Tensor
         state: The module's state, theta among it.
         x: Inputs, shape (n, ...).
         y: Targets, shape (n, ...).
+        names: See `mean_over_samples`.
 
     Returns:
-        For every trainable parameter, its shape.
+        For every such parameter, its shape.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -95,26 +98,31 @@ def fisher_information(module: nn.Module, state: Mapping[str, Tensor], x: Tensor
                 [1.2500]])}
     """
     task: Any = module
-    return mean_over_samples(module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y)
+    return mean_over_samples(
+        module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y, names
+    )
 
 
-def output_sensitivity(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> State:
+def output_sensitivity(
+    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
+) -> State:
     """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``.
 
     Args:
         module: Its output is a tensor. See `fisher_information`.
         state: The module's state, theta among it.
         x: Inputs, shape (n, ...).
+        names: See `mean_over_samples`.
 
     Returns:
-        For every trainable parameter, its shape.
+        For every such parameter, its shape.
 
     Example:
         >>> output_sensitivity(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, torch.tensor([[1.0], [3.0]]))
         {'weight': tensor([[10.]])}
     """
     unlabelled = torch.zeros(len(x), device=x.device)
-    return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled)
+    return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
 
 def mean_over_samples(
@@ -176,15 +184,15 @@ class _Consolidation(Method):
         self, strength: float, decay: float, clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
     ) -> None:
         super().__init__(clients)
-        if strength < 0:
+        if not strength >= 0:
             raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
         if not 0 <= decay <= 1:
             raise ValueError(f"Expected `decay` to be between 0 and 1 but got {decay}.")
         self.strength = strength
         self.decay = decay
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor) -> State:
-        """The importance of every trainable parameter for some samples."""
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
+        """The importance of parameters for some samples."""
         raise NotImplementedError
 
     @property
@@ -210,12 +218,9 @@ class _Consolidation(Method):
         """At the end of an experience, add its importance to that of the earlier ones."""
         if self.strength == 0 or not turn.last_round:
             return memory
-        if not (isinstance(data, list | tuple) and len(data) == 2):
-            raise TypeError(
-                f"Expected samples `[x, y]` for `{type(self).__name__}` but got {type(data).__name__}. Return pairs."
-            )
-        new, earlier = self.importance(self._live, own, *data), section(memory, "importance")
-        summed = {n: self.decay * value + new[n] if n in new else value for n, value in earlier.items()}
+        earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part
+        new = self.importance(self._live, own, data[0], data[1], earlier)
+        summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
         return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
 
 
@@ -256,9 +261,9 @@ class EWC(_Consolidation):
         """True: its gradients are the Fisher information."""
         return True
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor) -> State:
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The empirical Fisher information."""
-        return fisher_information(module, state, x, y)
+        return fisher_information(module, state, x, y, names)
 
 
 class MAS(_Consolidation):
@@ -289,6 +294,6 @@ class MAS(_Consolidation):
     ) -> None:
         super().__init__(strength, decay, clients)
 
-    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor) -> State:
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The sensitivity of the output's squared norm."""
-        return output_sensitivity(module, state, x)
+        return output_sensitivity(module, state, x, names)

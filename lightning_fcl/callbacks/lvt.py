@@ -15,24 +15,22 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.fedvit import lowest_loss
 from lightning_fcl.callbacks.gem import labelled
 from lightning_fcl.callbacks.importance import mean_over_samples
-from lightning_fcl.callbacks.method import Method, Step, remember, section, teacher_of
+from lightning_fcl.callbacks.method import Method, Step, predictions, remember, section
 from lightning_fcl.clients import Memory, Turn
-
-_CHUNK = 256  # samples that are predicted at once
 
 
 def attention_loss(
     params: Mapping[str, Tensor], previous: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> Tensor:
-    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G.
+    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``.
 
     Example:
         >>> K, before, G = ({"key": torch.tensor(values)} for values in ([1.0, 2.0], [0.0, 5.0], [10.0, 1.0]))
         >>> attention_loss(K, before, G)
         tensor(13.)
     """
-    terms = [(weight * (params[name] - previous[name])).abs().sum() for name, weight in gradient.items()]
-    return torch.stack(terms).sum()
+    terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
+    return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
 def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
@@ -212,10 +210,9 @@ class LVTMethod(Method):
 
     def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, turn: Turn) -> Memory:
         """The remembered samples and their logits, those of the task in place of its earlier ones."""
-        module, predict = self._live, teacher_of(self._live)
+        module = self._live
         x, y = x.to(module.device), y.to(module.device)
-        dtype = next(iter(module.parameters())).dtype if x.is_floating_point() else x.dtype
-        logits = torch.cat([predict(own, part.to(dtype)) for part in torch.split(x, _CHUNK)])
+        logits = predictions(module, own, x)
         kept = lowest_loss(module.sample_loss(logits, y), y, self.rho)
         new = {"x": x[kept], "y": y[kept], "logits": logits[kept], "task": torch.full_like(y[kept], turn.experience)}
         if "task" not in memory:

@@ -106,7 +106,7 @@ class MeanOutputLoss(Method):
         clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
     ) -> None:
         super().__init__(clients)
-        if mu < 0:
+        if not mu >= 0:
             raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
         if outputs not in ("probabilities", "log-probabilities", "logits"):
             raise ValueError(

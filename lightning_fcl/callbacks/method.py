@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as L
@@ -19,8 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.aggregation import State, entries
 from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
+from lightning_fcl.federation import own_entries
 from lightning_fcl.projection import flatten, unflatten
 from lightning_fcl.stream import FederatedStream, current_round
+
+_CHUNK = 256  # samples that are predicted at once
 
 SampleLoss = Callable[[Tensor, Any], Tensor]
 """``loss(output, y)``: the loss of every sample, shape (batch,)."""
@@ -93,9 +96,10 @@ class Method(Callback):
     """A federated or continual learning method: what it adds to the loss, does to the gradient, mixes in and remembers.
 
     Subclasses override some of `begin`, `task_weight`, `penalty`, `project`, `rehearse`, `finish`, `conclude`, `send`
-    and `personal`, free of side effects. They run in a plain Trainer (a round is an epoch, the server model is the
-    model at its start), in a federation, and vectorised over a cohort of clients; a method that overrides `project` or
-    `send`, one client at a time.
+    and `personal`, functions of their arguments: what a client's turn leaves in the method itself, `start` forgets, and
+    what belongs to the server is in `state_dict`. They run in a plain Trainer (a round is an epoch, the server model is
+    the model at its start), in a federation, and vectorised over a cohort of clients; a method that overrides `project`
+    or `send`, one client at a time.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -115,10 +119,11 @@ class Method(Callback):
         self._active = True
         self._federated = False
         self._fits = 0
+        self._unfinished: tuple[Memory, Turn] | None = None  # of a plain Trainer's epoch that may have been the last
         self._seen: list[tuple[Any, Tensor]] = []
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
-        self._targets: Tensor | None = None
+        self._batch: Any = None
 
     # The method: pure functions, to be overridden.
 
@@ -197,6 +202,10 @@ class Method(Callback):
             return not turn.balanced
         return self.clients == "all" or turn.client in self.clients
 
+    def remembers(self, turn: Turn) -> bool:
+        """Whether the client keeps a memory for the method: who never uses it has none."""
+        return isinstance(self.clients, str) or turn.client in self.clients
+
     def local_epochs(self, turn: Turn) -> int | None:
         """Passes over the client's data in this round; None: as many as the strategy says."""
         return None
@@ -236,6 +245,11 @@ class Method(Callback):
         """Whether `finish` looks at the round's samples."""
         return self.rehearses or self.projects
 
+    @property
+    def needs_labels(self) -> bool:
+        """Whether batches must be pairs ``[x, y]``."""
+        return self.needs_samples
+
     # The drop-in: the same functions behind Lightning's hooks, for one client at a time.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -259,8 +273,8 @@ class Method(Callback):
         check_compatible(methods_of(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module."""
-        self._module = None
+        """Forget the module and the batch."""
+        self._module = self._batch = None
 
     @property
     def _live(self) -> Any:
@@ -285,6 +299,13 @@ class Method(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
+        if self.needs_labels and not is_labelled(batch):
+            parts = f"a {type(batch).__name__}"
+            raise TypeError(
+                f"Expected batches `[x, y]` for `{type(self).__name__}` but got "
+                f"{f'{parts} of {len(batch)}' if isinstance(batch, list | tuple) else parts}. Return a pair from your "
+                "dataset."
+            )
         if not self._federated:
             if is_labelled(batch):
                 # Only some methods look at the samples again.
@@ -292,7 +313,7 @@ class Method(Callback):
             if methods_of(trainer)[-1] is self:  # all have seen the batch as it came
                 for method in methods_of(trainer):
                     method._mix(batch, batch_idx)
-        self._targets = batch[1] if is_labelled(batch) else None
+        self._batch = batch
         if self._hook is None and methods_of(trainer)[0] is self:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
@@ -340,7 +361,7 @@ class Method(Callback):
         x, output = self._call
         self._call = None
         trainable = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        targets = methods[-1]._targets
+        targets = self._batch[1] if is_labelled(self._batch) else None
         step = Step(trainable, self.server, x, output, teacher_of(pl_module), y=targets, loss_of=loss_of(pl_module))
         weight, extra = 1.0, torch.zeros((), device=loss.device)
         for method in active:
@@ -380,16 +401,17 @@ class Method(Callback):
             type(self).__name__,
             current_round(trainer),
         )
-        done = {*federation.log.trained, *federation.log.missed}
+        log = federation.log
+        done = {*log.trained, *log.missed, *log.dropped, *strategy.gone(round)}
         for client in stream.plan.train[round]:
             if client in done:
                 continue
             turn = stream.turn(client, round)
-            if not turn.last_round:
+            if not (turn.last_round and self.remembers(turn)):
                 continue
             data = data_of(trainer, client, round)
             kept = federation.store[client]
-            own = {**entries(pl_module), **{n: v.to(pl_module.device) for n, v in kept.get("model", {}).items()}}
+            own = {**entries(pl_module), **own_entries(kept, pl_module.device)}
             generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, round, name))
             memory = self.conclude(kept.get(name, {}), own, data, turn, generator)
             federation.store[client] = {**kept, name: memory}
@@ -397,10 +419,23 @@ class Method(Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End a round in a plain Trainer."""
         if not self._federated:
-            turn = self._turn(trainer)
-            generator = torch.Generator().manual_seed(trainer.current_epoch)
-            data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.needs_samples else None
-            self.memory = self.finish(self.memory, entries(pl_module), data, turn, generator)
+            memory, turn = self.memory, self._turn(trainer)
+            self.memory = self._finished(trainer, pl_module, memory, turn)
+            ended = turn.last_round or isinstance(trainer.datamodule, FederatedStream)  # type: ignore[attr-defined]
+            self._unfinished = None if ended else (memory, turn)
+
+    def _finished(self, trainer: L.Trainer, module: L.LightningModule, memory: Memory, turn: Turn) -> Memory:
+        """The memory of a plain Trainer's client after an epoch."""
+        generator = torch.Generator().manual_seed(turn.round)
+        data = [torch.cat(column) for column in zip(*self._seen, strict=True)] if self.needs_samples else None
+        return self.finish(memory, entries(module), data, turn, generator)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In a plain Trainer that has stopped before ``max_epochs``, the experience ends with the last epoch."""
+        if self._unfinished is not None:
+            memory, turn = self._unfinished
+            self.memory = self._finished(trainer, pl_module, memory, replace(turn, last_round=True))
+        self._unfinished = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count the experiences of a plain Trainer (one `fit` each) and stop watching the model."""
@@ -496,6 +531,23 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
     return predict
 
 
+def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The outputs of a module with another state on many samples, in evaluation mode, without gradient.
+
+    Args:
+        module: Its output is a tensor, of shape (n, ...).
+        state: The state.
+        x: Inputs, shape (n, ...), wherever they are.
+
+    Example:
+        >>> predictions(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, torch.ones(2, 1))
+        tensor([[1.],
+                [1.]])
+    """
+    predict = teacher_of(module)
+    return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
+
+
 def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientOf:
     """Gradients of a module's parameters at other samples, other states and of other losses. See `Method.project`."""
 
@@ -535,6 +587,17 @@ def _mean_loss(
         output = functional_call(module, {**buffers, **state}, (x,))
         mean: Tensor = (loss or lightning.sample_loss)(output, y).mean()
     return mean
+
+
+def as_input(module: nn.Module, x: Tensor) -> Tensor:
+    """Samples as a module takes them: on the device and, if they are no whole numbers, of the type of its parameters.
+
+    Example:
+        >>> as_input(nn.Linear(1, 1).double(), torch.ones(1, 1))
+        tensor([[1.]], dtype=torch.float64)
+    """
+    first = next(module.parameters(), x)
+    return x.to(first.device, first.dtype if x.is_floating_point() else None)
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:

@@ -159,6 +159,13 @@ class IntrinsicPlasticity(Method):
             reservoir.gain.copy_(gain[0])
             reservoir.bias.copy_(bias[0])
 
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A server optimizer, or what compression leaves over, may drive gains below the least one."""
+        super().on_round_end(trainer, pl_module)
+        assert isinstance(pl_module, ReservoirTask)
+        with torch.no_grad():
+            pl_module.reservoir.gain.clamp_(min=self.min_gain)
+
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the module as one that does not adapt, also where the fit ended before the readout's round."""
         super().on_fit_end(trainer, pl_module)

@@ -54,7 +54,7 @@ class Decomposed(nn.Module):
         super().__init__()
         if tasks < 1:
             raise ValueError(f"Expected `tasks` to be at least 1 but got {tasks}. Give the number of the stream's.")
-        if threshold < 0:
+        if not threshold >= 0:
             raise ValueError(f"Expected `threshold` to be at least 0 but got {threshold}.")
         names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
         params = dict(net.named_parameters())

@@ -107,7 +107,8 @@ def _blocks(y: IntArray, tasks: int, order: Sequence[int] | str | None, seed: in
     classes = np.unique(y).tolist()
     if not classes or len(classes) % tasks:
         raise ValueError(
-            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it."
+            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it, in "
+            "`scenario_args`."
         )
     if isinstance(order, str) and order != "ascending":
         raise ValueError(

@@ -70,11 +70,13 @@ class Classifier(L.LightningModule):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Take the tasks' classes from the stream."""
-        if not self.task_incremental:
+        """Take the tasks' classes from the stream; predictions need none, and later stages may have those of a fit."""
+        if not self.task_incremental or stage == "predict":
             return
         stream: Any = getattr(self.trainer, "datamodule", None)
         blocks = stream.plan.blocks if isinstance(stream, FederatedStream) else {}
+        if not blocks and self._blocks is not None and stage != "fit":
+            return
         if not blocks:
             raise ValueError(
                 'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
@@ -86,7 +88,7 @@ class Classifier(L.LightningModule):
                 f"Expected tasks of at least two classes for `task_incremental=True` but class {alone[0]} is a task of "
                 "its own, in which there is nothing to learn. Cut the classes into fewer `tasks`."
             )
-        together = torch.eye(self.num_classes, dtype=torch.bool)
+        together = torch.eye(max(self.num_classes, stream.num_classes), dtype=torch.bool)
         for block in {block for parts in blocks.values() for block in parts}:
             rows = torch.tensor(block)
             together[rows[:, None], rows] = True
@@ -99,7 +101,16 @@ class Classifier(L.LightningModule):
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of every sample, shape (batch,)."""
+        """Cross-entropy of every sample, shape (batch,).
+
+        Raises:
+            ValueError: If the network's outputs are not as many as the classes.
+        """
+        if output.shape[-1] != self.num_classes:
+            raise ValueError(
+                f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
+                f"{output.shape[-1]}. Make them equal."
+            )
         return F.cross_entropy(self.among(output, y), y, reduction="none")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -127,6 +138,11 @@ class Classifier(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy."""
         self._evaluate(batch, "test", self.test_accuracy)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Logits of a batch, shape (batch, num_classes): of samples, or of samples and their labels."""
+        logits: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
+        return logits
 
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch

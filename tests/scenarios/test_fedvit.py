@@ -159,8 +159,11 @@ REFUSED = [
     ({"tasks": 0}, "Expected `tasks` to be a whole number of at least 1 but got 0. Raise it."),
     ({"clients": True}, "Expected `clients` to be a whole number of at least 1 but got True. Raise it."),
     ({"rounds_per_task": 0.5}, "Expected `rounds_per_task` to be a whole number of at least 1 but got 0.5. Raise it."),
-    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it."),
-    ({"tasks": 200}, "Expected `tasks` to divide the number of classes, 100, but got 200. Change it."),
+    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it, in `scenario_args`."),
+    (
+        {"tasks": 200},
+        "Expected `tasks` to divide the number of classes, 100, but got 200. Change it, in `scenario_args`.",
+    ),
     (
         {"history": "seen"},
         'Expected `history` to be "round" but got "seen": samples of several tasks have no block of classes in common. '
