@@ -12,6 +12,7 @@ import platform
 import shutil
 import time
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -23,7 +24,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentError
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
@@ -47,6 +48,17 @@ class Recipe:
     row: str = ""
     expected: dict[str, float] = field(default_factory=dict)
     measure_on: Literal["test", "validation"] = "test"
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write it."""
+        super().setup(trainer, pl_module, "fit")
 
 
 class FederatedCLI(LightningCLI):
@@ -176,6 +188,7 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
             subclass_mode_model=True,
             seed_everything_default=0,
             auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"exit_on_error": False},
             args=list(arguments),
@@ -197,9 +210,9 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def newest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint to continue from, if a run was interrupted."""
+    """The checkpoint to continue from, if a run was interrupted: the last whole one."""
     found = sorted((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else None
+    return next((path for path in reversed(found) if zipfile.is_zipfile(path)), None)  # whole, as torch writes them
 
 
 def start_over(out: Path) -> None:

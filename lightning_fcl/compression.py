@@ -164,8 +164,8 @@ def transmit(
 
 
 def _checked(bits: int) -> int:
-    if not 2 <= bits <= 16:
-        raise ValueError(f"Expected `bits` to be between 2 and 16 but got {bits}.")
+    if type(bits) is not int or not 2 <= bits <= 16:
+        raise ValueError(f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.")
     return bits
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,11 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.command in ("fit", "test"):
             from lightning_fcl.cli import run
 
+            checkpoint = Path(options.ckpt_path or "")
+            if checkpoint.is_file() and not zipfile.is_zipfile(checkpoint):
+                raise ValueError(
+                    f"Expected `ckpt_path` to be a whole checkpoint but {checkpoint} is cut off, or none. Continue "
+                    "from an earlier one."
+                )
             run([word.replace("--help.all", "--help") for word in words])
         elif options.command == "reproduce":
             from lightning_fcl.reproduce import reproduce
 
-            rows = options.rows.split(",") if options.rows else None
+            rows = [row.strip() for row in options.rows.split(",")] if options.rows else None
             reproduce(options.paper, rows, options.seeds, options.scale, options.out, options.workers)
         elif options.command == "tune":
             from lightning_fcl.tune import tune
@@ -161,10 +169,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             demo(options.out)
         else:
             _data(options.action, options.names, options.root)
+    except KeyboardInterrupt:
+        parser.exit(130, "lightning-fcl: interrupted. `reproduce` and `tune` go on where they were.\n")
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
             raise
-        parser.exit(2, f"lightning-fcl: error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
+        where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
+        parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
+
+
+def _plain(message: str) -> str:
+    """A message without jsonargparse's account of all the types that an argument might have had.
+
+    Example:
+        >>> _plain("Does not validate against any of the Union subtypes. Errors: - Expected `rho` to be above 0.")
+        'Expected `rho` to be above 0.'
+    """
+    reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
+    return reasons[0] if reasons else message
 
 
 def _data(action: str, names: list[str], root: str | None) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.figures import check_figures, write_figures
-from lightning_fcl.report import compare_plot, did_you_mean, table, write_table
+from lightning_fcl.report import compare_plot, did_you_mean, read_results, table, write_table
 
 T = TypeVar("T")
 
@@ -156,9 +156,11 @@ def reproduce(
     folder = recipes_folder() / paper
     if not (folder / "rows.yaml").is_file():
         papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
-        raise ValueError(f"Expected `paper` to be one of {', '.join(papers)} but got {paper}.")
-    if seeds < 1:
-        raise ValueError(f"Expected `seeds` to be at least 1 but got {seeds}.")
+        names = ", ".join(papers)
+        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
+    for name, number in (("seeds", seeds), ("workers", 1 if workers is None else workers)):
+        if number < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
     out = out or Path("runs") / f"{paper}-{scale}"
     recipes = paper_rows(folder, rows, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
@@ -176,7 +178,7 @@ def reproduce(
         for seed in range(seeds):
             jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
     run_jobs(jobs, workers)
-    results = [json.loads((job.out / "results.json").read_text()) for job in jobs]
+    results = [read_results(job.out) for job in jobs]
     told = [name for result in results for name in result["expected"]]
     metrics = list(dict.fromkeys([*content.get("metrics", []), *told]))
     rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
@@ -267,7 +269,7 @@ def demo(out: Path) -> None:
         Job(label, (recipe,), 0, out / "flwf-2t-replay"),
     ]
     run_jobs(jobs, workers=1)
-    results: dict[str, Any] = {job.label: json.loads((job.out / "results.json").read_text()) for job in jobs}
+    results: dict[str, Any] = {job.label: read_results(job.out) for job in jobs}
     plot = compare_plot(out, results)
     columns = ("final_accuracy", "average_accuracy", "forgetting")
     print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))

@@ -402,7 +402,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         except FileNotFoundError:
             raise
-        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
+        except (RuntimeError, EOFError, OSError, KeyError, UnpicklingError) as error:
             raise ValueError(
                 f"Expected a whole checkpoint of tensors and plain values at {checkpoint_path} but could not read it "
                 f"({str(error).splitlines()[0]}). Continue from an earlier one."

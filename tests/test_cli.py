@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_fcl.cli import run
+from lightning_fcl.cli import newest_checkpoint, run
 from lightning_fcl.datasets import Arrays, load
 from lightning_fcl.main import main
 from lightning_fcl.reproduce import Job, expanded, paper_rows, recipes_folder, run_jobs
@@ -107,6 +107,38 @@ def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, capsys, change, 
     assert not (out / "results.json").exists()
 
 
+def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    method = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": -1.0}}
+    path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
+    error = error_of(capsys, ["fit", *tiny, "--config", str(path)])
+    assert "error: Expected `mu` to be at least 0 but got -1.0.\n(" in error
+
+
+def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    error = error_of(capsys, ["fit", *tiny, "--out", str(out), "--trainer.accumulate_grad_batches", "2"])
+    assert "Expected `accumulate_grad_batches=1` but got 2" in error
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("length", [3000, 0])
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, capsys, length):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    (first,) = (out / "checkpoints").glob("*.ckpt")
+    last = first.with_name("later.ckpt")
+    last.write_bytes(first.read_bytes())
+    assert newest_checkpoint(out) == last
+    last.write_bytes(last.read_bytes()[:length])
+    for command in ("fit", "test"):
+        error = error_of(capsys, [command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
+        assert f"Expected `ckpt_path` to be a whole checkpoint but {last} is cut off" in error
+    assert newest_checkpoint(out) == first
+
+
 def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_path):
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "own")}}
     for number, callbacks in enumerate([own, [own]]):
@@ -130,7 +162,10 @@ def test_reproduce_names_what_is_wrong(capsys):
         "got flwff" in error_of(capsys, ["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
+    assert "Did you mean flwf?" in error_of(capsys, ["reproduce", "flwff"])
+    assert "but got NoRow" in error_of(capsys, ["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
     assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
+    assert "`workers` to be at least 1 but got 0" in error_of(capsys, ["reproduce", "flwf", "--workers", "0"])
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"`fraction` to be above 0 and up to 1 but got {fraction}"):
             TopK(fraction)
     for make in (Quantize, lambda bits: TopK(0.1, bits)):
-        with pytest.raises(ValueError, match="`bits` to be between 2 and 16 but got 1"):
+        with pytest.raises(ValueError, match="`bits` to be a whole number between 2 and 16 but got 1"):
             make(1)
 
 

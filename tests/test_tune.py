@@ -131,7 +131,7 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
 
     monkeypatch.setattr(module, "run_job", cut_off)
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="130"):
             main(search(sampler=sampler, trials=20))
     capsys.readouterr()
     main(search(sampler=sampler, trials=20))

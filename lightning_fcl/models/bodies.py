@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
+from lightning_fcl.models.transformer import check_blocks
 
 __all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body", "vit_patches"]
 
@@ -41,6 +42,8 @@ def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]
         >>> features
         256
     """
+    if not isinstance(name, str):
+        raise ValueError(f"Expected `name` to be the name of an architecture but got {name!r}.")
     variant = name.lower().replace("-", "_")
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
@@ -73,8 +76,7 @@ def vit_body(
     """
     from timm.models.vision_transformer import VisionTransformer
 
-    if width % heads:
-        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+    check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     body = VisionTransformer(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio
@@ -98,8 +100,7 @@ def vit_patches(
     """
     from timm.models.vision_transformer import VisionTransformer
 
-    if width % heads:
-        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+    check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False}
     return VisionTransformer(
@@ -215,6 +216,8 @@ def _choose(image_size: int, small: Any, large: Any) -> Any:
 
 
 def _check_size(name: str, image_size: int, multiple: int, least: int) -> None:
+    if multiple < 1:
+        raise ValueError(f"Expected `patch_size` to be at least 1 but got {multiple}.")
     if image_size < least or image_size % multiple:
         near = max(least, -(-image_size // multiple) * multiple)
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import initialise, perceptron
+from lightning_fcl.models.transformer import check_blocks, initialise, perceptron
 from lightning_fcl.models.vit import SplitViT
 
 __all__ = ["LVT", "InterTaskAttention", "LVTBody", "offsets"]
@@ -101,7 +101,8 @@ class LVTBody(nn.Module):
         mlp_ratio: float = 4.0,
     ) -> None:
         super().__init__()
-        if image_size % patch_size or image_size < 2 * patch_size:
+        check_blocks(width, heads, depth, mlp_ratio)
+        if patch_size < 1 or image_size % patch_size or image_size < 2 * patch_size:
             raise ValueError(
                 f"Expected `image_size` to be a multiple of `patch_size`={patch_size}, at least twice, but got "
                 f"{image_size}. Resize the images, or choose other patches."
@@ -151,8 +152,7 @@ class InterTaskAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, side: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+        check_blocks(width, heads)
         self.heads = heads
         self.query = nn.Linear(width, width)
         self.value = nn.Linear(width, width)

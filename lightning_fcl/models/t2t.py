@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron
+from lightning_fcl.models.transformer import as_map, attend, check_blocks, initialise, margin, patches, perceptron
 
 __all__ = ["T2TBody", "TokenTransformer", "sinusoids", "soft_split"]
 
@@ -58,8 +58,9 @@ class T2TBody(nn.Module):
         token_width: int = 64,
     ) -> None:
         super().__init__()
-        if width % heads or width % 2:
-            raise ValueError(f"Expected `width` to be even and a multiple of `heads`={heads} but got {width}.")
+        check_blocks(width, heads, depth, mlp_ratio)
+        if width % 2:
+            raise ValueError(f"Expected `width` to be even but got {width}.")
         if not splits:
             raise ValueError("Expected `splits` to hold at least one size and stride but got none.")
         side, wide = image_size, channels

@@ -90,6 +90,24 @@ def patches(side: int, kernel: int, stride: int, image_size: int) -> int:
     return count
 
 
+def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0) -> None:
+    """Refuse sizes of which no transformer block can be made.
+
+    Raises:
+        ValueError: If one is not positive, or heads do not divide the width.
+
+    Example:
+        >>> check_blocks(width=192, heads=5)
+        Traceback (most recent call last):
+        ValueError: Expected `width` to be a multiple of `heads`=5 but got 192.
+    """
+    for name, value in (("width", width), ("heads", heads), ("depth", depth), ("mlp_ratio", mlp_ratio)):
+        if not value > 0:
+            raise ValueError(f"Expected `{name}` to be above 0 but got {value}.")
+    if width % heads:
+        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+
+
 def as_map(tokens: Tensor, side: int) -> Tensor:
     """A map (batch, width, side, side) of its tokens (batch, side * side, width), which lie row by row.
 

@@ -114,8 +114,8 @@ def test_positions_do_not_travel():
 
 
 WRONG = {
-    "heads": ({"heads": 3}, "Expected `width` to be even and a multiple of `heads`=3 but got 256."),
-    "odd": ({"width": 9, "heads": 3}, "Expected `width` to be even and a multiple of `heads`=3 but got 9."),
+    "heads": ({"heads": 3}, "Expected `width` to be a multiple of `heads`=3 but got 256."),
+    "odd": ({"width": 9, "heads": 3}, "Expected `width` to be even but got 9."),
     "size": ({"image_size": 40}, "patches of 3 x 3 every 2 but got 40, which leaves 5 x 5 positions for them. Resize"),
     "small": (
         {"image_size": 4},

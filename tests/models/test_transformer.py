@@ -1,6 +1,7 @@
 """The parts of our vision transformers, against plain computations."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches
+from lightning_fcl.models import LVT, ViT
+from lightning_fcl.models.transformer import as_map, attend, check_blocks, initialise, margin, patches
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -58,3 +60,14 @@ def test_linear_layers_are_initialised_and_no_other():
     model.apply(initialise)
     assert model[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert model[0].bias.abs().max() == 0 and model[2].bias.min() == 1
+
+
+def test_sizes_of_which_no_block_can_be_made():
+    for name, value in {"width": 0, "heads": 0, "depth": 0, "mlp_ratio": -1.0}.items():
+        options = {"width": 192, "heads": 12, "depth": 1, "mlp_ratio": 4.0, name: value}
+        for build in (check_blocks, partial(ViT, num_classes=2), partial(LVT, num_classes=2)):
+            with pytest.raises(ValueError, match=f"Expected `{name}` to be above 0 but got {value}"):
+                build(**options)
+    for model in (ViT, LVT):
+        with pytest.raises(ValueError, match="`patch_size`"):
+            model(num_classes=2, patch_size=0)
