@@ -24,6 +24,7 @@ __all__ = [
     "curves",
     "forgetting",
     "general_accuracy",
+    "learning_accuracy",
     "matrices",
     "personal_accuracy",
     "stream_accuracies",
@@ -184,6 +185,25 @@ def backward_transfer(matrix: ArrayLike) -> float:
     """
     a = _square(matrix, len(np.asarray(matrix)), lowest=2)
     return _mean(a[-1, :-1] - a.diagonal()[:-1])
+
+
+def learning_accuracy(matrix: ArrayLike) -> float:
+    """LA: accuracy on a task right after it was learnt, mean over tasks (Riemer et al. 2019, section 5).
+
+    Args:
+        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out.
+
+    Returns:
+        LA between 0 and 1; NaN if no task has been learnt.
+
+    Raises:
+        ValueError: If `matrix` is not square.
+
+    Example:
+        >>> learning_accuracy([[1.0, 0.0], [0.25, 0.5]])
+        0.75
+    """
+    return _mean(_square(matrix, len(np.asarray(matrix))).diagonal())
 
 
 def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike, tasks: Tasks) -> FloatArray:
@@ -352,8 +372,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     For each model ``A_gen``, ``final_accuracy`` (on the whole test set after the last round) and ``stream_accuracy``;
     for each client ``A_per``. For each model with T > 1 tasks ``A_T`` and ``F_T`` with the number in T's place, from
     the mean over a task's rounds (Usmanova et al. 2021); and from a task's last round, as is usual in continual
-    learning, ``average_accuracy``, ``forgetting`` and ``BWT``; and
-    ``stream_accuracy_i`` after experience i, from 0. Beside the clients' values the mean over the clients
+    learning, ``average_accuracy``, ``forgetting``, ``BWT`` and ``learning_accuracy``; and ``stream_accuracy_i`` after
+    experience i, from 0. Beside the clients' values the mean over the clients
     that have one, as ``metric/clients``. Finally ``upload_bytes/total`` and ``download_bytes/total``.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.
@@ -402,6 +422,7 @@ def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
         metrics["average_accuracy"] = average_accuracy(last, t)
         metrics["forgetting"] = forgetting(last, t)
         metrics["BWT"] = backward_transfer(last)
+        metrics["learning_accuracy"] = learning_accuracy(last)
         metrics |= {f"stream_accuracy_{i}": float(value) for i, value in enumerate(passed)}
     return metrics
 

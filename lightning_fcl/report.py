@@ -34,6 +34,7 @@ _MEANINGS = {
     "stream_accuracy": "accuracy on the test data of all experiences so far, after the last round",
     "average_accuracy": "mean of the accuracies on all tasks after the last round",
     "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
+    "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
     "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
 }
 

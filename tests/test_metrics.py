@@ -148,6 +148,7 @@ def slow_task_metrics(record, model, tasks, entries):
         f"F_{number}/{model}": mean([lost(d, False) for d in range(1, number)]),
         f"average_accuracy/{model}": mean([a(number, d, True) for d in range(1, number + 1)]),
         f"forgetting/{model}": mean([lost(d, True) for d in range(1, number)]),
+        f"learning_accuracy/{model}": mean([a(d, d, True) for d in range(1, number + 1)]),
         f"BWT/{model}": mean([transferred(d) for d in range(1, number)]),
     }
 
