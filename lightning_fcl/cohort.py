@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State, entries
@@ -177,7 +178,8 @@ class Cohort:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,)."""
         module: Any = self.module
         step = vmap(self._client_output, randomness=randomness)
-        outputs, extra = step(dict(self.params), self.rest, self.received, self.memories, self.active, x, y, weight)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+            outputs, extra = step(dict(self.params), self.rest, self.received, self.memories, self.active, x, y, weight)
         # Outside of vmap, on the samples of all clients in a row, the loss is a single call.
         samples: Tensor = module.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
         task = (samples * weight).sum(dim=1)
