@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl.callbacks import AGEM, EWC, GEM, MAS, FedProx, FLwF2T, LwF, Replay
 from lightning_fcl.callbacks.method import Method
+from lightning_fcl.swarm import Swarm
 
 METHODS = {
     "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
@@ -58,6 +59,38 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
         turns = []
         fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
         assert turns == [(when, *turn) for turn in expected for when in ("begin", "end")]
+
+
+@pytest.mark.parametrize(
+    ("users", "left", "options"),
+    [
+        ("0123", "", {"participation": 1}),
+        ("02", "", {"participation": 1}),
+        ("0123", "", {"swarm": Swarm(missing={"1": [1, 3]})}),
+        ("0123", "2", {"swarm": Swarm(leaves={"2": 1})}),
+        ("013", "2", {"swarm": Swarm(leaves={"2": 1}), "participation": 1}),
+    ],
+)
+def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_task, users, left, options):
+    class Ends(Method):
+        def conclude(self, memory, own, data, turn, generator):
+            ended.setdefault(turn.round, []).append(turn.client)
+            return memory
+
+    class Log(Callback):
+        def on_round_end(self, trainer, pl_module):
+            log = trainer.strategy.federation.log
+            done.append({*log.trained, *log.missed, *log.dropped})
+            dropped.append(set(log.dropped))
+
+    stream, ended, done, dropped = make_stream(clients=4, rounds_per_experience=2), {}, [], []
+    stream.setup("fit")
+    stream._samples[torch.from_numpy(stream.plan.train[0]["3"])] = float("nan")
+    fit(make_task(), stream, [Ends(list(users)), Log()], seed=3, **options)
+    assert dropped == [done_now & {"3"} if round < 2 else set() for round, done_now in enumerate(done)]
+    for round, done_now in enumerate(done):
+        expected = set(users) - set(left) - done_now if round % 2 else set()
+        assert sorted(ended.get(round, [])) == sorted(expected)
 
 
 def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
