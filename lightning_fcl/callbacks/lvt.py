@@ -192,6 +192,8 @@ class LVTMethod(Method):
         if not turn.last_round:
             return memory
         x, y = labelled(data)
+        if not len(y):
+            return memory
         if self.gamma:
             memory = {**memory, **self._attention(own, x, y)}
         return {**memory, **self._samples(memory, own, x, y, turn)} if self.alpha or self.beta else memory
