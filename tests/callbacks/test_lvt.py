@@ -2,6 +2,7 @@
 
 import copy
 import re
+from fnmatch import fnmatchcase
 
 import lightning.pytorch as L
 import numpy as np
@@ -260,7 +261,8 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, asse
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order):
+@pytest.mark.parametrize("head", ["model.head.*", "model.external_bias", "model.external_*"])
+def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order, head):
     class Look(LVTMethod):
         def penalty(self, memory, step):
             value = super().penalty(memory, step)
@@ -268,13 +270,13 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
             seen.append((self._live.trainer.strategy.local_epoch, learnt, dict(memory), float(value)))
             return value
 
-    seen = []
-    methods = [Look(3.0, 0.0, 0.0), FedRep(1, 2)][::order]
-    trainer = fit(make_net(), make_stream(), methods, reductions={"model.head.*": "none"})
+    seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
+    methods = [Look(3.0, 0.0, 0.0), FedRep(1, 2, head)][::order]
+    trainer = fit(make_net(), make_stream(), methods, reductions={head: "none"})
     held = [(epoch, learnt, memory, value) for epoch, learnt, memory, value in seen if memory]
     assert {epoch for epoch, *_ in held} == {0, 1, 2} and any(value > 0 for *_, value in held)
     for epoch, learnt, memory, value in held:
-        assert set(learnt) & set(KEYS) == (set(KEYS) if epoch else set())
+        assert set(learnt) & set(KEYS) == (set(KEYS) - in_head if epoch else in_head)
         moved = {name: learnt[name] - memory[f"previous.{name}"] for name in KEYS if name in learnt}
         expected = 3 * sum(float((memory[f"gradient.{name}"] * by).abs().sum()) for name, by in moved.items())
         assert value == pytest.approx(expected, rel=1e-5)
