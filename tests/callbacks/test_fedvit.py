@@ -328,6 +328,21 @@ def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
     torch.testing.assert_close(run(lambda clients: sorted(clients, reverse=True)), whole, rtol=0, atol=1e-5)
 
 
+def test_every_step_of_the_last_integration_draws_anew(fit):
+    masks, task = [], make_task(dropout=0.5)
+
+    class Look(FedViT):
+        def on_round_end(self, trainer, pl_module):
+            hook = pl_module.model.body[2].register_forward_hook(lambda layer, args, out: masks.append(out == 0))
+            super().on_round_end(trainer, pl_module)
+            hook.remove()
+
+    fit(task, make_stream(clients=1), [Look(integration_epochs=3, integrate_last=True)], reductions=OWN, max_epochs=2)
+    before, now = masks[::2], masks[1::2]
+    assert len(masks) == 6 and all(torch.equal(*pair) for pair in zip(before, now, strict=True))
+    assert not torch.equal(now[0], now[1]) and not torch.equal(now[1], now[2])
+
+
 def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
     def kept(method, epochs, **kwargs):
         store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
