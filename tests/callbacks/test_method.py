@@ -95,7 +95,7 @@ class Parts(Dataset):
         return (self.x[i], self.y[i], i) if self.kind is list else {"x": self.x[i], "y": self.y[i]}
 
 
-class Tolerant(Classifier):
+class NoStep(Classifier):
     def training_step(self, batch, batch_idx):
         raise AssertionError("a step")
 
@@ -106,11 +106,11 @@ def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, train, quiet, 
     data, message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}` but got {parts}. Return a pair"
     stream = FederatedStream.from_arrays(data, data.y, clients=2, experiences=2, batch_size=8, seed=0)
     with pytest.raises(TypeError, match=re.escape(message)):
-        fit(Tolerant(MLP([6, 5, 4]), 4), stream, [make()])
+        fit(NoStep(MLP([6, 5, 4]), 4), stream, [make()])
     if make is not APFL:  # which is for federations
         with pytest.raises(TypeError, match=re.escape(message)):
             trainer = L.Trainer(max_epochs=1, callbacks=[make()], **quiet)
-            trainer.fit(Tolerant(MLP([6, 5, 4]), 4), DataLoader(data, batch_size=8))
+            trainer.fit(NoStep(MLP([6, 5, 4]), 4), DataLoader(data, batch_size=8))
 
 
 def with_head(method):

@@ -105,11 +105,15 @@ def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, 
 @pytest.mark.parametrize("task_incremental", [True, False])
 def test_predictions_are_the_logits(fit, quiet, task_incremental):
     task, stream = make_task(task_incremental=task_incremental), make_tasks()
-    trainer = fit(task, stream, max_epochs=2)
+    stream.setup("fit")
     x, y = stream.take(stream.plan.test)
+    pairs, alone = DataLoader(TensorDataset(x, y), 7), DataLoader(x, 7)
+    with torch.no_grad():
+        expected = task(x)
+    torch.testing.assert_close(torch.cat(L.Trainer(**quiet).predict(task, alone)), expected)  # before any fit
+    trainer = fit(task, stream, max_epochs=2)
     with torch.no_grad():
         expected = task.eval()(x)
-    pairs, alone = DataLoader(TensorDataset(x, y), 7), DataLoader(x, 7)
     for predict in (
         lambda: trainer.predict(task, datamodule=stream),
         lambda: trainer.predict(task, pairs),
