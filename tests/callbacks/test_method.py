@@ -102,7 +102,7 @@ class NoStep(Classifier):
 
 @pytest.mark.parametrize(("kind", "parts"), [(list, "a list of 3"), (dict, "a dict")])
 @pytest.mark.parametrize("make", [EWC, GEM, LwF, APFL])
-def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, train, quiet, make, kind, parts):
+def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, quiet, make, kind, parts):
     data, message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}` but got {parts}. Return a pair"
     stream = FederatedStream.from_arrays(data, data.y, clients=2, experiences=2, batch_size=8, seed=0)
     with pytest.raises(TypeError, match=re.escape(message)):
