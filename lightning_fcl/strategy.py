@@ -141,7 +141,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
         self._master: str | None = None  # of the last round
-        self._stands_in: str | None = None  # the client whose model is in the module after a fit
+        self._server: State | None = None  # the server's, while a client's model is in the module after a fit
 
     @property
     def seed(self) -> int:
@@ -176,8 +176,8 @@ class FederatedStrategy(SingleDeviceStrategy):
 
         Args:
             client: The client.
-            server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
-                own.
+            server: The server's state; None: that in the module, or that `load_client` has found there. It comes back
+                itself for a client with nothing of its own.
 
         Raises:
             ValueError: If there is no such client.
@@ -186,7 +186,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         if module is None or self.stream is None or client not in self.stream.plan.clients:
             known = ", ".join(self.stream.plan.clients) if self.stream is not None else "none before a fit"
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
-        state = entries(module) if server is None else server
+        state = server if server is not None else self._server if self._server is not None else entries(module)
         kept = self.federation.store[client]
         own = own_entries(kept, module.device)
         if own:
@@ -202,9 +202,11 @@ class FederatedStrategy(SingleDeviceStrategy):
             ValueError: If there is no such client.
         """
         state = {name: value.detach().clone() for name, value in self.client_state(client).items()}
-        assert self.lightning_module is not None
-        load_entries(self.lightning_module, state)
-        self._stands_in = client
+        module = self.lightning_module
+        assert module is not None
+        if self._server is None:
+            self._server = {name: value.detach().clone() for name, value in entries(module).items()}
+        load_entries(module, state)
 
     # Lightning's side.
 
@@ -228,7 +230,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         assert module is not None
         rules = declare(entries(module), getattr(module, "reductions", {}), self.reductions)
         own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name] == "none"]
-        if own and self._stands_in is None:
+        if own and self._server is None:
             log.warning(
                 "This is the server's model, whose %s%s no client has trained: each keeps its own. "
                 "`trainer.strategy.load_client(client)` puts a client's model in its place.",
@@ -445,6 +447,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             if reductions[name] == "cat" and name in state:
                 tensor.data = state[name].to(tensor.device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
+        self._server = None
 
     # The round, step by step.
 
@@ -470,7 +473,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Take the module's state as the server's."""
         assert self.lightning_module is not None
         self.federation.begin(self.lightning_module, self.reductions)
-        self._stands_in = None
+        self._server = None
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:

@@ -8,8 +8,6 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import (
     AGEM,
-    APFL,
-    BCN,
     EWC,
     GEM,
     MAS,
@@ -17,7 +15,6 @@ from lightning_fcl.callbacks import (
     FedProx,
     FLwF,
     FLwF2T,
-    LVTMethod,
     LwF,
     MeanOutputLoss,
     Replay,
@@ -40,7 +37,6 @@ METHODS = {
     "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
     "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
     "FedProx": lambda: [FedProx(0.5)],
-    "APFL": lambda: [APFL(0.3, 0.2)],
     "EWC": lambda: [EWC(5.0)],
     "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
     "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],
@@ -49,10 +45,6 @@ METHODS = {
     ],
     "MeanOutputLoss, beside remembered samples": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
     "Replay": lambda: [Replay(9, "class-balanced", "round")],
-    "GEM": lambda: [GEM(0.2)],
-    "A-GEM, beside others": lambda: [Replay(9, "class-balanced", "round"), AGEM(6), FedProx(0.5)],
-    "BCN": lambda: [BCN(0.2, batch_size=6)],
-    "LVT's, of a model without keys": lambda: [LVTMethod(gamma=0.0, rho=0.3)],
     "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
 }
 
@@ -68,7 +60,9 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
     for size in sizes:
         task, metrics = make_task(OPTIMIZERS[optimizer]), ContinualMetrics()
         callbacks = [*METHODS[methods or "none"](), metrics]
-        fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **{"local_epochs": 2, **options})
+        options = {"local_epochs": 2, **options}
+        trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
+        assert (trainer.strategy.cohort_clients > 1) == (size != 1)
         results.append((task.state_dict(), metrics.record))
     return results
 

@@ -1,12 +1,13 @@
 """Compressed uploads: what is sent and kept adds up, bytes are exact, and cohorts and resumed fits give the same."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import FederatedStrategy
@@ -292,6 +293,58 @@ def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_t
     assert equal(*states)
 
 
+def test_statistics_travel_whole(fit, make_stream, make_task):
+    class Watch(Callback):
+        def __init__(self):
+            self.sent, self.rounds = [], 0
+
+        def on_client_end(self, trainer, pl_module, turn):
+            self.sent.append((turn.samples, {n: v.clone() for n, v in pl_module.named_buffers() if v.dim()}))
+
+        def on_round_end(self, trainer, pl_module):
+            total = sum(n for n, _ in self.sent)
+            for name in self.sent[0][1]:
+                mean = sum(n * sent[name].double() for n, sent in self.sent) / total
+                torch.testing.assert_close(pl_module.get_buffer(name), mean.float(), rtol=0, atol=1e-6)
+            assert bool((pl_module.model[1].running_var >= 0).all())
+            assert torch.isfinite(pl_module.eval()(x)).all()
+            pl_module.train()
+            self.sent, self.rounds = [], self.rounds + 1
+
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    stream, watch = make_stream(rounds_per_experience=15, partition="dirichlet", drop_last=True), Watch()
+    stream.setup("fit")
+    x = stream.take(stream.plan.test)[0]
+    trainer = fit(make_task(model=net), stream, [watch], compression=TopK(0.1), local_epochs=2)
+    assert watch.rounds == 30
+    left = trainer.strategy.federation.store["0"]["residual"]
+    assert "model.0.weight" in left and not any("running" in name for name in left)
+
+
+class Scaled(nn.Module):
+    """A layer that stays, and a number that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("code", [Quantize(8), TopK(0.1, bits=4)])
+def test_a_single_number_is_its_own_scale(fit, make_stream, make_task, code):
+    tasks = []
+    for one in (None, code):
+        torch.manual_seed(1)
+        tasks.append(make_task(model=Scaled()))
+        fit(tasks[-1], make_stream(), compression=one, trainer_args={"precision": "64-true"}, cohort_size=1)
+    scales = [task.model.scale.detach() for task in tasks]
+    assert code.saves(scales[0]) and abs(float(scales[0]) - 0.5) > 0.01
+    assert float(scales[1]) == pytest.approx(float(scales[0]), rel=1e-12)
+
+
 def test_swarms(fit, make_stream, make_task):
     server, swarm = (
         run(fit, make_stream, make_task, TopK(0.2), swarm=swarm) for swarm in (None, Swarm(leaves={"3": 3}))
@@ -309,6 +362,11 @@ def test_refusals():
     for make in (Quantize, lambda bits: TopK(0.1, bits)):
         with pytest.raises(ValueError, match="`bits` to be a whole number between 2 and 16 but got 1"):
             make(1)
+    for what in ("topk", TopK):
+        with pytest.raises(
+            TypeError, match=f"to be a `Compression`, such as `TopK\\(0.1\\)`, or None but got {re.escape(repr(what))}"
+        ):
+            FederatedStrategy(compression=what)
 
 
 def test_a_recipe_names_it(tmp_path):

@@ -1,4 +1,5 @@
 import copy
+from collections import OrderedDict
 
 import lightning.pytorch as L
 import numpy as np
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy
-from lightning_fcl.callbacks import FedProx, FLwF2T, Replay
+from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Replay
 from lightning_fcl.clients import seed_of
 from lightning_fcl.models import MLP
 from lightning_fcl.rounds import participants, plan_batches
@@ -203,6 +204,90 @@ def test_an_entry_without_reduction_stays_with_its_client(fit, make_stream, make
     assert not torch.equal(heads["0"], heads["1"])
     for client, weight in heads.items():
         assert torch.equal(trainer.strategy.federation.store[client]["model"]["model.3.weight"], weight)
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task, cohort_size):
+    task, stream, servers = make_task(), make_stream(rounds_per_experience=2), []
+    start = copy.deepcopy(task)
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            servers.append(snapshot(pl_module))
+
+    trainer = fit(task, stream, [Watch()], reductions={"*": "none"}, cohort_size=cohort_size, seed=0)
+    assert len(servers) == 4 and all(equal(server, start.state_dict()) for server in servers)
+    for client in stream.plan.clients:
+        alone = copy.deepcopy(start)
+        for round in range(4):
+            local_training(alone, stream, client, round, 1)
+        kept = trainer.strategy.federation.store[client]["model"]
+        assert kept.keys() == alone.state_dict().keys()
+        assert close(kept, alone.state_dict(), 0 if cohort_size == 1 else 1e-5)
+        assert not close(kept, start.state_dict(), 1e-2)
+
+
+def with_head():
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(body=nn.Linear(6, 5), activation=nn.Tanh(), head=nn.Linear(5, 4)))
+
+
+@pytest.mark.parametrize(
+    ("methods", "rules"),
+    [
+        (lambda: [], {"model.head.*": "none"}),
+        (lambda: [APFL(0.7)], {}),
+        (lambda: [FedViT(integrate_last=True)], {"model.head.*": "none"}),
+    ],
+)
+def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, make_task, caplog, methods, rules):
+    task, metrics = make_task(model=with_head()), ContinualMetrics(when="aggregated")
+    stream = make_stream(clients=4, rounds_per_experience=2, partition="dirichlet")
+    trainer = fit(task, stream, [*methods(), metrics], reductions=rules, participation=3, seed=1)
+    correct, server = metrics.record["rounds"][-1]["correct"], snapshot(task)
+
+    def accuracy():
+        return trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"]
+
+    assert accuracy() == pytest.approx(sum(correct["server"]) / len(stream.plan.test))
+    assert ("This is the server's model" in caplog.text) == bool(rules)
+    caplog.clear()
+    loaded = []
+    for client in "01230":  # one after the other, as from the server's each time
+        expected = snapshot(task) if loaded else server
+        state = trainer.strategy.client_state(client)
+        assert equal(task.state_dict(), expected)
+        trainer.strategy.load_client(client)
+        loaded.append(snapshot(task))
+        assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state(client, server))
+        assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
+    assert equal(loaded[0], loaded[4]) and not equal(loaded[0], loaded[1])
+    assert "This is the server's model" not in caplog.text
+    assert len({tuple(correct[client]) for client in "0123"}) > 2
+
+
+def test_a_checkpoint_takes_a_loaded_client_s_place(fit, make_stream, make_task, tmp_path, caplog):
+    task, stream = make_task(), make_stream()
+    trainer = fit(task, stream, reductions={"model.3.*": "none"})
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.strategy.load_client("1")
+    trainer.test(task, datamodule=stream, verbose=False)
+    assert "This is the server's model" not in caplog.text
+    trainer.test(task, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert "This is the server's model" in caplog.text
+
+
+def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
+    for ask in (FederatedStrategy().client_state, FederatedStrategy().load_client):
+        with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
+            ask("0")
+    task = make_task()
+    trainer = fit(task, make_stream())
+    before = snapshot(task)
+    for ask in (trainer.strategy.client_state, trainer.strategy.load_client):
+        with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
+            ask("seven")
+    assert equal(task.state_dict(), before)
 
 
 def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):

@@ -306,6 +306,25 @@ def test_labels_are_needed():
         FederatedStream.from_arrays(arrays()[0])
 
 
+@pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])
+def test_labels_are_whole_numbers(of):
+    message = "Expected `y` to be whole numbers, the classes from 0 on, but got 0.5. Number them."
+    x = arrays(samples=8)[0]
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(x, of([0.0, 1.0, 0.5, 1.0] * 2))
+    assert prepared(x, of([0.0, 1.0] * 4), clients=1, test=0.25).y.tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize("scenario", ["fedvit", "flwf", "odfcl"])
+def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
+    message = (
+        f'Expected no `client` for scenario="{scenario}", which deals the samples to clients itself, but got owners. '
+        'Leave them out, or use scenario="class-incremental".'
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(*arrays()[:2], np.arange(len(arrays()[1])) % 3, scenario=scenario)
+
+
 def fit_plainly(task, stream, max_epochs):
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", enable_model_summary=False, max_epochs=max_epochs, **options)

@@ -241,8 +241,8 @@ class FedViT(FedRep):
         generator = torch.Generator().manual_seed(seed_of(seed, turn.client, turn.round, "integration"))
         plan = plan_batches(len(y), stream.batch_size, self.integration_epochs, stream.shuffle, generator)
         with isolate_rng():
-            start_randomness(seed, turn.client, turn.round, "integration")
-            for rows in plan:
+            for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
+                start_randomness(seed, turn.client, turn.round, "integration", number)
                 of = gradient_of(module, params)
                 gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
                 optimizer.zero_grad(set_to_none=True)

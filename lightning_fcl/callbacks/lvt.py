@@ -192,6 +192,8 @@ class LVTMethod(Method):
         if not turn.last_round:
             return memory
         x, y = labelled(data)
+        if not len(y):
+            return memory
         if self.gamma:
             memory = {**memory, **self._attention(own, x, y)}
         return {**memory, **self._samples(memory, own, x, y, turn)} if self.alpha or self.beta else memory
@@ -202,7 +204,8 @@ class LVTMethod(Method):
 
     def _attention(self, own: State, x: Tensor, y: Tensor) -> Memory:
         module = self._live
-        names = self._learnt(module)
+        # Not of what learns now: another method may have frozen a part.
+        names = [name for name, _ in module.named_parameters() if fnmatchcase(name, self.keys)]
         gradient = mean_over_samples(
             module, lambda output, y: module.sample_loss(output, y).sum(), torch.abs, own, x, y, names
         )

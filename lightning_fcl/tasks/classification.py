@@ -147,8 +147,9 @@ class Classifier(L.LightningModule):
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
         output = self.labelled(x, y)
+        loss = self.sample_loss(output, y).mean()  # says so where outputs are not as many as classes
         metric(self.among(output, y), y)
-        self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))
+        self.log(f"{stage}/loss", loss, batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
 
     def configure_optimizers(self) -> Optimizer:

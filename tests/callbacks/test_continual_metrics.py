@@ -15,6 +15,7 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
 from lightning_fcl.callbacks.method import Method
 from lightning_fcl.metrics import summarize
+from lightning_fcl.swarm import Swarm
 
 
 def counts(task, stream, groups):
@@ -266,6 +267,16 @@ class Doubles(Method):
 
     def finish(self, memory, own, data, turn, generator):
         return {"there": torch.ones(1)} if turn.client == "1" else memory
+
+
+def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated"), make_task()
+    by_hand = ByHand(stream)
+    fit(task, stream, [metrics, by_hand], swarm=Swarm(missing={"1": [2, 3]}), cohort_size=1)
+    correct = metrics.record["rounds"][-1]["correct"]
+    assert correct["1"] == by_hand.rounds[-1]["1"] != correct["server"]
+    assert correct["0"] == correct["2"] == correct["server"] == by_hand.rounds[-1]["server"]
+    assert correct["0"] != by_hand.rounds[-1]["0"]
 
 
 def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_with(fit, make_stream, make_task):

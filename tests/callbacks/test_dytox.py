@@ -13,10 +13,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, DyToxTraining, FedRep, Method
+from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep, Method
 from lightning_fcl.callbacks.gem import balanced, past_tasks
+from lightning_fcl.callbacks.method import section
 from lightning_fcl.clients import Turn
 from lightning_fcl.models import MLP, DyTox
+
+from .test_importance import by_loop
 
 TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2}
 
@@ -369,6 +372,46 @@ def test_clients_without_it_train_all(fit):
     for turn, _, _, changed in watch.steps:
         tokens = {name for name in changed if name.startswith("tokens")}
         assert len(tokens) == (1 if turn.client == "0" else 3)  # weight decay moves the others
+
+
+def test_who_does_not_use_it_ends_no_task(fit):
+    stream, method = incremental(clients=3, experiences=1), DyToxTraining(0.3, clients="unbalanced")
+    trainer = fit(make_task(tasks=1), stream, [method], participation=1)
+    federation = trainer.strategy.federation
+    (drawn,) = federation.log.trained
+    assert all(stream.turn(client, 0).balanced for client in stream.plan.clients)
+    assert not any(federation.store[client]["DyToxTraining"] for client in {"0", "1", "2"} - {drawn})
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
+def test_precision(fit, assert_same, precision, tolerance):
+    tasks = []
+    for one in ("32-true", precision):
+        tasks.append(make_task(sgd, task_incremental=True))
+        options = {"participation": 2, "seed": 1, "trainer_args": {"precision": one}}
+        trainer = fit(tasks[-1], fedvit(), [DyToxTraining(0.3)], **options)
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
+    assert {p.dtype for p in tasks[1].parameters()} == {dtype}
+    assert_same(tasks[0], tasks[1].float(), tolerance)
+    store = trainer.strategy.federation.store
+    assert all(store[client]["DyToxTraining"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
+
+
+def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
+    stream, task, checked = incremental(rounds_per_experience=2), make_task(sgd), []
+
+    class Check(Callback):
+        def on_client_end(self, trainer, module, turn):
+            if turn.last_round:
+                own = make_task(sgd)
+                own.load_state_dict(module.state_dict())
+                expected = by_loop(own, "EWC", *stream.take(stream.plan.train[turn.round][turn.client]))
+                found = section(trainer.strategy.federation.store[turn.client]["EWC"], "importance")
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+                checked.append({name.split(".")[1] for name, value in found.items() if value.any()})
+
+    fit(task, stream, [EWC(0.1, decay=0.0), DyToxTraining(0.3), Check()], seed=0)
+    assert len(checked) == 6 and all({"body", "decoder", "tokens", "heads"} <= parts for parts in checked)
 
 
 # What it refuses.

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import Classifier
-from lightning_fcl.callbacks import FedRep
+from lightning_fcl.callbacks import FedRep, FedViT
 
 OWN = {"model.head.*": "none"}
 
@@ -54,22 +54,46 @@ def test_what_is_not_trained_is_frozen_to_the_bit(fit, make_stream, optimizer):
     assert all(p.requires_grad for p in task.parameters())
 
 
-def test_equals_a_loop_by_hand(fit, make_stream):
+def tied(net):
+    net.body.append(nn.Linear(5, 5)).append(nn.Linear(5, 5))
+    net.body[4].weight = net.body[3].weight
+
+
+def without_parameters(net):
+    net.body[1] = nn.BatchNorm1d(5, affine=False)
+
+
+def frozen(net):
+    net.body[1].eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [lambda net: None, tied, without_parameters, frozen])
+def test_equals_a_loop_by_hand(fit, make_stream, change):
     stream, task = make_stream(clients=1, experiences=1, shuffle=False, batch_size=200), make_task(torch.optim.SGD)
-    net = copy.deepcopy(task.model)
+    change(task.model)
+    net, learn = copy.deepcopy(task.model), [p.requires_grad for p in task.parameters()]
+    modes = [layer.training for layer in net.modules()]
     fit(task, stream, [FedRep(1, 2)], max_epochs=1, reductions=OWN)
     (x, y), optimizer = stream.take(stream.plan.train[0]["0"]), torch.optim.SGD(net.parameters(), lr=0.05)
     for epoch in range(3):
-        net.train()
+        for layer, mode in zip(net.modules(), modes, strict=True):
+            layer.training = mode
         if epoch < 1:
             net.body.eval()
-        net.body.requires_grad_(epoch >= 1)
-        net.head.requires_grad_(epoch < 1)
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
+        for p in (net.body if epoch < 1 else net.head).parameters():
+            p.grad = None
         optimizer.step()
+    start = make_task().model
+    change(start)
     for name, value in net.body.state_dict().items():
         torch.testing.assert_close(task.state_dict()[f"model.body.{name}"], value)
+        if name != "0.bias":  # batch normalisation takes it away again
+            still = change is frozen and name.startswith("1.")
+            assert torch.equal(value, start.body.state_dict()[name]) == still
+    assert [layer.training for layer in task.model.modules()] == modes
+    assert [p.requires_grad for p in task.parameters()] == learn
 
 
 def test_bodies_are_shared_and_heads_are_not(fit, make_stream):
@@ -93,6 +117,19 @@ def test_a_client_without_it_trains_the_whole(fit, make_stream):
         assert changed == (staged if client == "0" else {"head", "body"})
 
 
+def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
+    task = make_task()
+    task.model.body[0].bias.requires_grad_(False)
+    task.model.head.bias.requires_grad_(False)
+    learn = [p.requires_grad for p in task.parameters()]
+    for method in (FedRep(), FedRep(head="model.tail.*"), FedViT()):
+        with pytest.raises(ValueError, match="for `Fed"):
+            L.Trainer(max_epochs=1, callbacks=[method], **quiet).fit(task, datamodule=make_stream(clients=1))
+        with pytest.raises(ValueError, match="Expected"):
+            fit(task, make_stream(), [method])
+        assert [p.requires_grad for p in task.parameters()] == learn
+
+
 def test_refusals(fit, make_stream, quiet):
     with pytest.raises(ValueError, match="`head_epochs` and `body_epochs` to be at least 1 but got 0 and 4"):
         FedRep(head_epochs=0)
@@ -104,3 +141,5 @@ def test_refusals(fit, make_stream, quiet):
         L.Trainer(max_epochs=1, callbacks=[FedRep()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
     with pytest.raises(ValueError, match="`FedRep` trains one client at a time"):
         fit(make_task(), make_stream(), [FedRep()], reductions=OWN, cohort_size=2)
+    with pytest.raises(ValueError, match="trains head and body in stages but got FedViT and FedRep"):
+        fit(make_task(), make_stream(), [FedViT(), FedRep()], reductions=OWN)

@@ -17,6 +17,7 @@ from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedViT
 from lightning_fcl.callbacks import fedvit as module
 from lightning_fcl.callbacks.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.projection import agem
+from lightning_fcl.swarm import Swarm
 
 OWN = {"model.head.*": "none"}
 
@@ -31,9 +32,12 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-def make_task(optimizer=torch.optim.SGD, lr=0.2):
+def make_task(optimizer=torch.optim.SGD, lr=0.2, dropout=0.0):
     torch.manual_seed(0)
-    return Classifier(Net(), 8, lambda params: optimizer(params, lr=lr), task_incremental=True)
+    net = Net()
+    if dropout:
+        net.body.append(nn.Dropout(dropout))
+    return Classifier(net, 8, lambda params: optimizer(params, lr=lr), task_incremental=True)
 
 
 def make_stream(clients=2, tasks=2, rounds=2, seed=0, classes=(2, 2), **kwargs):
@@ -129,11 +133,12 @@ def test_equals_a_loop_by_hand(fit):
         torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
 
 
-def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit):
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip):
     stream, task = make_stream(clients=3, rounds=3), make_task()
     method, metrics = FedViT(0.2, integration_epochs=2, integrate_last=True), ContinualMetrics(when="aggregated")
     local = LastBodies()
-    options = {"reductions": OWN, "participation": 2, "max_epochs": 6}
+    options = {"reductions": OWN, "participation": 2, "max_epochs": 6, "trainer_args": {"gradient_clip_val": clip}}
     trainer = fit(task, stream, [method, metrics, local], **options)
     plain, seen = make_task(), []
     fit(plain, stream, [FedViT(0.2, integration_epochs=2)], **options)
@@ -151,7 +156,8 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit):
         for _ in range(2):
             g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
             seen.append(bool(g_a @ g_b < 0))
-            step(parts(net)[0], agem(g_b, g_a))
+            gradient = agem(g_b, g_a)
+            step(parts(net)[0], gradient if clip is None else gradient * min(1.0, clip / float(gradient.norm() + 1e-6)))
         for name, value in net.body.state_dict().items():
             torch.testing.assert_close(last[f"last.model.body.{name}"], value)
         tested, labels = stream.take(stream.plan.test)
@@ -300,11 +306,73 @@ def test_resumed_is_uninterrupted(fit, tmp_path, store):
     torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("integrate_last", [True, False])
+def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
+    """A client chooses anew, whoever has trained before it: another order, and a fit that was cut, give the same."""
+
+    def run(order=sorted, epochs=8, **kwargs):
+        task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(tasks=4)
+        stream.setup("fit")
+        for current in (*stream.plan.train, stream.plan.experiences):
+            for client in order(current):
+                current[client] = current.pop(client)
+        method = FedViT(k=1, select_every=3, integration_epochs=2, integrate_last=integrate_last)
+        options = {"reductions": OWN, "max_epochs": epochs, "participation": 1.0, **kwargs}
+        trainer = fit(task, stream, [method, *options.pop("more", [])], **options)
+        store = trainer.strategy.federation.store
+        return task.state_dict(), {client: store[client] for client in sorted(store)}
+
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = run(more=[keep], trainer_args={"enable_checkpointing": True})
+    torch.testing.assert_close(run(ckpt_path=tmp_path / "epoch=6.ckpt"), whole, rtol=0, atol=0)
+    torch.testing.assert_close(run(lambda clients: sorted(clients, reverse=True)), whole, rtol=0, atol=1e-5)
+
+
+def test_every_step_of_the_last_integration_draws_anew(fit):
+    masks, task = [], make_task(dropout=0.5)
+
+    class Look(FedViT):
+        def on_round_end(self, trainer, pl_module):
+            hook = pl_module.model.body[2].register_forward_hook(lambda layer, args, out: masks.append(out == 0))
+            super().on_round_end(trainer, pl_module)
+            hook.remove()
+
+    fit(task, make_stream(clients=1), [Look(integration_epochs=3, integrate_last=True)], reductions=OWN, max_epochs=2)
+    before, now = masks[::2], masks[1::2]
+    assert len(masks) == 6 and all(torch.equal(*pair) for pair in zip(before, now, strict=True))
+    assert not torch.equal(now[0], now[1]) and not torch.equal(now[1], now[2])
+
+
+def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
+    def kept(method, epochs, **kwargs):
+        store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
+        return store.strategy.federation.store
+
+    assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model"}
+    before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves={"1": 4})) for epochs in (4, 6))
+    assert "at" in before["1"]["FedViT"]  # it has left in the midst of its task
+    torch.testing.assert_close(after["1"], before["1"], rtol=0, atol=0)
+
+
 def test_only_the_body_travels(fit):
     task = make_task()
     trainer = fit(task, make_stream(), [FedViT()], reductions=OWN)
     body = sum(p.nbytes for p in task.model.body.parameters())
     assert set(trainer.strategy.federation.log.upload_bytes.values()) == {body}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
+def test_precision(fit, precision, tolerance):
+    tasks = []
+    for one in ("32-true", precision):
+        tasks.append(make_task())
+        options = {"reductions": OWN, "participation": 2, "trainer_args": {"precision": one}}
+        trainer = fit(tasks[-1], make_stream(clients=3), [FedViT(0.2, integrate_last=True)], **options)
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
+    assert {p.dtype for p in tasks[1].parameters()} == {dtype}
+    torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
+    memory = trainer.strategy.federation.store["0"]["FedViT"]
+    assert memory["last.model.body.0.weight"].dtype == dtype
 
 
 def test_refusals(fit, quiet):

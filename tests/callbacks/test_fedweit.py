@@ -16,6 +16,7 @@ from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
 from lightning_fcl.callbacks.fedweit import drift, kept_units, pack, unpack
 from lightning_fcl.callbacks.method import evaluating
 from lightning_fcl.models import Decomposed, ViT
+from lightning_fcl.swarm import Swarm
 
 OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
 
@@ -284,6 +285,23 @@ def test_clients_that_are_not_drawn(fit):
     for client, kept in watch.rounds[-1].clients.items():
         begun = sum(1 for name, v in kept["model"].items() if name.endswith("adaptive") and v.numel())
         assert begun == sum(any(client in d for d in drawn[start : start + 3]) for start in (0, 3, 6))
+
+
+def test_who_is_out_of_reach_publishes_when_it_is_back(fit):
+    method = FedWEIT()
+    watch = Watch(method)
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missing={"1": [1]}))
+    assert watch.rounds[1].log.missed == ["1"] and set(watch.rounds[1].log.upload_bytes) == {"0", "2"}
+    assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "2"}, {"0", "2"}, {"0", "1", "2"}]
+
+
+def test_who_has_left_publishes_nothing(fit):
+    method = FedWEIT()
+    watch = Watch(method)
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(leaves={"1": 3}))
+    assert [set(now.log.upload_bytes) for now in watch.rounds[2:]] == [{"0", "1", "2"}, *[{"0", "2"}] * 3]
+    torch.testing.assert_close(watch.rounds[4].known["1"], watch.rounds[2].known["1"], rtol=0, atol=0)
+    assert len(watch.rounds[4].known["0"]["values"]) != len(watch.rounds[2].known["0"]["values"])
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
-from lightning_fcl.callbacks.gem import past_tasks, remember_task, stratified
+from lightning_fcl.callbacks.gem import labelled, past_tasks, remember_task, stratified
 from lightning_fcl.callbacks.method import Method
 from lightning_fcl.clients import Turn
 from lightning_fcl.projection import project
@@ -124,6 +124,16 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
 def test_number_and_share():
     for size, kept in ((1, 1), (1.0, 20), (0.25, 5), (0.001, 1), (7, 7), (100, 20)):
         assert len(remember_task({}, data([0] * 20), Turn("a", 0), size, generator())["y"]) == kept
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
+    x, y = torch.randn(9, 2, 3), torch.arange(9)
+    assert all(left is right for left, right in zip(labelled([x, y]), (x, y), strict=True)) and not caplog.records
+    x[4, 1, 2] = x[7, 0, 0] = number
+    memory = remember_task({}, [x, y], Turn("a", 0), 1.0, generator())
+    assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
+    assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
 
 
 def test_an_empty_memory_constrains_nothing():

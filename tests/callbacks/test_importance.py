@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fcl.callbacks import EWC, MAS, Replay
+from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.callbacks import importance as module_under_test
 from lightning_fcl.callbacks.importance import fisher_information, output_sensitivity, quadratic_penalty
 from lightning_fcl.callbacks.method import Step, section
@@ -195,6 +195,24 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
         x, y = stream.take(stream.plan.train[1][client])
         assert_close(section(memory, "importance"), by_loop(own, kind, x, y))
         assert_close(section(memory, "center"), {n: p.detach() for n, p in own.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
+    stream, trained = make_stream(rounds_per_experience=2), {}
+
+    class Keep(L.Callback):
+        def on_client_end(self, trainer, pl_module, turn):
+            trained[turn.client] = make_task()
+            trained[turn.client].load_state_dict(pl_module.state_dict())
+
+    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), Keep()]
+    trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "none"})
+    assert len(trained) == 3
+    for client, own in trained.items():
+        found = section(trainer.strategy.federation.store[client][kind], "importance")
+        assert_close(found, by_loop(own, kind, *stream.take(stream.plan.train[3][client])))
+        assert all(value.any() for value in found.values())
 
 
 def test_remembered_samples_do_not_count(make_task, samples, train):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from fnmatch import fnmatchcase
 
 import lightning.pytorch as L
 import numpy as np
@@ -12,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import FedProx, LVTMethod
+from lightning_fcl.callbacks import FedProx, FedRep, LVTMethod
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.lvt import attention_loss, distilled
 from lightning_fcl.clients import Turn
@@ -257,6 +258,29 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, asse
         )  # all that are remembered go into each step
         tasks.append(task)
     assert_same(*tasks, 1e-5)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("head", ["model.head.*", "model.external_bias", "model.external_*"])
+def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order, head):
+    class Look(LVTMethod):
+        def penalty(self, memory, step):
+            value = super().penalty(memory, step)
+            learnt = {name: p.detach().clone() for name, p in step.params.items()}
+            seen.append((self._live.trainer.strategy.local_epoch, learnt, dict(memory), float(value)))
+            return value
+
+    seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
+    methods = [Look(3.0, 0.0, 0.0), FedRep(1, 2, head)][::order]
+    trainer = fit(make_net(), make_stream(), methods, reductions={head: "none"})
+    held = [(epoch, learnt, memory, value) for epoch, learnt, memory, value in seen if memory]
+    assert {epoch for epoch, *_ in held} == {0, 1, 2} and any(value > 0 for *_, value in held)
+    for epoch, learnt, memory, value in held:
+        assert set(learnt) & set(KEYS) == (set(KEYS) - in_head if epoch else in_head)
+        moved = {name: learnt[name] - memory[f"previous.{name}"] for name in KEYS if name in learnt}
+        expected = 3 * sum(float((memory[f"gradient.{name}"] * by).abs().sum()) for name, by in moved.items())
+        assert value == pytest.approx(expected, rel=1e-5)
+    assert all(f"gradient.{name}" in trainer.strategy.federation.store["0"]["Look"] for name in KEYS)
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])

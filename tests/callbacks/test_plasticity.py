@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
 from lightning_fcl.clients import seed_of
+from lightning_fcl.compression import TopK
 from lightning_fcl.rounds import participants, plan_batches
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
@@ -404,6 +405,18 @@ def test_gains_that_are_driven_down_warn_once_and_stay(
         r"\(0\.2\) or raise `sigma` \(0\.02\)\.$",
         warned[0],
     )
+
+
+def test_what_compression_leaves_over_drives_no_gain_too_low(fit, make_series_stream, make_reservoir_task):
+    lowest = []
+
+    class Lowest(Callback):
+        def on_round_end(self, trainer, pl_module):
+            lowest.append(float(pl_module.reservoir.gain.min()))
+
+    method = IntrinsicPlasticity(sigma=0.02, eta=0.2, min_gain=0.4)
+    fit(make_reservoir_task(), make_series_stream(rounds_per_experience=8), [method, Lowest()], compression=TopK(0.1))
+    assert len(lowest) == 8 and lowest[0] > 0.4 == min(lowest)
 
 
 def test_values_that_diverge_are_refused_and_the_server_keeps_its_own(fit, make_series_stream, make_reservoir_task):

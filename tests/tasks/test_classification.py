@@ -1,9 +1,14 @@
 """Classifiers that are told a sample's task: logits of its block alone, as if the others were not there."""
 
+import re
+
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
@@ -77,3 +82,51 @@ def test_it_is_measured_within_the_task(fit):
 def test_a_stream_without_tasks_is_refused(fit, make_stream):
     with pytest.raises(ValueError, match=r'as `scenario="fedvit"` does, for `task_incremental=True`'):
         fit(Classifier(MLP([6, 5, 4]), 4, task_incremental=True), make_stream())
+
+
+@pytest.mark.parametrize("task_incremental", [True, False])
+def test_a_stream_with_more_classes_is_refused(fit, task_incremental):
+    task = Classifier(MLP([5, 7, 4]), 4, task_incremental=task_incremental)
+    message = "Expected the task's `num_classes` to be at least the stream's 6 classes but got 4: some have no output."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(task, make_tasks())
+
+
+@pytest.mark.parametrize("outputs", [6, 18])
+def test_a_network_with_other_outputs_than_classes_is_refused(fit, make_stream, quiet, outputs):
+    task = Classifier(nn.Linear(6, outputs), num_classes=12)
+    message = f"Expected a `model` with one output for each of `num_classes`=12 but got {outputs}. Make them equal."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(task, make_stream())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        L.Trainer(**quiet).test(task, DataLoader(TensorDataset(torch.zeros(4, 6), torch.arange(4)), 2), verbose=False)
+
+
+@pytest.mark.parametrize("task_incremental", [True, False])
+def test_predictions_are_the_logits(fit, quiet, task_incremental):
+    task, stream = make_task(task_incremental=task_incremental), make_tasks()
+    stream.setup("fit")
+    x, y = stream.take(stream.plan.test)
+    pairs, alone = DataLoader(TensorDataset(x, y), 7), DataLoader(x, 7)
+    with torch.no_grad():
+        expected = task(x)
+    torch.testing.assert_close(torch.cat(L.Trainer(**quiet).predict(task, alone)), expected)  # before any fit
+    trainer = fit(task, stream, max_epochs=2)
+    with torch.no_grad():
+        expected = task.eval()(x)
+    for predict in (
+        lambda: trainer.predict(task, datamodule=stream),
+        lambda: trainer.predict(task, pairs),
+        lambda: L.Trainer(**quiet).predict(task, pairs),
+        lambda: L.Trainer(**quiet).predict(task, alone),
+    ):
+        torch.testing.assert_close(torch.cat(predict()), expected)
+
+
+def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
+    task, stream = make_task(task_incremental=True), make_tasks()
+    trainer = fit(task, stream)
+    x, y = stream.take(stream.plan.test)
+    plain = L.Trainer(**quiet).test(task, DataLoader(TensorDataset(x, y), 7), verbose=False)
+    (told,) = trainer.test(task, datamodule=stream, verbose=False)
+    assert plain[0] == pytest.approx(told)
