@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State, entries
-from lightning_fcl.callbacks.method import Method, Step, methods_of, teacher_of
+from lightning_fcl.callbacks.functional import teacher_of
+from lightning_fcl.callbacks.method import Method, Step, methods_of
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.models.ridge import solve, square
 from lightning_fcl.stream import FederatedStream

@@ -13,9 +13,6 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     Callback,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -28,6 +25,7 @@ from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_rand
 from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size, why_not_vectorized
 from lightning_fcl.compression import Compression
 from lightning_fcl.federation import ClientWeights, Federation, OptimizerFactory, own_entries
+from lightning_fcl.limits import refuse_stream, refuse_trainer
 from lightning_fcl.rounds import RoundBatches, Slot, fingerprint
 from lightning_fcl.stream import ClientLoader, FederatedStream, current_round
 from lightning_fcl.swarm import Swarm
@@ -69,7 +67,7 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
-        TypeError: If ``compression`` is none.
+        TypeError: If ``compression`` is something else.
 
     Example:
         >>> import lightning as L
@@ -198,6 +196,8 @@ class FederatedStrategy(SingleDeviceStrategy):
     def load_client(self, client: str) -> None:
         """Put the model that a client predicts with into the module, in place of the server's: after a fit.
 
+        Another fit goes on from the server's.
+
         Raises:
             ValueError: If there is no such client.
         """
@@ -221,7 +221,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         """Refuse what a federation cannot honour, then set up as any strategy."""
         super().setup(trainer)
         if trainer.state.fn == "fit":
-            self._refuse(trainer)
+            refuse_trainer(trainer, len(self.parallel_devices))
         else:
             self._warn_of_own_entries()
 
@@ -236,43 +236,6 @@ class FederatedStrategy(SingleDeviceStrategy):
                 "`trainer.strategy.load_client(client)` puts a client's model in its place.",
                 own[0],
                 " (and more)" if len(own) > 1 else "",
-            )
-
-    def _refuse(self, trainer: L.Trainer) -> None:
-        if len(self.parallel_devices) > 1 or trainer.num_nodes > 1:
-            raise ValueError(
-                f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
-                f"devices={len(self.parallel_devices)}, num_nodes={trainer.num_nodes}."
-            )
-        averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, averaging):
-                raise ValueError(
-                    f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
-                    "`batch_size`, or a `server_optimizer`."
-                )
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"Expected `accumulate_grad_batches=1` but got {trainer.accumulate_grad_batches}: gradients would be "
-                "accumulated across clients. Raise the stream's `batch_size` instead."
-            )
-        if len(self.optimizers) != 1:
-            raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(self.optimizers)}.")
-        if any(config.interval == "step" for config in self.lr_scheduler_configs):
-            raise ValueError(
-                'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all '
-                "clients would count together."
-            )
-        overfit = trainer.overfit_batches  # type: ignore[attr-defined]
-        if trainer.limit_train_batches != 1.0 or overfit:
-            raise ValueError(
-                f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {trainer.limit_train_batches} and "
-                f"{overfit}: a round would end before its last client. Use `participation`."
-            )
-        if trainer.max_steps != -1 or trainer.val_check_interval not in (1.0, None):
-            raise ValueError(
-                "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
-                "use `max_epochs` and `check_val_every_n_epoch`."
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -310,17 +273,7 @@ class FederatedStrategy(SingleDeviceStrategy):
     def _check_stream(self) -> None:
         assert self.stream is not None and self.lightning_module is not None
         trainer, plan = self.lightning_module.trainer, self.stream.plan
-        if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= plan.rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {plan.rounds} rounds but got {trainer.max_epochs}. "
-                f"Set `max_epochs={plan.rounds}`."
-            )
-        module = self.lightning_module
-        if isinstance(module, Classifier) and module.num_classes < self.stream.num_classes:
-            raise ValueError(
-                f"Expected the task's `num_classes` to be at least the stream's {self.stream.num_classes} classes but "
-                f"got {module.num_classes}: some have no output. Raise it, and the network's."
-            )
+        refuse_stream(trainer, self.stream)
         named = [c for m in methods_of(trainer) if not isinstance(m.clients, str) for c in m.clients]
         self.federation.check_clients(plan.clients, [*named, *(self.swarm.nodes if self.swarm else ())])
 
@@ -472,8 +425,10 @@ class FederatedStrategy(SingleDeviceStrategy):
     def begin_fit(self) -> None:
         """Take the module's state as the server's."""
         assert self.lightning_module is not None
+        if self._server is not None:
+            load_entries(self.lightning_module, self._server)
+            self._server = None
         self.federation.begin(self.lightning_module, self.reductions)
-        self._server = None
         self._base_optimizers = self.optimizers
 
     def _rehearsed(self, turn: Turn) -> list[Tensor]:

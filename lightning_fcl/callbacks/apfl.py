@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.method import Method, gradient_of, remember, section
+from lightning_fcl.callbacks.functional import gradient_of
+from lightning_fcl.callbacks.method import Method, remember, section
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import flatten, unflatten
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.callbacks.functional import evaluating
 from lightning_fcl.callbacks.pretrain import fit_alone
 from lightning_fcl.clients import start_randomness
 from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone

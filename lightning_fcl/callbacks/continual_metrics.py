@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_fcl.aggregation import entries, load_entries
-from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.callbacks.functional import evaluating
 from lightning_fcl.clients import Turn
 from lightning_fcl.stream import FederatedStream, current_round
 from lightning_fcl.tasks.classification import Classifier

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.callbacks.functional import evaluating
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.scenarios import IntArray
 from lightning_fcl.stream import FederatedStream

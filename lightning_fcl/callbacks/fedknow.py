@@ -14,8 +14,9 @@ from torch.func import functional_call
 from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.distillation import distillation_loss
 from lightning_fcl.callbacks.fedvit import FedViT
+from lightning_fcl.callbacks.functional import GradientOf, as_input, evaluating, teacher_of
 from lightning_fcl.callbacks.gem import labelled
-from lightning_fcl.callbacks.method import GradientOf, as_input, evaluating, remember, section, teacher_of
+from lightning_fcl.callbacks.method import remember, section
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import Kind
 

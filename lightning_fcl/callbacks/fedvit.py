@@ -14,15 +14,9 @@ from torch import Tensor
 
 from lightning_fcl.aggregation import State, entries, load_entries
 from lightning_fcl.callbacks.fedrep import FedRep
+from lightning_fcl.callbacks.functional import GradientOf, gradient_of, predictions
 from lightning_fcl.callbacks.gem import at_task, labelled, with_task
-from lightning_fcl.callbacks.method import (
-    GradientOf,
-    data_of,
-    gradient_of,
-    predictions,
-    remember,
-    section,
-)
+from lightning_fcl.callbacks.method import data_of, remember, section
 from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
 from lightning_fcl.federation import own_entries
 from lightning_fcl.projection import Kind, most_dissimilar, project, unflatten

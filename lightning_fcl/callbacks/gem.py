@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.method import GradientOf, Method
+from lightning_fcl.callbacks.functional import GradientOf
+from lightning_fcl.callbacks.method import Method
 from lightning_fcl.clients import Memory, Turn
 from lightning_fcl.projection import agem, project
 

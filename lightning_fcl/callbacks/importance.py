@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.method import Method, Step, evaluating, remember, section
+from lightning_fcl.callbacks.functional import evaluating
+from lightning_fcl.callbacks.method import Method, Step, remember, section
 from lightning_fcl.clients import Memory, Turn
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]

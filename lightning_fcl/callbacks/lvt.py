@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.fedvit import lowest_loss
+from lightning_fcl.callbacks.functional import predictions
 from lightning_fcl.callbacks.gem import labelled
 from lightning_fcl.callbacks.importance import mean_over_samples
-from lightning_fcl.callbacks.method import Method, Step, predictions, remember, section
+from lightning_fcl.callbacks.method import Method, Step, remember, section
 from lightning_fcl.clients import Memory, Turn
 
 

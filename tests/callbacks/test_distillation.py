@@ -11,7 +11,8 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.callbacks.distillation import distillation_loss
-from lightning_fcl.callbacks.method import Step, check_compatible, remember, section, teacher_of
+from lightning_fcl.callbacks.functional import teacher_of
+from lightning_fcl.callbacks.method import Step, check_compatible, remember, section
 from lightning_fcl.clients import Turn
 
 

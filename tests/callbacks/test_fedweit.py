@@ -14,7 +14,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.aggregation import entries, load_entries
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
 from lightning_fcl.callbacks.fedweit import drift, kept_units, pack, unpack
-from lightning_fcl.callbacks.method import evaluating
+from lightning_fcl.callbacks.functional import evaluating
 from lightning_fcl.models import Decomposed, ViT
 from lightning_fcl.swarm import Swarm
 
