@@ -17,10 +17,10 @@ demo: .venv/ready ## learn ten digits on ten clients, with and without forgettin
 	$(BIN)/lightning-fcl demo
 
 test: .venv/ready ## all tests but the slow ones, with coverage
-	$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
 
 test-slow: .venv/ready ## the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check .
