@@ -102,6 +102,19 @@ def declare(state: Mapping[str, Tensor], *rules: Mapping[str, str]) -> dict[str,
     return reductions
 
 
+def reductions_of(module: nn.Module, rules: Mapping[str, str] | None = None) -> dict[str, Reduction]:
+    """The reduction of every entry of a module's state: its own ``reductions`` attribute, with ``rules`` going over it.
+
+    Raises:
+        ValueError: As `declare` does.
+
+    Example:
+        >>> reductions_of(nn.Linear(1, 1), {"bias": "none"})
+        {'weight': 'mean', 'bias': 'none'}
+    """
+    return declare(entries(module), getattr(module, "reductions", {}), rules or {})
+
+
 def travels_down(reduction: Reduction) -> bool:
     """Whether a client receives the server's value of an entry at the start of a round."""
     return reduction not in ("none", "sum", "cat", "fixed")

@@ -16,9 +16,9 @@ from lightning_fcl.aggregation import (
     Reduction,
     ServerOptimizer,
     State,
-    declare,
     entries,
     neutral,
+    reductions_of,
     travels_down,
     travels_up,
     wire_bytes,
@@ -155,7 +155,7 @@ class Federation:
             rules: Pattern -> reduction, over the module's own.
         """
         state = entries(module)
-        self.reductions = declare(state, getattr(module, "reductions", {}), rules or {})
+        self.reductions = reductions_of(module, rules)
         self._set_state({name: value.detach().clone() for name, value in state.items()})
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and travels_up(self.reductions[n])]
         if self._factory is not None and self._server_optimizer is None and self._learnt:

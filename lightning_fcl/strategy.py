@@ -11,15 +11,13 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    Callback,
-)
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.aggregation import State, declare, entries, load_entries
+from lightning_fcl.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import ClientStore, Memory, Turn, seed_of, start_randomness
 from lightning_fcl.cohort import RANDOM, Cohort, ReservoirCohort, automatic_size, why_not_vectorized
@@ -228,7 +226,7 @@ class FederatedStrategy(SingleDeviceStrategy):
     def _warn_of_own_entries(self) -> None:
         module = self.lightning_module
         assert module is not None
-        rules = declare(entries(module), getattr(module, "reductions", {}), self.reductions)
+        rules = reductions_of(module, self.reductions)
         own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name] == "none"]
         if own and self._server is None:
             log.warning(
@@ -395,7 +393,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         module, state = self.lightning_module, checkpoint["state_dict"]
         known = entries(module)
-        reductions = declare(known, getattr(module, "reductions", {}), self.reductions)
+        reductions = reductions_of(module, self.reductions)
         for name, tensor in known.items():
             if reductions[name] == "cat" and name in state:
                 tensor.data = state[name].to(tensor.device, copy=True)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.callbacks.functional import gradient_of
+from lightning_fcl.callbacks.functional import gradient_of, step_along
 from lightning_fcl.callbacks.method import Method, remember, section
 from lightning_fcl.clients import Memory, Turn
-from lightning_fcl.projection import flatten, unflatten
+from lightning_fcl.projection import flatten
 
 
 class APFL(Method):
@@ -125,7 +125,8 @@ class APFL(Method):
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
-        self._step(pl_module, alpha * gradient, own)
+        assert self._optimizer is not None
+        step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, alpha * gradient)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
@@ -138,16 +139,6 @@ class APFL(Method):
         named = dict(module.named_parameters())
         self._optimizer = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
         restore_optimizer(self._optimizer, section(self.memory, "optimizer"))
-
-    def _step(self, module: L.LightningModule, gradient: Tensor, like: Mapping[str, Tensor]) -> None:
-        """Step ``v``; what ``w`` has no gradient for has none here."""
-        assert self._optimizer is not None
-        trainer = module.trainer
-        self._optimizer.zero_grad(set_to_none=True)
-        for name, piece in unflatten(gradient, like).items():
-            self._personal[name].grad = piece
-        module.configure_gradient_clipping(self._optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        self._optimizer.step()
 
     def finish(self, memory: Memory, own: State, data: Any, turn: Turn, generator: torch.Generator) -> Memory:
         """The client's ``v`` and ``alpha`` after its local training, and ``v``'s optimizer if clients keep theirs."""

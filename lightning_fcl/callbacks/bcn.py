@@ -163,7 +163,7 @@ class BCN(Episodic):
 
     def _drawn(self, tasks: Sequence[tuple[Tensor, Tensor]], step: Step) -> tuple[Tensor, Tensor]:
         """Samples of past tasks and of the batch."""
-        assert step.y is not None  # `remember_task` has refused what is no pair
+        assert step.y is not None  # as `needs_labels` has it
         pool = zip(*tasks, (step.x, step.y), strict=True)
         x, y = (torch.cat([part.to(step.y.device) for part in column]) for column in pool)
         drawn = torch.randint(len(y), (self.batch_size,)).to(y.device)

@@ -91,7 +91,6 @@ class DyToxTraining(Method):
         self.temperature = temperature
         self.divergence = divergence
         self.balanced_epochs = balanced_epochs
-        self._model: DyTox | None = None
         self._trainable: set[str] = set()
         self._local_epochs = 1
         self._fresh = self._tuning = False
@@ -137,8 +136,7 @@ class DyToxTraining(Method):
         """Distillation and divergence, and what is taken from the task's loss for the former."""
         if self._tuning or self._present is None or "old" not in memory:
             return 0.0
-        if step.y is None:
-            raise ValueError("Expected batches `[x, y]` for `DyToxTraining` but got none with labels. Return pairs.")
+        assert step.y is not None  # as `needs_labels` has it
         model, y = self._net, step.y
         classes = torch.arange(len(model.position), device=model.position.device)
         present = model.task_of(classes) == self._present
@@ -191,11 +189,7 @@ class DyToxTraining(Method):
 
     @property
     def _net(self) -> DyTox:
-        if self._model is None:
-            raise RuntimeError(
-                "Expected a Trainer to have set up `DyToxTraining` but none has. Give it to one, and fit."
-            )
-        return self._model
+        return next(module for module in self._live.modules() if isinstance(module, DyTox))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Find the model, and give it the tasks that the stream tells."""
@@ -210,13 +204,12 @@ class DyToxTraining(Method):
             )
         if any(isinstance(method, FedRep) for method in methods_of(trainer)):
             raise ValueError("Expected either `DyToxTraining` or `FedRep`, which both freeze parts, but got both.")
-        self._model = found[0]
-        self._trainable = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        self._trainable = {name for name, p in found[0].named_parameters() if p.requires_grad}
         strategy: Any = trainer.strategy
         self._local_epochs = strategy.local_epochs if self._federated else 1
         stream = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(stream, FederatedStream):
-            self._model.assign(_told(stream))
+            found[0].assign(_told(stream))
 
     def start(self, memory: Memory, server: State, active: bool = True) -> None:
         """Another client begins, or in a plain Trainer another epoch."""
@@ -268,10 +261,10 @@ class DyToxTraining(Method):
 
     def _freeze(self, task: int | None, tuning: bool) -> None:
         """Let a task's parameters and the common ones learn, or all; in tuning not the body."""
-        if self._frozen == (task, tuning) or self._model is None:
+        if self._frozen == (task, tuning):
             return
         self._frozen = (task, tuning)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._net.named_parameters():
             part, number, *_ = name.split(".")
             learns = task is None or (not tuning if part == "body" else part == "decoder" or int(number) == task)
             parameter.requires_grad_(learns and name in self._trainable)
@@ -348,7 +341,7 @@ class DyToxTraining(Method):
         self._freeze(None, False)
         if self._tap is not None:
             self._tap.remove()
-        self._tap = self._model = self._embedded = self._pool = None
+        self._tap = self._embedded = self._pool = None
 
 
 def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from torch import nn
 
-from lightning_fcl.aggregation import declare, entries
+from lightning_fcl.aggregation import reductions_of
 from lightning_fcl.callbacks.method import Method, methods_of
 from lightning_fcl.clients import Turn
 
@@ -88,7 +88,7 @@ class FedRep(Method):
                 "Remove one."
             )
         strategy: Any = trainer.strategy
-        reductions = declare(entries(pl_module), getattr(pl_module, "reductions", {}), strategy.reductions)
+        reductions = reductions_of(pl_module, strategy.reductions)
         if any(reductions[name] != "none" for name in chosen):
             raise ValueError(
                 f"Expected the head to stay with the clients but {sorted(chosen)[0]} has the reduction "

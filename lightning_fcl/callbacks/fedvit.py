@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_fcl.aggregation import State, entries, load_entries
 from lightning_fcl.callbacks.fedrep import FedRep
-from lightning_fcl.callbacks.functional import GradientOf, gradient_of, predictions
+from lightning_fcl.callbacks.functional import GradientOf, gradient_of, predictions, step_along
 from lightning_fcl.callbacks.gem import at_task, labelled, with_task
 from lightning_fcl.callbacks.method import data_of, remember, section
 from lightning_fcl.clients import Memory, Turn, seed_of, start_randomness
 from lightning_fcl.federation import own_entries
-from lightning_fcl.projection import Kind, most_dissimilar, project, unflatten
+from lightning_fcl.projection import Kind, most_dissimilar, project
 from lightning_fcl.rounds import plan_batches
 from lightning_fcl.stream import current_round
 
@@ -231,20 +231,14 @@ class FedViT(FedRep):
         load_entries(module, state)
         optimizer.state.clear()
         params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
-        x, y = labelled(data_of(trainer, turn.client, turn.round))
+        of, (x, y) = gradient_of(module, params), labelled(data_of(trainer, turn.client, turn.round))
         generator = torch.Generator().manual_seed(seed_of(seed, turn.client, turn.round, "integration"))
         plan = plan_batches(len(y), stream.batch_size, self.integration_epochs, stream.shuffle, generator)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 start_randomness(seed, turn.client, turn.round, "integration", number)
-                of = gradient_of(module, params)
                 gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
-                optimizer.zero_grad(set_to_none=True)
-                for name, value in unflatten(gradient, params).items():
-                    params[name].grad = value
-                clip, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-                module.configure_gradient_clipping(optimizer, clip, algorithm)
-                optimizer.step()
+                step_along(module, optimizer, params, gradient)
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
         return {name: entries(module)[name].detach().clone() for name in body}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.aggregation import State, declare, entries
+from lightning_fcl.aggregation import State, reductions_of
 from lightning_fcl.callbacks.method import Method, Step, methods_of
 from lightning_fcl.callbacks.replay import Replay
 from lightning_fcl.clients import Memory, Turn
@@ -238,7 +238,7 @@ class FedWEIT(Method):
         self._check_reductions(pl_module, model, trainer.strategy)
 
     def _check_reductions(self, module: L.LightningModule, model: Decomposed, strategy: Any) -> None:
-        reductions = declare(entries(module), getattr(module, "reductions", {}), strategy.reductions)
+        reductions = reductions_of(module, strategy.reductions)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}

@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim import Optimizer
 
 from lightning_fcl.aggregation import State
-from lightning_fcl.projection import flatten
+from lightning_fcl.projection import flatten, unflatten
 
 _CHUNK = 256  # samples that are predicted at once
 
@@ -108,6 +109,25 @@ def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -
         return flatten({str(i): piece for i, piece in enumerate(pieces)})
 
     return gradient
+
+
+def step_along(
+    module: L.LightningModule, optimizer: Optimizer, params: Mapping[str, nn.Parameter], gradient: Tensor
+) -> None:
+    """One step of an optimizer with a gradient in place of its parameters' own, clipped as the Trainer clips.
+
+    Args:
+        module: The module that the Trainer trains.
+        optimizer: The optimizer; those of its parameters that are not among ``params`` have no gradient.
+        params: The parameters.
+        gradient: Their gradient as one vector, in their order.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    for name, piece in unflatten(gradient, params).items():
+        params[name].grad = piece
+    trainer = module.trainer
+    module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    optimizer.step()
 
 
 def loss_of(module: L.LightningModule) -> LossOf:

@@ -31,7 +31,17 @@ def quadratic_penalty(
         tensor(10.)
     """
     terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
-    return 0.5 * torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
+    return 0.5 * summed(terms, params)
+
+
+def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+    """The sum of scalars, 0 where there are none, on the device of ``params``.
+
+    Example:
+        >>> summed([torch.tensor(2.0), torch.tensor(3.0)], {"w": torch.zeros(1)})
+        tensor(5.)
+    """
+    return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:

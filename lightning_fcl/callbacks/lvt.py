@@ -15,7 +15,7 @@ from lightning_fcl.aggregation import State
 from lightning_fcl.callbacks.fedvit import lowest_loss
 from lightning_fcl.callbacks.functional import predictions
 from lightning_fcl.callbacks.gem import labelled
-from lightning_fcl.callbacks.importance import mean_over_samples
+from lightning_fcl.callbacks.importance import mean_over_samples, summed
 from lightning_fcl.callbacks.method import Method, Step, remember, section
 from lightning_fcl.clients import Memory, Turn
 
@@ -31,7 +31,7 @@ def attention_loss(
         tensor(13.)
     """
     terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
-    return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
+    return summed(terms, params)
 
 
 def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:

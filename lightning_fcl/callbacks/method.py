@@ -262,11 +262,10 @@ class Method(Callback):
     ) -> None:
         """Before a batch: mix in remembered samples (plain Trainer), and watch what goes through the model."""
         if self.needs_labels and not is_labelled(batch):
-            parts = f"a {type(batch).__name__}"
+            length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
             raise TypeError(
-                f"Expected batches `[x, y]` for `{type(self).__name__}` but got "
-                f"{f'{parts} of {len(batch)}' if isinstance(batch, list | tuple) else parts}. Return a pair from your "
-                "dataset."
+                f"Expected batches `[x, y]` for `{type(self).__name__}` but got a {type(batch).__name__}{length}. "
+                "Return a pair from your dataset."
             )
         if not self._federated:
             if is_labelled(batch):

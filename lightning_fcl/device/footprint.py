@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.aggregation import Reduction, declare, entries, travels_down, travels_up
+from lightning_fcl.aggregation import Reduction, entries, reductions_of, travels_down, travels_up
 from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -110,7 +110,7 @@ def measure(module: nn.Module, input_shape: Sequence[int], rules: Mapping[str, s
         >>> footprint.numbers(trained=True), footprint.learning, footprint.simulated
         (3, 0, (12, 12))
     """
-    reductions = declare(entries(module), getattr(module, "reductions", {}), rules or {})
+    reductions = reductions_of(module, rules)
     trained = _trained(module, reductions)
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     sample = torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device)

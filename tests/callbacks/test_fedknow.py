@@ -128,20 +128,6 @@ def test_the_store_does_not_matter(fit, store):
     torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
-def test_precision(fit, precision, tolerance):
-    tasks = []
-    for one in ("32-true", precision):
-        tasks.append(make_task())
-        options = {"reductions": OWN, "participation": 2, "trainer_args": {"precision": one}}
-        trainer = fit(tasks[-1], make_stream(clients=3), [FedKNOW(0.2, integrate_last=True)], **options)
-    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
-    assert {p.dtype for p in tasks[1].parameters()} == {dtype}
-    torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
-    memory = trainer.strategy.federation.store["0"]["FedKNOW"]
-    assert memory["last.model.body.0.weight"].dtype == dtype
-
-
 def test_refusals(fit):
     for arguments, message in (
         ({"temperature": 0}, "`temperature` and `tune_rate` to be above 0 but got 0 and 0.0005"),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedViT
+from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedKNOW, FedViT
 from lightning_fcl.callbacks import fedvit as module
 from lightning_fcl.callbacks.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.projection import agem
@@ -361,17 +361,18 @@ def test_only_the_body_travels(fit):
     assert set(trainer.strategy.federation.log.upload_bytes.values()) == {body}
 
 
+@pytest.mark.parametrize("method", [FedViT, FedKNOW])
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
-def test_precision(fit, precision, tolerance):
+def test_precision(fit, precision, tolerance, method):
     tasks = []
     for one in ("32-true", precision):
         tasks.append(make_task())
         options = {"reductions": OWN, "participation": 2, "trainer_args": {"precision": one}}
-        trainer = fit(tasks[-1], make_stream(clients=3), [FedViT(0.2, integrate_last=True)], **options)
+        trainer = fit(tasks[-1], make_stream(clients=3), [method(0.2, integrate_last=True)], **options)
     dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
     assert {p.dtype for p in tasks[1].parameters()} == {dtype}
     torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
-    memory = trainer.strategy.federation.store["0"]["FedViT"]
+    memory = trainer.strategy.federation.store["0"][method.__name__]
     assert memory["last.model.body.0.weight"].dtype == dtype
 
 
