@@ -95,7 +95,7 @@ def make_stream(tasks):
     )
     stream.setup("fit")
     client = stream.plan.clients[0]
-    stream.blocks = [stream.turn(client, round).block for round in range(tasks)]
+    stream.blocks = [stream.client_round(client, round).block for round in range(tasks)]
     return stream
 
 
@@ -154,7 +154,7 @@ class Bytes(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         """After a task's only round: count."""
-        state = trainer.strategy.federation.store[trainer.datamodule.plan.clients[0]]
+        state = trainer.strategy.server.store[trainer.datamodule.plan.clients[0]]
         values = [value for memory in state.values() for value in memory.values()]
         self.counted.append(sum(value.numel() * value.element_size() for value in values))
 

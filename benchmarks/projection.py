@@ -18,7 +18,7 @@ import numpy as np
 import quadprog
 import torch
 
-from lightning_fcl.projection import distance, project
+from lightning_fcl.methods.projection import distance, project
 
 
 def problem(k, p):

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lightning_fcl.strategy import FederatedStrategy
-    from lightning_fcl.stream import FederatedStream
+    from lightning_fcl.data.stream import FederatedStream
+    from lightning_fcl.simulation.strategy import FederatedStrategy
     from lightning_fcl.tasks.classification import Classifier, HARClassifier
     from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
     from lightning_fcl.tasks.ridge import RidgeClassifier
 
 _HOMES = {
-    "FederatedStrategy": "lightning_fcl.strategy",
-    "FederatedStream": "lightning_fcl.stream",
+    "FederatedStrategy": "lightning_fcl.simulation.strategy",
+    "FederatedStream": "lightning_fcl.data.stream",
     "Classifier": "lightning_fcl.tasks.classification",
     "HARClassifier": "lightning_fcl.tasks.classification",
     "ReservoirClassifier": "lightning_fcl.tasks.reservoir",
@@ -45,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 # Importing the package registers the strategy "federated". Only the command waits: its `--help` must not load torch.
 if Path(sys.argv[0] if sys.argv else "").stem != "lightning-fcl":
-    import_module("lightning_fcl.strategy")
+    import_module("lightning_fcl.simulation.strategy")

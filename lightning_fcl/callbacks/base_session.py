@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fcl.callbacks.functional import evaluating
 from lightning_fcl.callbacks.pretrain import fit_alone
-from lightning_fcl.clients import start_randomness
-from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone
-from lightning_fcl.scenarios import IntArray
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
 
 _CALIBRATION = 256  # images, those of the base session first

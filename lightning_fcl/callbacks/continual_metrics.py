@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fcl.aggregation import entries, load_entries
-from lightning_fcl.callbacks.functional import evaluating
-from lightning_fcl.clients import Turn
-from lightning_fcl.stream import FederatedStream, current_round
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream, current_round
+from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.classification import Classifier
 
 Counts = list[int | None]
@@ -55,7 +55,8 @@ class ContinualMetrics(Callback):
     """After each client and each round: tests the model at hand on the stream's common test set.
 
     The server's model is tested after aggregation. The counts make up ``record``, from which
-    `lightning_fcl.metrics.summarize` computes every metric; the server's accuracy is logged as ``server/accuracy``.
+    `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
+    ``server/accuracy``.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
@@ -104,7 +105,7 @@ class ContinualMetrics(Callback):
         Raises:
             ValueError: If the Trainer is no federation's, or the stream has no such samples or clients.
         """
-        from lightning_fcl.strategy import FederatedStrategy
+        from lightning_fcl.simulation.strategy import FederatedStrategy
 
         if not isinstance(trainer.strategy, FederatedStrategy):
             raise ValueError(
@@ -147,10 +148,10 @@ class ContinualMetrics(Callback):
                 self.record["start"] = self._count(pl_module)
         self._started = time.monotonic()
 
-    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
+    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Test a client's model."""
-        if getattr(pl_module, "local_models", True) and self.when == "trained" and self._tests(turn.client):
-            self._current[turn.client] = self._count(pl_module)
+        if getattr(pl_module, "local_models", True) and self.when == "trained" and self._tests(client_round.client):
+            self._current[client_round.client] = self._count(pl_module)
 
     def _tests(self, client: str) -> bool:
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
@@ -172,12 +173,12 @@ class ContinualMetrics(Callback):
                 "round": trainer.current_epoch,
                 "experience": {**experiences, "server": max(experiences.values())},
                 "correct": correct,
-                "upload_bytes": dict(strategy.federation.log.upload_bytes),
-                "download_bytes": dict(strategy.federation.log.download_bytes),
-                "dropped": dict(strategy.federation.log.dropped),
-                "skipped": list(strategy.federation.log.skipped),
-                "missed": list(strategy.federation.log.missed),
-                "master": strategy.federation.log.master,
+                "upload_bytes": dict(strategy.server.record.upload_bytes),
+                "download_bytes": dict(strategy.server.record.download_bytes),
+                "dropped": dict(strategy.server.record.dropped),
+                "skipped": list(strategy.server.record.skipped),
+                "missed": list(strategy.server.record.missed),
+                "master": strategy.server.record.master,
                 "seconds": now - self._started,
             }
         )
@@ -191,20 +192,20 @@ class ContinualMetrics(Callback):
         """Test the models with which the clients go on whose experience ends with this round."""
         strategy: Any = trainer.strategy
         round, stream = current_round(trainer), strategy.stream
-        turns = [stream.turn(client, round) for client in filter(self._tests, stream.plan.clients)]
-        ending = [turn for turn in turns if turn.last_round]
+        client_rounds = [stream.client_round(client, round) for client in filter(self._tests, stream.plan.clients)]
+        ending = [client_round for client_round in client_rounds if client_round.last_round]
         if not ending:
             return {}
         received = {name: value.detach().clone() for name, value in entries(module).items()}
         counts: dict[str, Counts] = {"server": self._count(module)}
-        for turn in ending:
-            state = strategy.client_state(turn.client, received)
+        for client_round in ending:
+            state = strategy.client_state(client_round.client, received)
             if state is received:
-                counts[turn.client] = counts["server"]  # all predict with the same model
+                counts[client_round.client] = counts["server"]  # all predict with the same model
                 continue
             load_entries(module, state)
-            seen = stream.plan.tasks[turn.client][: turn.experience + 1]
-            counts[turn.client] = self._count(module, sorted({group for groups in seen for group in groups}))
+            seen = stream.plan.tasks[client_round.client][: client_round.experience + 1]
+            counts[client_round.client] = self._count(module, sorted({group for groups in seen for group in groups}))
         load_entries(module, received)
         return counts
 

@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.callbacks.functional import evaluating
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.scenarios import IntArray
-from lightning_fcl.stream import FederatedStream
 
 # Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
 _BATCH = 128
@@ -55,7 +55,7 @@ class ActivationDensity(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the record; a continued fit continues its own."""
-        from lightning_fcl.strategy import FederatedStrategy
+        from lightning_fcl.simulation.strategy import FederatedStrategy
 
         stream = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(stream, FederatedStream):

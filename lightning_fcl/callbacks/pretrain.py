@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_fcl.clients import seed_of
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.randomness import seed_of
 
 
 class Pretrain(Callback):

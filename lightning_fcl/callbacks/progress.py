@@ -9,8 +9,8 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from lightning_fcl.clients import Turn
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
 
 
 class FederatedProgressBar(ProgressBar):
@@ -60,10 +60,10 @@ class FederatedProgressBar(ProgressBar):
             )
             self._describe(trainer, "")
 
-    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, turn: Turn) -> None:
+    def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """One client is done."""
         if self._bar is not None:
-            self._describe(trainer, f", client {turn.client}")
+            self._describe(trainer, f", client {client_round.client}")
             self._bar.update()
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.device.quantization import Int8Backbone, quietly
+from lightning_fcl.models.quantization import Int8Backbone, quietly
 
 
 def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance: float = 1e-4) -> float:
@@ -102,7 +102,7 @@ def export_run(run: Path, out: Path | None = None, kind: str = "onnx") -> list[P
         ValueError: If the folder is no finished run's, or the checkpoint does not fit its recipe.
     """
     from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.cli import newest_checkpoint
+    from lightning_fcl.cli.run import newest_checkpoint
     from lightning_fcl.device.report import read_setting
 
     checkpoint = newest_checkpoint(run)

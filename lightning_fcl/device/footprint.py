@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.aggregation import Reduction, entries, reductions_of, travels_down, travels_up
 from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
+from lightning_fcl.federation.aggregation import Reduction, entries, reductions_of, travels_down, travels_up
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 

@@ -20,14 +20,14 @@ from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.profiles import Device, Link, read_device, read_link
-from lightning_fcl.device.quantization import fold_batchnorm
 from lightning_fcl.device.table import render
 from lightning_fcl.device.trace import Layer
-from lightning_fcl.report import write_whole
-from lightning_fcl.rounds import round_half_up
-from lightning_fcl.stream import FederatedStream
+from lightning_fcl.evaluation.report import write_whole
+from lightning_fcl.models.quantization import fold_batchnorm
+from lightning_fcl.simulation.loader import round_half_up
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -205,7 +205,7 @@ def read_setting(recipes: Sequence[str | Path]) -> Setting:
     Raises:
         ValueError: If a recipe is not understood, or has no model.
     """
-    from lightning_fcl.cli import resolve
+    from lightning_fcl.cli.run import resolve
 
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")

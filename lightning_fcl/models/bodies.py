@@ -239,7 +239,7 @@ def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, 
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    from lightning_fcl.report import did_you_mean
+    from lightning_fcl.evaluation.report import did_you_mean
 
     return did_you_mean(name, known)
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.models.har_cnn import HARCNN
-from lightning_fcl.stream import FederatedStream
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
-from lightning_fcl.stream import FederatedStream
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class ReservoirTask(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
-        from lightning_fcl.strategy import FederatedStrategy
+        from lightning_fcl.simulation.strategy import FederatedStrategy
 
         trainer: Any = self.trainer
         if trainer.is_last_batch and self._counts() and not isinstance(trainer.strategy, FederatedStrategy):

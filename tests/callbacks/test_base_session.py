@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
 from lightning_fcl.callbacks.base_session import _Images
-from lightning_fcl.clients import start_randomness
-from lightning_fcl.datasets import Arrays
-from lightning_fcl.device.quantization import Int8Backbone, fold_batchnorm
+from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.models import MLP, DSICNet
+from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm
+from lightning_fcl.randomness import start_randomness
 
 SMALL = {
     "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 7, "test_per_class": 3,
@@ -333,7 +333,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 
     class Look(Callback):
         def on_round_end(self, trainer, pl_module):
-            store = trainer.strategy.federation.store
+            store = trainer.strategy.server.store
             rounds.append({c: copy.deepcopy(store[c]["Replay"]) for c in store})
 
     class Batches(Callback):
@@ -359,7 +359,7 @@ def test_the_base_session_fills_the_buffers_before_the_first_round(run):
 def test_a_share_of_the_stream_and_a_reservoir_take_the_base_session_too(run):
     for replay, size in ((Replay(0.5, "reservoir", base=True), 7), (Replay(3, "refresh", base=True), 3)):
         run(others=[replay], max_epochs=1)
-        memory = run.trainer.strategy.federation.store["node1"]["Replay"]
+        memory = run.trainer.strategy.server.store["node1"]["Replay"]
         assert len(memory["y"]) == size
 
 

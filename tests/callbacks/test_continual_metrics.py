@@ -13,9 +13,9 @@ from torch import nn
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
-from lightning_fcl.callbacks.method import Method
-from lightning_fcl.metrics import summarize
-from lightning_fcl.swarm import Swarm
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods.method import Method
 
 
 def counts(task, stream, groups):
@@ -35,8 +35,8 @@ class ByHand(Callback):
     def evaluate(self, pl_module):
         return counts(copy.deepcopy(pl_module).eval(), self.stream, self.groups)
 
-    def on_client_end(self, trainer, pl_module, turn):
-        self.current[turn.client] = self.evaluate(pl_module)
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.current[client_round.client] = self.evaluate(pl_module)
 
     def on_round_end(self, trainer, pl_module):
         self.rounds.append({**self.current, "server": self.evaluate(pl_module)})
@@ -265,8 +265,8 @@ class Doubles(Method):
     def personal(self, memory, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if memory else state
 
-    def finish(self, memory, own, data, turn, generator):
-        return {"there": torch.ones(1)} if turn.client == "1" else memory
+    def finish(self, memory, own, data, client_round, generator):
+        return {"there": torch.ones(1)} if client_round.client == "1" else memory
 
 
 def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
@@ -283,7 +283,7 @@ def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_wit
     stream, metrics = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated")
     task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)))
     trainer = fit(task, stream, [metrics, Doubles()], reductions={"model.2.bias": "none"}, participation=2)
-    rounds, store = metrics.record["rounds"], trainer.strategy.federation.store
+    rounds, store = metrics.record["rounds"], trainer.strategy.server.store
     assert [set(entry["correct"]) for entry in rounds] == [set(), {"server", "0", "1", "2"}] * 2
     seen = sorted(stream.plan.tasks["0"][0])
     first = rounds[1]["correct"]["0"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import Pretrain
-from lightning_fcl.clients import seed_of
+from lightning_fcl.randomness import seed_of
 
 SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain_per_class": 6}
 

@@ -11,8 +11,8 @@ from onnx import numpy_helper
 from torch import nn
 
 from lightning_fcl.device.export import export_executorch, export_onnx
-from lightning_fcl.device.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.models import DSICNet
+from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import yaml
 from torch import nn
 
 from lightning_fcl import Classifier, ReservoirClassifier
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.device.footprint import measure
 from lightning_fcl.device.profiles import SHIPPED, read_device, read_link
 from lightning_fcl.device.report import device_report, report_recipe
 from lightning_fcl.device.trace import flop_counter
-from lightning_fcl.main import main
 from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
-from lightning_fcl.reproduce import recipes_folder
 
 RECIPES = recipes_folder()
 IMAGE = (1, 64, 48)
@@ -155,7 +155,7 @@ def test_the_unfolded_bytes_are_those_of_the_simulation(fit, make_stream):
     task = Classifier(model, 4)
     rules = {"model.0.*": "none", "model.3.*": "download"}
     trainer = fit(task, make_stream(drop_last=True), max_epochs=1, reductions=rules)  # a norm cannot learn from one
-    log = trainer.strategy.federation.log
+    log = trainer.strategy.server.record
     sync = device_report(task, (6,), reductions=rules)["synchronisation"]
     assert set(log.upload_bytes.values()) == {sync["simulated_upload_bytes"]} == {4 * 4 * 5 + 8}
     assert set(log.download_bytes.values()) == {sync["simulated_download_bytes"]} == {4 * 4 * 5 + 8 + 4 * (5 * 4 + 4)}
@@ -366,7 +366,7 @@ def test_a_reservoir_that_shares_weights_sends_these():
 
 def test_the_bytes_of_a_reservoir_are_those_of_the_simulation(fit, make_reservoir_task, make_series_stream):
     task = make_reservoir_task()
-    log = fit(task, make_series_stream(), max_epochs=1).strategy.federation.log
+    log = fit(task, make_series_stream(), max_epochs=1).strategy.server.record
     sync = device_report(task, (9, 3))["synchronisation"]
     assert set(log.upload_bytes.values()) == {sync["upload_bytes"]}
     assert set(log.download_bytes.values()) == {sync["download_bytes"]}
@@ -435,7 +435,7 @@ def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, capsys):
 
 def test_help_does_not_wait_for_torch():
     code = "import sys; sys.argv = ['lightning-fcl', 'device-report', '--help']\n"
-    code += "from lightning_fcl.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    code += "from lightning_fcl.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--profile" in done.stdout
 

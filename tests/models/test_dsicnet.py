@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fcl.device.quantization import fold_batchnorm
 from lightning_fcl.models import DSICNet
+from lightning_fcl.models.quantization import fold_batchnorm
 
 
 def size(module: nn.Module) -> int:

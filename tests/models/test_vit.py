@@ -14,8 +14,8 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.aggregation import Aggregator, declare, entries
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.models import SplitViT, ViT, fcl_vit
 from lightning_fcl.models.bodies import FAMILIES, VARIANTS, LevitBody
 
@@ -367,7 +367,7 @@ def test_a_round_sends_the_body_and_nothing_else(fit):
     assert metrics.record["rounds"][0]["download_bytes"] == sent
     assert all(torch.equal(value, head[key]) for key, value in task.model.head.state_dict().items())
     for client in sent:
-        own = trainer.strategy.federation.store[client]["model"]
+        own = trainer.strategy.server.store[client]["model"]
         assert {key for key in own if "head" in key} == {"model.head.weight", "model.head.bias"}
         assert not torch.equal(own["model.head.weight"], head["weight"])
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.datasets import Arrays
+from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.models import MLP
 
 

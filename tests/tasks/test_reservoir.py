@@ -29,7 +29,7 @@ class Watch(Callback):
         self.logs, self.weights = [], []
 
     def on_round_end(self, trainer, pl_module):
-        self.logs.append(trainer.strategy.federation.log)
+        self.logs.append(trainer.strategy.server.record)
         self.weights.append(pl_module.readout.weight.clone().numpy())
 
 

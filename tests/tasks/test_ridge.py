@@ -8,8 +8,8 @@ import torch
 
 from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics
+from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.models import MLP, DSICNet
-from lightning_fcl.swarm import Swarm
 
 
 def faces(people=8, images=10, seed=0):

@@ -1,0 +1,278 @@
+"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table; and the quickstart's comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from tqdm import tqdm
+
+from lightning_fcl import __version__
+from lightning_fcl.evaluation.figures import check_figures, write_figures
+from lightning_fcl.evaluation.report import compare_plot, did_you_mean, read_results, table, write_table
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one recipe.
+
+    Args:
+        label: How the run is shown.
+        configs: The recipe's files, later ones over earlier ones.
+        seed: Its seed.
+        out: Its folder.
+        extra: Further words of its command line.
+    """
+
+    label: str
+    configs: tuple[Path, ...]
+    seed: int
+    out: Path
+    extra: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words of its command line."""
+        files = [word for path in self.configs for word in ("--config", str(path))]
+        return ["fit", *files, "--seed_everything", str(self.seed), "--out", str(self.out), *self.extra]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the run would be another one."""
+        parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
+        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+
+
+def recipes_folder() -> Path:
+    """Where the recipes are: in the installed package, or at the top of a checkout."""
+    here = Path(__file__).parent.parent
+    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a paper's table.
+
+    Args:
+        configs: Its recipe: the files of which it is put together, later ones over earlier ones.
+        expected: The paper's numbers, where they are not in the files.
+        words: What else its command line says.
+    """
+
+    configs: tuple[Path, ...]
+    expected: Mapping[str, float] | None = None
+    words: tuple[str, ...] = ()
+
+
+def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
+    """The recipe of every row of a paper's table at a scale, or of the ``rows`` asked for, from ``rows.yaml``.
+
+    There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
+    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
+    are those at which it is run; by default all; ``scaled`` has, for some scales, more to ``set``. For ``grids`` see
+    `expanded`.
+
+    Raises:
+        ValueError: If a row is not known, or not run at this scale.
+    """
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    order = expanded(content)
+    for row in rows or ():
+        if row not in order:
+            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{did_you_mean(row, order)}")
+        if scale not in order[row].get("scales", [scale]):
+            scales = ", ".join(order[row]["scales"])
+            raise ValueError(f"Expected `scale` to be one of {scales} for row {row} but got {scale}.")
+    result = {}
+    for row in rows or [row for row, entry in order.items() if scale in entry.get("scales", [scale])]:
+        entry = order[row]
+        names = [content["base"], *entry["configs"]]
+        given = {**entry.get("set", {}), **entry.get("scaled", {}).get(scale, {})}
+        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in given.items()}
+        words = [word for name, value in values.items() for word in (f"--{name}", value)]
+        result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
+    return result
+
+
+def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """All rows of a ``rows.yaml``, those of its ``grids`` among them.
+
+    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
+    new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
+
+    Raises:
+        ValueError: If a grid asks for a row that there is not, or expects numbers of one.
+
+    Example:
+        >>> grid = {"rows": ["GEM"], "with": {"50 clients": {"set": {"data.clients": 50}}}, "scales": ["paper"]}
+        >>> expanded({"rows": {"GEM": "gem.yaml"}, "grids": [grid]})["50 clients GEM"]
+        {'configs': ['gem.yaml'], 'set': {'data.clients': 50}, 'expected': {}, 'scales': ['paper']}
+    """
+    rows: dict[str, dict[str, Any]] = {
+        row: dict(entry) if isinstance(entry, dict) else {"configs": [entry]} for row, entry in content["rows"].items()
+    }
+    result = dict(rows)
+    for grid in content.get("grids", []):
+        made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
+        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*grid.get("expected", {})} - {*made})
+        if unknown:
+            raise ValueError(f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.")
+        for change, more in grid["with"].items():
+            for row in grid["rows"]:
+                name = f"{change} {row}"
+                result[name] = {
+                    "configs": [*rows[row]["configs"], *more.get("configs", [])],
+                    "set": {**rows[row].get("set", {}), **more.get("set", {})},
+                    **({"scaled": rows[row]["scaled"]} if "scaled" in rows[row] else {}),
+                    "expected": grid.get("expected", {}).get(name, {}),
+                    **({"scales": grid["scales"]} if "scales" in grid else {}),
+                }
+    return result
+
+
+def reproduce(
+    paper: str, rows: Sequence[str] | None, seeds: int, scale: str, out: Path | None, workers: int | None
+) -> None:
+    """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
+
+    The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
+    The figures that it describes under ``figures`` are drawn too: see `lightning_fcl.evaluation.figures.write_figures`.
+
+    Raises:
+        ValueError: If the paper, a row, a number or a figure is not known.
+    """
+    folder = recipes_folder() / paper
+    if not (folder / "rows.yaml").is_file():
+        papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
+        names = ", ".join(papers)
+        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
+    for name, number in (("seeds", seeds), ("workers", 1 if workers is None else workers)):
+        if number < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
+    out = out or Path("runs") / f"{paper}-{scale}"
+    recipes = paper_rows(folder, rows, scale)
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
+    check_figures(figures, expanded(content))
+    jobs = []
+    for row, recipe in recipes.items():
+        scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
+        extra = recipe.words
+        if recipe.expected is not None:
+            extra = (*extra, "--recipe.row", row, "--recipe.expected", json.dumps(recipe.expected))
+        place = out / re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+        if recipe.expected is None:
+            place = out / recipe.configs[-1].stem
+        for seed in range(seeds):
+            jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
+    run_jobs(jobs, workers)
+    results = [read_results(job.out) for job in jobs]
+    told = [name for result in results for name in result["expected"]]
+    metrics = list(dict.fromkeys([*content.get("metrics", []), *told]))
+    rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
+    _, markdown = write_table(out, rows_of, metrics)
+    results_by_row = {row: results[i * seeds : (i + 1) * seeds] for i, row in enumerate(recipes)}
+    drawn = write_figures(out, figures, results_by_row)
+    print(markdown.read_text())
+    if drawn:
+        print(f"Figures: {', '.join(map(str, drawn))}")
+    print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
+
+
+def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
+    """Run jobs side by side; each continues where an interruption left it."""
+    todo = [job for job in jobs if not finished(job)]
+    if len(todo) < len(jobs):
+        print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
+    workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
+    if workers == 1:
+        for number, job in enumerate(todo, 1):
+            print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
+            run_job(job)
+        return
+    with tqdm(total=len(todo), unit="run") as bar:
+        for job, _ in side_by_side(run_job, todo, workers):
+            bar.set_description_str(f"done: {job.label}")
+            bar.update()
+
+
+def side_by_side(
+    function: Callable[[Job], T], jobs: Sequence[Job], workers: int
+) -> Generator[tuple[Job, T], None, None]:
+    """Call a function on each job, here or in several processes, and hand back what is done first."""
+    if workers == 1:
+        yield from ((job, function(job)) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _quiet_worker)
+    futures = {pool.submit(function, job): job for job in jobs}
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:  # not `with`: its exit would let what is still queued run to its end after an error
+        pool.shutdown(cancel_futures=True)
+
+
+def _quiet_worker() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # several processes with several threads each get in each other's way
+    os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
+
+
+def finished(job: Job) -> bool:
+    """Whether a job's results are there, and are of this very job."""
+    stamp = job.out / "fingerprint"
+    return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
+
+
+def run_job(job: Job) -> None:
+    """Run one job, from its newest checkpoint if the same job was interrupted."""
+    from lightning_fcl.cli.run import newest_checkpoint, run, start_over
+
+    stamp = job.out / "fingerprint"
+    if not stamp.is_file() or stamp.read_text() != job.fingerprint:
+        start_over(job.out)
+        job.out.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(job.fingerprint)
+    checkpoint = newest_checkpoint(job.out)
+    more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
+    if os.environ.get("LIGHTNING_FCL_QUIET"):
+        more += ["--trainer.enable_progress_bar", "false"]
+    run([*job.arguments, *more])
+
+
+def demo(out: Path) -> None:
+    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
+    recipe = recipes_folder() / "quickstart.yaml"
+    finetuning = out / "fine-tuning.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load(recipe.read_text())
+    label = content["recipe"]["row"]
+    content["trainer"]["callbacks"] = []
+    content["recipe"]["row"] = "fine-tuning"
+    finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
+    jobs = [
+        Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
+        Job(label, (recipe,), 0, out / "flwf-2t-replay"),
+    ]
+    run_jobs(jobs, workers=1)
+    results: dict[str, Any] = {job.label: read_results(job.out) for job in jobs}
+    plot = compare_plot(out, results)
+    columns = ("final_accuracy", "average_accuracy", "forgetting")
+    print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
+    for label, result in results.items():
+        print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
+    print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")

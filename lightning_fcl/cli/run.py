@@ -1,0 +1,222 @@
+"""`lightning-fcl fit` and `test`: LightningCLI on recipes, and the folder that every run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import yaml
+from jsonargparse import ArgumentError
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.report import write_report, write_whole
+
+
+@dataclass
+class Recipe:
+    """What a recipe stands for.
+
+    Args:
+        paper: Short name of the paper.
+        row: Name of the row of the paper's table.
+        expected: The paper's numbers, by metric.
+        measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
+    """
+
+    paper: str = ""
+    row: str = ""
+    expected: dict[str, float] = field(default_factory=dict)
+    measure_on: Literal["test", "validation"] = "test"
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write it."""
+        super().setup(trainer, pl_module, "fit")
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI whose fits write their results into one folder, ``--out``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what recipes say beside model, data and trainer."""
+        parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
+        parser.add_class_arguments(Recipe, "recipe")
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return Path(self.config[self.config.subcommand]["out"])
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
+        config = self.config_init[self.config_init.subcommand]["trainer"]
+        given = config["callbacks"] or []
+        callbacks = list(given) if isinstance(given, list) else [given]
+
+        def lacks(kind: type[Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in callbacks)
+
+        if self.config.subcommand == "fit":
+            if lacks(ContinualMetrics):
+                callbacks.append(ContinualMetrics())
+            if self.config["fit"]["recipe"]["measure_on"] == "validation":
+                for callback in callbacks:
+                    if isinstance(callback, ContinualMetrics):
+                        callback.on = "validation"
+            if config["enable_progress_bar"] is not False and lacks(ProgressBar):
+                callbacks.append(FederatedProgressBar())
+            if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
+                folder = self.out / "checkpoints"
+                callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
+            if config["logger"] is None:
+                kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
+            if config["default_root_dir"] is None:
+                kwargs["default_root_dir"] = str(self.out)  # without a logger, Lightning writes config.yaml there
+            if config["max_epochs"] is None:
+                kwargs["max_epochs"] = -1  # as many as the stream has: see `before_fit`
+            if config["enable_model_summary"] is None:
+                kwargs["enable_model_summary"] = False
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def before_fit(self) -> None:
+        """Train for all rounds of the stream where the recipe does not say; note when the fit began."""
+        if self.config["fit"]["trainer"]["max_epochs"] is None:
+            self.datamodule.setup("fit")
+            self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
+        self._began = time.monotonic()
+
+    def after_fit(self) -> None:
+        """Write ``results.json`` and the report."""
+        trainer, config = self.trainer, self.config["fit"]
+        metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))  # type: ignore[attr-defined]
+        recipe = config["recipe"]
+        results = {
+            "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
+            "seed": config["seed_everything"],
+            "measured_on": metrics.on,
+            "metrics": summarize(metrics.record),
+            "record": metrics.record,
+            "expected": dict(recipe["expected"]),
+            "versions": {name: version(name) for name in ("lightning-fcl", "lightning", "torch", "avalanche-lib")},
+            "machine": machine(),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
+        }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ActivationDensity):
+                results["densities"] = callback.record
+        write_csv(self.out / "metrics.csv", metrics.record)
+        write_whole(self.out / "results.json", json.dumps(results, indent=1))
+        write_report(self.out)
+
+
+def machine() -> str:
+    """The machine in a line: processor, cores and threads, or the GPU.
+
+    Example:
+        >>> "core" in machine()
+        True
+    """
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
+
+
+def write_csv(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire.
+
+    What was not tested is left empty.
+    """
+    totals = record["totals"]
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["round", "model", "accuracy", *record["groups"], "upload_bytes", "download_bytes"])
+    for entry in record["rounds"]:
+        ways = [entry[key] for key in ("upload_bytes", "download_bytes")]
+        for model in dict.fromkeys([*entry["correct"], *ways[0], *ways[1]]):
+            correct = entry["correct"].get(model, [None] * len(totals))
+            groups = ["" if c is None or not n else c / n for c, n in zip(correct, totals, strict=True)]
+            overall = "" if None in correct else sum(correct) / sum(totals)
+            writer.writerow([entry["round"], model, overall, *groups, *(way.get(model, "") for way in ways)])
+    write_whole(path, text.getvalue())
+
+
+def run(arguments: Sequence[str]) -> FederatedCLI:
+    """Run ``fit`` or ``test`` with the words of a command line.
+
+    Raises:
+        ValueError: If a recipe or an argument is not understood.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for nothing_to_mend in (
+        "LightningCLI's args parameter is intended",
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "The `srun` command is available",
+        "`LightningModule.configure_optimizers` returned `None`",  # a baseline that learns nothing
+    ):
+        warnings.filterwarnings("ignore", nothing_to_mend)
+    try:
+        return FederatedCLI(
+            L.LightningModule,
+            FederatedStream,
+            subclass_mode_model=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"exit_on_error": False},
+            args=list(arguments),
+        )
+    except ArgumentError as error:
+        raise ValueError(f"the recipe or command line is not understood: {error}") from error
+
+
+def resolve(arguments: Sequence[str]) -> dict[str, Any]:
+    """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet.
+
+    Raises:
+        ValueError: If a recipe or an argument is not understood.
+    """
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        run([*arguments, "--print_config"])
+    return dict(yaml.safe_load(text.getvalue()))
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The checkpoint to continue from, if a run was interrupted: the last whole one."""
+    found = sorted((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    return next((path for path in reversed(found) if zipfile.is_zipfile(path)), None)  # whole, as torch writes them
+
+
+def start_over(out: Path) -> None:
+    """Remove what an earlier, different run has left in a folder."""
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    for name in ("results.json", "metrics.csv"):
+        (out / name).unlink(missing_ok=True)

@@ -1,0 +1,267 @@
+"""What a search file of `lightning-fcl tune` says, and how settings become a recipe.
+
+Settings are named by their path in the recipe, as in ``model.init_args.optimizer.init_args.lr``. Callbacks stand in a
+list, where such paths do not reach: ``trainer.callbacks.Replay.max_size`` is the argument ``max_size`` of the recipe's
+one callback of the class ``Replay``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from lightning_fcl.evaluation.report import did_you_mean
+
+_ONE_OF = {
+    "sampler": ("random", "grid", "tpe"),
+    "direction": ("maximize", "minimize"),
+    "measure_on": ("validation", "test"),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search file says.
+
+    Args:
+        configs: The recipe's files, later ones over earlier ones.
+        objective: The metric to improve, as it is called in ``results.json``.
+        space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
+        trials: Number of trials; None: the whole grid.
+        sampler: ``"random"``, ``"grid"`` or ``"tpe"``.
+        seeds: Seeds of each trial; the mean of their objectives counts.
+        direction: ``"maximize"`` or ``"minimize"``.
+        measure_on: The samples that the objective is measured on.
+    """
+
+    configs: tuple[Path, ...]
+    objective: str
+    space: dict[str, Any]
+    trials: int | None = None
+    sampler: str = "random"
+    seeds: int = 1
+    direction: Literal["maximize", "minimize"] = "maximize"
+    measure_on: str = "validation"
+
+    def __post_init__(self) -> None:
+        for name, known in _ONE_OF.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"Expected `{name}` to be one of {', '.join(known)} but got {value}.")
+        for name in ("trials", "seeds"):
+            value = getattr(self, name)
+            if (value is not None or name == "seeds") and (type(value) is not int or value < 1):
+                raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {value}.")
+        if self.trials is None and self.sampler != "grid":
+            raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
+        if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
+            raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
+
+    @classmethod
+    def read(cls, path: Path, trials: int | None = None) -> Search:
+        """Read a search file, perhaps with another number of trials.
+
+        Raises:
+            ValueError: If it is not understood.
+        """
+        try:
+            content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
+        known = [entry.name for entry in fields(cls)]
+        for name in content:
+            if name not in known:
+                raise ValueError(
+                    f"Expected entries {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}"
+                )
+        for entry in fields(cls):
+            if entry.default is MISSING and entry.name not in content:
+                raise ValueError(f"Expected the entry {entry.name} in {path} but it is missing.")
+        files = [content["configs"]] if isinstance(content["configs"], str) else content["configs"]
+        if not isinstance(files, list) or not files:
+            raise ValueError(f"Expected `configs` to be a list of recipes but got {files}.")
+        configs = tuple(path.parent / str(name) for name in files)
+        if missing := [str(config) for config in configs if not config.is_file()]:
+            raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
+        return cls(**{**content, "configs": configs, **({} if trials is None else {"trials": trials})})
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """The space in Optuna's terms."""
+        return {key: distribution(key, what) for key, what in self.space.items()}
+
+    def grid(self) -> Iterator[dict[str, Any]]:
+        """Every point of the space, the last setting varying fastest."""
+        points = [grid_points(key, what) for key, what in self.distributions.items()]
+        return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
+
+    def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """What Optuna's parameters stand for in the recipe."""
+        return {
+            key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
+            for key, what in self.space.items()
+        }
+
+    def fingerprint(self, seed: int) -> str:
+        """Changes when trials would no longer be comparable; a search may be made longer."""
+        content = {**asdict(self), "trials": None, "configs": [path.read_text() for path in self.configs], "seed": seed}
+        return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def distribution(key: str, what: Any) -> BaseDistribution:
+    """What a line of ``space`` stands for.
+
+    Raises:
+        ValueError: If it is not understood.
+
+    Example:
+        >>> distribution("data.clients", {"low": 2, "high": 5})
+        IntDistribution(high=5, log=False, low=2, step=1)
+    """
+    problem = ""
+    if isinstance(what, list) and what:
+        labels = [_label(choice) for choice in what]
+        if len(set(labels)) == len(labels):
+            return CategoricalDistribution(labels)
+        problem = " The choices are not all different."
+    elif isinstance(what, dict) and {"low", "high"} <= set(what) <= {"low", "high", "step", "log"}:
+        whole = all(type(what.get(name, 1)) is int for name in ("low", "high", "step"))
+        try:
+            return IntDistribution(**what) if whole else FloatDistribution(**what)
+        except (ValueError, TypeError) as error:
+            problem = f" {error}"
+    raise ValueError(
+        f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or "
+        f"`log: true`, but got {what}.{problem}"
+    )
+
+
+def grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
+    """All values of a distribution.
+
+    Raises:
+        ValueError: If they cannot be counted.
+
+    Example:
+        >>> grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1))
+        [0.1, 0.2, 0.3]
+    """
+    if isinstance(what, CategoricalDistribution):
+        return what.choices
+    assert isinstance(what, IntDistribution | FloatDistribution)
+    if what.step is None:
+        raise ValueError(f"Expected choices or a `step` for `{key}`: the grid sampler cannot go through {what}.")
+    number = round((what.high - what.low) / what.step) + 1
+    return [round(what.low + index * what.step, 12) for index in range(number)]
+
+
+def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The recipe that, behind the others, changes their settings.
+
+    Args:
+        settings: Values by path; ``trainer.callbacks.CLASS.ARGUMENT`` finds the callback in the list.
+        callbacks: The callbacks of the other recipes, with all their arguments.
+
+    Raises:
+        ValueError: If not just one callback is of that class.
+
+    Example:
+        >>> trial_recipe({"trainer.callbacks.FedProx.mu": 0.5}, [{"class_path": "x.FedProx", "init_args": {"mu": 0.1}}])
+        {'trainer': {'callbacks': [{'class_path': 'x.FedProx', 'init_args': {'mu': 0.5}}]}}
+    """
+    recipe: dict[str, Any] = {}
+    for key, value in settings.items():
+        place, words = recipe, key.split(".")
+        if words[:2] == ["trainer", "callbacks"] and len(words) > 3:
+            listed = recipe.setdefault("trainer", {}).setdefault("callbacks", copy.deepcopy(list(callbacks)))
+            named = [entry for entry in listed if _class_name(entry) == words[2]]
+            if len(named) != 1:
+                names = [_class_name(entry) for entry in listed]
+                raise ValueError(
+                    f"Expected one callback {words[2]} in the recipe for `{key}` but its callbacks are "
+                    f"{', '.join(names) or 'none'}.{did_you_mean(words[2], names)}"
+                )
+            place, words = named[0].setdefault("init_args", {}), words[3:]
+        for word in words[:-1]:
+            if not isinstance(place.get(word), dict):
+                place[word] = {}
+            place = place[word]
+        place[words[-1]] = copy.deepcopy(value)
+    return recipe
+
+
+def check(search: Search) -> list[dict[str, Any]]:
+    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    from lightning_fcl.cli.run import resolve
+
+    words = [word for path in search.configs for word in ("--config", str(path))]
+    recipe = resolve(["fit", *words])
+    callbacks = recipe["trainer"]["callbacks"] or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    first = search.settings({key: _first(what) for key, what in search.distributions.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trial.yaml"
+
+        def problem(settings: Mapping[str, Any]) -> str:
+            file.write_text(yaml.safe_dump(trial_recipe(settings, callbacks)))
+            try:
+                resolve(["fit", *words, "--config", str(file)])
+            except ValueError as error:
+                return " ".join(str(error).split())
+            return ""
+
+        # All together first, which is quick. What clashes only together is for the trials to find out.
+        for key, value in first.items() if problem(first) else ():
+            if error := problem({key: value}):
+                known = list(_paths(recipe))
+                if key not in known and (hint := did_you_mean(key, known)):
+                    raise ValueError(f"Expected the paths of `space` to be in the recipe but got {key}.{hint}")
+                raise ValueError(f"Expected `fit` to take {value} for {key} but {error}")
+    return callbacks
+
+
+def _first(what: BaseDistribution) -> Any:
+    return what.choices[0] if isinstance(what, CategoricalDistribution) else vars(what)["low"]
+
+
+def _label(choice: Any) -> Any:
+    """A choice as Optuna can keep it: lists and mappings as text."""
+    return json.dumps(choice) if isinstance(choice, list | dict) else choice
+
+
+def _class_name(callback: Mapping[str, Any]) -> str:
+    return str(callback["class_path"]).rpartition(".")[2]
+
+
+def _paths(recipe: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Every path in a recipe with all its defaults."""
+    for name, value in recipe.items():
+        yield (path := f"{before}{name}")
+        if path == "trainer.callbacks":
+            for entry in value if isinstance(value, list) else []:
+                yield from _paths(entry.get("init_args", {}), f"{path}.{_class_name(entry)}.")
+        elif isinstance(value, dict):
+            yield from _paths(value, f"{path}.")

@@ -1,0 +1,291 @@
+"""`lightning-fcl tune`: a search for the settings of a recipe, by Optuna, over processes; cut off, it continues.
+
+Each trial is a small recipe, ``trial.yaml``, behind the search's others, and a run of `fit` for each seed. Optuna's
+journal in the search's folder says which trials there are, and which are done.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import logging
+import math
+import os
+import shlex
+import shutil
+import statistics
+import sys
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+from tqdm import tqdm
+
+from lightning_fcl.cli.reproduce import Job, finished, run_job, side_by_side
+from lightning_fcl.cli.search import Search, check, trial_recipe
+from lightning_fcl.evaluation.plots import search_figure
+from lightning_fcl.evaluation.report import save_figure, write_whole
+
+_BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
+_PATIENCE = 10  # after so many failures for one and the same reason, and no success, the search is at fault
+
+
+def tune(
+    file: Path,
+    out: Path | None = None,
+    trials: int | None = None,
+    workers: int | None = None,
+    seed: int = 0,
+    restart: bool = False,
+) -> None:
+    """Search for the best settings; write ``best.yaml``, ``trials.csv`` and ``trials.png``, and print the best ten.
+
+    Args:
+        file: The search file.
+        out: Folder of the results; default: ``runs/tune-`` and the file's name.
+        trials: Number of trials; default: that of the search file.
+        workers: Number of processes; default: one per core. It does not change the results.
+        seed: Seed of the settings drawn.
+        restart: Whether the trials that are there are deleted.
+
+    Raises:
+        ValueError: If the search file is not understood, another search is in the folder, or no trial succeeds.
+    """
+    search = Search.read(file, trials)
+    if workers is not None and workers < 1:
+        raise ValueError(f"Expected `workers` to be at least 1 but got {workers}.")
+    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
+    out = out or Path("runs") / f"tune-{file.stem}"
+    callbacks = check(search)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = open_study(search, seed, out, restart)
+    number = len(grid) or search.trials or 0
+    size = _BATCH if search.sampler == "tpe" else number
+    done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
+    if done:
+        print(f"{done} trials are there already.", file=sys.stderr)
+    with tqdm(total=max(number, done), initial=done, unit="trial") as bar:
+        for start in range(0, number, size):
+            jobs: dict[Job, int] = {}
+            for index in range(start, min(start + size, number)):
+                trial = propose(study, search, seed, index, grid)
+                if not trial.state.is_finished():
+                    settings = trial_recipe(search.settings(trial.params), callbacks)
+                    jobs |= dict.fromkeys(trial_jobs(search, index, settings, out), index)
+            run_trials(study, search, jobs, workers, bar)
+    write_results(study, search, file, out)
+
+
+def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.Study:
+    """The trials so far.
+
+    Raises:
+        ValueError: If they are of another search.
+    """
+    if restart:
+        for folder in out.glob("trial-[0-9]*"):
+            shutil.rmtree(folder)
+        (out / "optuna.journal").unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(out / "optuna.journal")))
+    options: Any = {"storage": storage, "study_name": "tune", "direction": search.direction, "load_if_exists": True}
+    mark = search.fingerprint(seed)
+    study = optuna.create_study(**options)
+    if study.user_attrs.get("fingerprint", mark) != mark:
+        if _those(study, TrialState.COMPLETE, TrialState.FAIL):
+            raise ValueError(
+                f"Expected the search of which {out} has trials but the search file, a recipe of it, or the seed is "
+                "another. Take back the change, choose another --out, or begin anew with --restart, which deletes them."
+            )
+        optuna.delete_study(study_name="tune", storage=storage)  # nothing is lost
+        study = optuna.create_study(**options)
+    study.set_user_attr("fingerprint", mark)
+    return study
+
+
+def propose(
+    study: optuna.Study, search: Search, seed: int, number: int, grid: Sequence[Mapping[str, Any]]
+) -> FrozenTrial:
+    """The trial of a number: the one that is there, or a new one, which depends on no more than its seed and number.
+
+    TPE also looks at the trials before it.
+    """
+    trials = study.get_trials(deepcopy=False)
+    if number < len(trials):
+        return trials[number]
+    if grid:
+        params = dict(grid[number])
+    else:
+        draw = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        # A study in memory, so that the trial enters the journal whole, however soon the search is cut off.
+        scratch = optuna.create_study(direction=search.direction, sampler=optuna.samplers.RandomSampler(draw))
+        if search.sampler == "tpe":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                scratch.sampler = optuna.samplers.TPESampler(seed=draw, constant_liar=True)
+            scratch.add_trials(trials)
+        params = scratch.ask(search.distributions).params
+    study.add_trial(optuna.create_trial(state=TrialState.RUNNING, params=params, distributions=search.distributions))
+    return study.get_trials(deepcopy=False)[number]
+
+
+def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path) -> list[Job]:
+    """The runs of a trial, one for each seed."""
+    folder = out / f"trial-{number:04}"
+    folder.mkdir(exist_ok=True)
+    file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
+    extra = ("--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
+    return [
+        Job(f"trial {number}, seed {seed}", (*search.configs, file), seed, folder / f"seed-{seed}", extra)
+        for seed in range(search.seeds)
+    ]
+
+
+def run_trials(
+    study: optuna.Study, search: Search, jobs: Mapping[Job, int], workers: int | None, bar: tqdm[Any]
+) -> None:
+    """Run what belongs to some trials, and tell the study of each trial that is done."""
+    problems: dict[Job, str] = {}
+    with closing(side_by_side(attempt, list(jobs), max(1, min(workers or os.cpu_count() or 1, len(jobs))))) as done:
+        for job, problem in done:
+            problems[job] = problem
+            runs = [other for other, number in jobs.items() if number == jobs[job]]
+            if all(run in problems for run in runs):
+                settle(study, search, jobs[job], {run: problems[run] for run in runs})
+                bar.set_postfix_str(_best_so_far(study))
+                bar.update()
+
+
+def attempt(job: Job) -> str:
+    """Run a job unless it is done already, and say what it failed of, if it did.
+
+    What the operating system refuses, a full disk or a missing file, is not the trial's fault and stops the search.
+    """
+    import torch
+
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # the bar is not to be torn by lines about seeds
+    torch.set_num_threads(1)  # as in the other processes: the number of threads changes the last digits
+    try:
+        if not finished(job):
+            run_job(job)
+    except OSError:
+        raise
+    except Exception as error:
+        # jsonargparse lists all that it has tried; the line of ours among that is the reason.
+        ours = [line.strip(" -") for line in str(error).splitlines() if "Expected `" in line]
+        return textwrap.shorten(f"{type(error).__name__}: {ours[0] if ours else error}", 400, placeholder=" ...")
+    return ""
+
+
+def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[Job, str]) -> None:
+    """Enter a trial's objective, or why it failed.
+
+    Raises:
+        ValueError: If the search itself is at fault: the objective is not measured, or all trials fail alike.
+    """
+    failures: dict[str, str] = study.user_attrs.get("failures", {})
+    problem, value = next(filter(None, problems.values()), ""), math.nan
+    if not problem:
+        results = [json.loads((job.out / "results.json").read_text())["metrics"] for job in problems]
+        if search.objective not in results[0] and not _those(study, TrialState.COMPLETE):
+            known = ", ".join(results[0])
+            raise ValueError(f"Expected `objective` to be one of {known} but got {search.objective}.")
+        values = [result.get(search.objective) for result in results]
+        value = statistics.fmean(math.nan if one is None else one for one in values)
+        problem = "" if math.isfinite(value) else f"{search.objective} is {value}"
+    if not problem:
+        study.tell(number, value)
+        return
+    failures[str(number)] = problem
+    study.set_user_attr("failures", failures)
+    study.tell(number, state=TrialState.FAIL)
+    if len(failures) >= _PATIENCE and len({*failures.values()}) == 1 and not _those(study, TrialState.COMPLETE):
+        raise ValueError(
+            f"The first {len(failures)} trials all failed: {problem.rstrip('.')}. Mend it, then use --restart."
+        )
+
+
+def write_results(study: optuna.Study, search: Search, file: Path, out: Path) -> None:
+    """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials.
+
+    Raises:
+        ValueError: If no trial has succeeded.
+    """
+    failures: dict[str, str] = study.user_attrs.get("failures", {})
+    best = _ranked(study)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["trial", "state", search.objective, *search.space, "failure"])
+    for trial in _those(study, TrialState.COMPLETE, TrialState.FAIL):
+        state = "complete" if trial.state == TrialState.COMPLETE else "failed"
+        value = trial.value if trial.state == TrialState.COMPLETE else ""
+        settings = [trial.params[key] for key in search.space]
+        writer.writerow([trial.number, state, value, *settings, failures.get(str(trial.number), "")])
+    table = write_whole(out / "trials.csv", text.getvalue())
+    if not best:
+        reason = next(iter(failures.values()))
+        raise ValueError(
+            f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
+        )
+    axes = {key: what if isinstance(what, list) else what.get("log", False) for key, what in search.space.items()}
+    ranked = [(trial.value or 0.0, search.settings(trial.params)) for trial in best]
+    plot = save_figure(search_figure(ranked, axes, search.objective), out / "trials.png")
+    recipe = write_best(best[0], len(best) + len(failures), search, file, out)
+    names = _short(list(search.space))
+    rows = [
+        [f"{trial.value:.4f}", str(trial.number), *(_show(trial.params[key]) for key in search.space)]
+        for trial in best[:10]
+    ]
+    rows.insert(0, [search.objective, "trial", *names])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print("\n".join("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows))
+    print(f"\n{len(best)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
+
+
+def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out: Path) -> Path:
+    """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
+    path = out / "best.yaml"
+    configs = shlex.join(word for config in (*search.configs, path) for word in ("--config", str(config)))
+    seeds = "seed 0" if search.seeds == 1 else f"mean of the seeds 0 to {search.seeds - 1}"
+    again = f" --recipe.measure_on {search.measure_on} --seed_everything 0"
+    head = (
+        f"# The best of {number} trials of {file}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
+        f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
+        f"# lightning-fcl fit {configs}{again}\n"
+    )
+    return write_whole(path, head + (out / f"trial-{trial.number:04}" / "trial.yaml").read_text())
+
+
+def _those(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=states)
+
+
+def _ranked(study: optuna.Study) -> list[FrozenTrial]:
+    sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
+    return sorted(_those(study, TrialState.COMPLETE), key=lambda trial: sign * (trial.value or 0.0))
+
+
+def _best_so_far(study: optuna.Study) -> str:
+    best = _ranked(study)
+    return f"best {best[0].value:.4f} (trial {best[0].number})" if best else "none succeeded yet"
+
+
+def _show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _short(paths: Sequence[str]) -> list[str]:
+    """The last word of each path, or all of it if two have the same."""
+    last = [path.rpartition(".")[2] for path in paths]
+    return [word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)]

@@ -1,0 +1,186 @@
+"""The scenario of the paper `fedvit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan
+
+Blocks = tuple[tuple[int, ...], ...]
+
+
+def fedvit(
+    y: IntArray,
+    *,
+    train: IntArray | None = None,
+    test: IntArray = EMPTY,
+    validation: IntArray = EMPTY,
+    tasks: int = 10,
+    clients: int = 20,
+    classes_per_client: Sequence[int] = (2, 5),
+    share: Sequence[float] = (0.05, 0.1),
+    rounds_per_task: int = 10,
+    order_per_client: bool = True,
+    class_order: Sequence[int] | Literal["ascending"] | None = None,
+    history: History = "round",
+    seed: int = 0,
+) -> Plan:
+    """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
+
+    The paper says: the classes are divided into tasks; each client has a distinct sequence of the tasks; of a task's
+    classes 2 to 5 are assigned to a client at random, and of each of these classes 5 % to 10 % of the training samples.
+    The rest is our reading. The tasks are blocks of equal size, the same for all clients. Numbers and shares are drawn
+    uniformly, the share anew for each class of a client. A class's samples are dealt to the clients in turn, so that no
+    two have the same one while there are enough; when the last one is dealt, dealing begins anew at the first, so that
+    of a class no sample goes to more than one client more than another does (the paper's 100 clients ask for more than
+    there is). No client has a sample twice. All of a task's samples are there in each of its rounds.
+
+    Evaluation is task-incremental: a sample of a task is classified among the task's whole block, `Plan.block`, of
+    which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
+
+    A client's draws depend on the seed, its number and the block alone: a stream of fewer clients holds the first ones
+    of a stream of more.
+
+    Args:
+        y: Labels.
+        train: The training samples, to which `share` refers; None: all samples.
+        test: The test samples.
+        validation: The validation samples.
+        tasks: Blocks into which the classes are cut; it must divide their number.
+        clients: Number of clients.
+        classes_per_client: Fewest and most classes that a client has of a block. At least 2, as one class alone leaves
+            nothing to tell apart, unless the blocks themselves have one class.
+        share: Smallest and largest share of a class's training samples that a client has.
+        rounds_per_task: Rounds that each task lasts.
+        order_per_client: Whether each client has an order of the tasks of its own; otherwise all have that of the
+            blocks.
+        class_order: The classes, in the order in which they are cut into blocks; ``"ascending"``: by label; None draws
+            one from `seed`.
+        history: ``"round"``; no other, as the samples of several blocks cannot be told apart within one.
+        seed: Seed of all draws.
+
+    Raises:
+        ValueError: If a number is out of range, or a class has too few samples.
+
+    Example:
+        >>> plan = fedvit(np.repeat(np.arange(20), 100), tasks=4, clients=3)
+        >>> plan.rounds, plan.clients, len(plan.block("1", 0))
+        (40, ('0', '1', '2'), 5)
+        >>> set(plan.tasks["1"][0]) <= set(plan.block("1", 0))
+        True
+    """
+    for name, number in (("tasks", tasks), ("clients", clients), ("rounds_per_task", rounds_per_task)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {number!r}. Raise it.")
+    if history != "round":
+        raise ValueError(
+            f'Expected `history` to be "round" but got "{history}": samples of several tasks have no block of classes '
+            "in common. Use a class-incremental stream for offline learning."
+        )
+    members = np.arange(len(y)) if train is None else train
+    blocks = _blocks(y[members], tasks, class_order, seed)
+    _require_classes(classes_per_client, len(blocks[0]))
+    _require_share(share, y[members])
+    orders = [_order(tasks, client, order_per_client, seed) for client in range(clients)]
+    asked = [
+        [_asked(block, b, c, classes_per_client, share, seed) for b, block in enumerate(blocks)] for c in range(clients)
+    ]
+    hands = _dealt(y, members, asked, seed)
+    parts = {str(c): [hands[c][b] for b in order] for c, order in enumerate(orders)}
+    current = tuple(task for task in range(tasks) for _ in range(rounds_per_task))
+    return Plan(
+        train=tuple({client: own[task] for client, own in parts.items()} for task in current),
+        experiences=dict.fromkeys(parts, current),
+        tasks={str(c): tuple(tuple(sorted(asked[c][b])) for b in order) for c, order in enumerate(orders)},
+        groups=np.asarray(y),
+        test=test,
+        validation=validation,
+        blocks={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
+    )
+
+
+def _blocks(y: IntArray, tasks: int, order: Sequence[int] | str | None, seed: int) -> Blocks:
+    """The classes of each task, ascending."""
+    classes = np.unique(y).tolist()
+    if not classes or len(classes) % tasks:
+        raise ValueError(
+            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it, in "
+            "`scenario_args`."
+        )
+    if isinstance(order, str) and order != "ascending":
+        raise ValueError(
+            f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}. Leave it out.'
+        )
+    if order is None:
+        order = np.random.default_rng([seed, 4]).permutation(classes).tolist()
+    elif isinstance(order, str):
+        order = classes
+    if sorted(order) != classes:
+        raise ValueError(f"Expected `class_order` to order all classes {classes} but got {list(order)}.")
+    size = len(classes) // tasks
+    return tuple(tuple(sorted(order[first : first + size])) for first in range(0, len(classes), size))
+
+
+def _require_classes(given: Sequence[int], block: int) -> None:
+    fewest = min(2, block)
+    whole = isinstance(given, list | tuple) and len(given) == 2 and all(type(number) is int for number in given)
+    if not whole or not fewest <= given[0] <= given[1] <= block:
+        raise ValueError(
+            f"Expected `classes_per_client` to be two whole numbers from {fewest} to {block}, fewest and most of the "
+            f"{block} classes of a task, but got {given!r}. Pass, for example, ({fewest}, {min(5, block)})"
+            f"{', or fewer `tasks`' if block < 5 else ''}."
+        )
+
+
+def _require_share(given: Sequence[float], y: IntArray) -> None:
+    pair = isinstance(given, list | tuple) and len(given) == 2 and all(type(s) in (int, float) for s in given)
+    if not pair or not 0 < given[0] <= given[1] <= 1:
+        raise ValueError(
+            f"Expected `share` to be two numbers above 0 and at most 1, smallest and largest, but got {given!r}. Pass, "
+            "for example, (0.05, 0.1)."
+        )
+    labels, counts = np.unique(y, return_counts=True)
+    rarest = int(counts.argmin())
+    if np.rint(given[0] * counts[rarest]) < 1:
+        raise ValueError(
+            f"Expected the smallest `share` to leave a client one sample of every class but got {given[0]} of the "
+            f"{counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
+        )
+
+
+def _order(tasks: int, client: int, own: bool, seed: int) -> list[int]:
+    """The blocks in the order in which a client learns them."""
+    order: list[int] = np.random.default_rng([seed, 5, client]).permutation(tasks).tolist() if own else [*range(tasks)]
+    return order
+
+
+def _asked(
+    block: tuple[int, ...], number: int, client: int, classes: Sequence[int], share: Sequence[float], seed: int
+) -> dict[int, float]:
+    """The classes that a client has of a block, and its share of each."""
+    rng = np.random.default_rng([seed, 6, client, number])
+    own = rng.choice(block, size=rng.integers(classes[0], classes[1], endpoint=True), replace=False).tolist()
+    return {label: rng.uniform(share[0], share[1]) for label in own}
+
+
+def _dealt(y: IntArray, members: IntArray, asked: list[list[dict[int, float]]], seed: int) -> list[list[IntArray]]:
+    """The samples of every client and block, dealt class by class."""
+    pools = {
+        int(c): np.random.default_rng([seed, 7, int(c)]).permutation(members[y[members] == c]) for c in np.unique(y)
+    }
+    dealt = dict.fromkeys(pools, 0)
+    hands = []
+    for own in asked:
+        hand = []
+        for shares in own:
+            rows = []
+            for label, share in shares.items():
+                pool, first = pools[label], dealt[label]
+                dealt[label] += int(np.rint(share * len(pool)))
+                rows.append(pool[np.arange(first, dealt[label]) % len(pool)])
+            hand.append(np.sort(np.concatenate(rows)))
+        hands.append(hand)
+    return hands

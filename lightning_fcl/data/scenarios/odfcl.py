@@ -1,0 +1,140 @@
+"""The scenario of the paper `odfcl`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan, with_history
+
+
+def odfcl(
+    y: IntArray,
+    *,
+    people: int = 10,
+    base: int = 4,
+    sessions: int = 2,
+    nodes: int = 3,
+    train_per_class: int = 28,
+    test_per_class: int = 7,
+    validation_per_class: int = 0,
+    pretrain_per_class: int = 100,
+    rounds_per_session: int = 20,
+    history: History = "round",
+    seed: int = 0,
+) -> Plan:
+    """The scenario of Kröger et al.: a base session, then sessions in which each node of a swarm sees its own class.
+
+    The people are drawn from the data set and numbered in the order in which they are learnt. Experience 0 is the base
+    session, which is not a round: `lightning_fcl.callbacks.BaseSession` trains it. The people that are not drawn are
+    there for pre-training, numbered behind the others.
+
+    Args:
+        y: Labels.
+        people: Classes to learn.
+        base: Classes of the base session; the sessions share the others evenly.
+        sessions: Sessions after the base session.
+        nodes: Clients. Each has its own classes of a session; where there are more nodes than classes, a class's
+            samples are shared by several.
+        train_per_class: Training samples of each class.
+        test_per_class: Test samples of each class.
+        validation_per_class: Of the training samples, those that are kept to choose settings on.
+        pretrain_per_class: At most so many samples of each person that is not drawn; 0: no pre-training.
+        rounds_per_session: Synchronisations in each session.
+        history: ``"round"``, or ``"seen"``: the samples of all classes so far, those of the base session shared by the
+            nodes (joint training), or ``"all"``.
+        seed: Seed of all draws.
+
+    Raises:
+        ValueError: If there are too few people or samples, or the classes do not divide as they must.
+
+    Example:
+        >>> plan = odfcl(np.repeat(np.arange(12), 40))
+        >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.classes(20)
+        (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
+    """
+    for name, number in (("base", base), ("sessions", sessions), ("nodes", nodes), ("rounds", rounds_per_session)):
+        if number < 1:
+            name = "rounds_per_session" if name == "rounds" else name
+            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
+    if pretrain_per_class < 0:
+        raise ValueError(f"Expected `pretrain_per_class` to be at least 0 but got {pretrain_per_class}.")
+    if people <= base or (people - base) % sessions:
+        raise ValueError(
+            f"Expected `people` to leave as many classes for each of {sessions} sessions but got {people}, {base} of "
+            f"them in the base session. Set `people` to {base} and a multiple of `sessions`."
+        )
+    rng = np.random.default_rng([seed, 3])
+    drawn, parts = _draw_people(y, people, (train_per_class, test_per_class, validation_per_class), rng)
+    each = (people - base) // sessions
+    shares = {f"node{n + 1}": [_dealt(parts["train"][:base], nodes, n, split=True)] for n in range(nodes)}
+    tasks = {node: [tuple(range(base))] for node in shares}
+    for first in range(base, people, each):
+        for n, (node, own) in enumerate(shares.items()):
+            own.append(_dealt(parts["train"][first : first + each], nodes, n))
+            tasks[node].append(tuple(c for c in range(first, first + each) if _holds(c - first, each, nodes, n)))
+    joint = with_history([{node: own[e] for node, own in shares.items()} for e in range(sessions + 1)], history)
+    rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, sessions + 1)]
+    others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
+    order = np.concatenate([drawn, others])
+    numbers = np.argsort(order)[y]
+    pretrain = [rng.permutation(np.flatnonzero(y == c))[:pretrain_per_class] for c in others]
+    return Plan(
+        train=tuple(current for current in rounds for _ in range(rounds_per_session)),
+        experiences={
+            node: tuple(e for e in range(1, sessions + 1) for _ in range(rounds_per_session)) for node in shares
+        },
+        tasks={node: tuple(groups) for node, groups in tasks.items()},
+        groups=np.where(numbers < people, numbers, 0),
+        test=np.sort(np.concatenate(parts["test"])),
+        validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
+        pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
+        base=np.sort(np.concatenate(parts["train"][:base])),
+        order=order,
+        outputs=people,
+    )
+
+
+def _draw_people(
+    y: IntArray, people: int, sizes: tuple[int, int, int], rng: np.random.Generator
+) -> tuple[IntArray, dict[str, list[IntArray]]]:
+    """The classes to learn, in order, and the training, test and validation samples of each."""
+    train, test, validation = sizes
+    if not 0 <= validation < train or test < 1:
+        raise ValueError(
+            f"Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            f"{validation}, {train} and {test}."
+        )
+    classes, counts = np.unique(y, return_counts=True)
+    enough = classes[counts >= train + test]
+    if len(enough) < people:
+        raise ValueError(
+            f"Expected at least {people} people with {train + test} samples but the data set has {len(enough)}. Lower "
+            "`people`, `train_per_class` or `test_per_class`."
+        )
+    drawn = rng.permutation(enough)[:people]
+    parts: dict[str, list[IntArray]] = {"train": [], "test": [], "validation": []}
+    for c in drawn:
+        own = rng.permutation(np.flatnonzero(y == c))
+        parts["test"].append(own[:test])
+        parts["validation"].append(own[test : test + validation])
+        parts["train"].append(own[test + validation : test + train])
+    return drawn, parts
+
+
+def _holds(index: int, classes: int, nodes: int, node: int) -> bool:
+    """Whether a node has samples of the session's class of an index."""
+    return index % nodes == node if nodes <= classes else node % classes == index
+
+
+def _dealt(parts: Sequence[IntArray], nodes: int, node: int, split: bool = False) -> IntArray:
+    """A node's samples of a session: its classes whole, or its share of each class."""
+    mine = []
+    for index, samples in enumerate(parts):
+        if split:
+            mine.append(samples[node::nodes])
+        elif _holds(index, len(parts), nodes, node):
+            sharing = [n for n in range(nodes) if _holds(index, len(parts), nodes, n)]
+            mine.append(samples[sharing.index(node) :: len(sharing)])
+    return np.sort(np.concatenate([EMPTY, *mine]))

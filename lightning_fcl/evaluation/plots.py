@@ -1,0 +1,275 @@
+"""Plots of a run's record, as Matplotlib figures that need no display."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_fcl.evaluation.metrics import Curve, curves, matrices
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: its colours stay apart for colour-blind readers. Yellow is left out, too faint for lines.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
+_MARKERS = "osD^vPX*<>"
+_PANELS = 4
+
+
+def model_name(model: str) -> str:
+    """How a model is shown."""
+    names = {"clients": "mean of the clients"}
+    return names.get(model, f"client {model}" if model.isdigit() else model).replace("|", "\\|")
+
+
+def blank_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches that needs no display."""
+    # A bare Figure is drawn by Agg and, unlike pyplot, touches neither a display nor global state.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    margins = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+    return Figure(figsize=(width, height), dpi=110, layout=margins)
+
+
+def compare_figure(results_by_label: Mapping[str, Mapping[str, Any]]) -> "Figure":
+    """The server's accuracy per round, the final accuracy and the forgetting of several runs.
+
+    Raises:
+        ValueError: If there is no run, or the server was not tested in one of them.
+    """
+    if not results_by_label:
+        raise ValueError("Expected `results_by_label` to have at least one run but got none.")
+    every = {label: curves(results["record"]) for label, results in results_by_label.items()}
+    if without := [label for label, models in every.items() if "server" not in models]:
+        raise ValueError(f"Expected a record of the server in `results_by_label` but {', '.join(without)} has none.")
+    figure = blank_figure(12, 4.6)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for index, (label, models) in enumerate(every.items()):
+        curve = models["server"]
+        left.plot(curve.rounds + 1, curve.overall, label=label, **style(index))
+    longest = max(
+        (results["record"] for results in results_by_label.values()), key=lambda record: len(record["rounds"])
+    )
+    _experiences(left, longest, "server", letters=75)
+    left.set_ylim(-0.04, 1.04)
+    left.set_ylabel("accuracy of the server, whole test set")
+    left.grid(axis="y", alpha=0.3)
+    _bars(right, {label: results["metrics"] for label, results in results_by_label.items()})
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
+    """A panel per model with a line per group, as in figures 2 and 3 of Usmanova et al. 2021."""
+    models = dict(list(curves(record).items())[:_PANELS])
+    if not models:
+        return None
+    columns, names = min(2, len(models)), record["groups"]
+    rows = -(-len(models) // columns)
+    figure = blank_figure(12, 3.6 * rows + 0.3)
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel in panels.flat[len(models) :]:
+        panel.set_axis_off()
+    for panel, (model, curve) in zip(panels.flat, models.items(), strict=False):
+        # More lines than markers would be a tangle.
+        draw = _lines if len(names) <= len(_MARKERS) else _heat
+        draw(panel, curve, names)
+        _experiences(panel, record, model, letters=120 // columns)
+        panel.set_title(model_name(model), fontweight="bold", loc="left", pad=28)
+    if len(names) <= len(_MARKERS):
+        figure.legend(
+            *panels[0, 0].get_legend_handles_labels(), loc="outside right upper", title="group", frameon=False
+        )
+    else:
+        figure.colorbar(panels[0, 0].images[0], ax=panels, label="accuracy", shrink=0.8)
+    return figure
+
+
+def _lines(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
+    for group, name in enumerate(names):
+        panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **style(group))
+    panel.plot(curve.rounds + 1, curve.overall, color="black", linestyle=":", linewidth=2, label="whole test set")
+    panel.set_ylim(-0.04, 1.04)
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_ylabel("accuracy")
+
+
+def _heat(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
+    first, last = int(curve.rounds[0]), int(curve.rounds[-1])
+    grid = np.full((len(names), last - first + 1), np.nan)
+    grid[:, curve.rounds - first] = curve.accuracy.T
+    extent = (first + 0.5, last + 1.5, -0.5, len(names) - 0.5)
+    panel.imshow(grid, extent=extent, origin="lower", aspect="auto", vmin=0, vmax=1, interpolation="nearest")
+    panel.set_ylabel("group")
+    if len(names) <= 25:
+        panel.set_yticks(range(len(names)), names, fontsize=7)
+
+
+def _experiences(panel: "Axes", record: Mapping[str, Any], model: str, letters: int) -> None:
+    """Mark where the model's experiences begin, and write above each which groups are then learnt."""
+    entries = [entry for entry in record["rounds"] if model in entry["experience"]]
+    rounds = [entry["round"] + 1 for entry in entries]
+    numbers = [entry["experience"][model] for entry in entries]
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+    edges = [*(rounds[start] - 0.5 for start in starts), rounds[-1] + 0.5]
+    for edge in edges[1:-1]:
+        panel.axvline(edge, color="white" if panel.images else "0.35", linestyle="--", linewidth=1)
+    for start, left, right in zip(starts, edges, edges[1:], strict=False):
+        if numbers[start] >= len(record["tasks"][model]):
+            continue  # the other clients have more tasks: this one has finished
+        names = [record["groups"][group] for group in record["tasks"][model][numbers[start]]]
+        text = _task_label(numbers[start], names, int(letters * (right - left) / (edges[-1] - edges[0])))
+        position = ((left + right) / 2, 1.02)
+        panel.text(*position, text, transform=panel.get_xaxis_transform(), ha="center", va="bottom", fontsize=8)
+    panel.set_xlim(edges[0], edges[-1])
+    panel.locator_params(axis="x", integer=True)
+    panel.set_xlabel("round")
+
+
+def _task_label(number: int, names: Sequence[str], letters: int) -> str:
+    """The names of a task's groups, or else how many, or else only the task's number: what fits."""
+    for text in (", ".join(names), f"task {number + 1} ({len(names)} groups)"):
+        lines = textwrap.wrap(text, max(letters, 1), break_long_words=False)
+        # Wrapping "0, 1" would save no room worth having.
+        if max(map(len, lines), default=0) <= letters and len(lines) <= (2 if letters >= 12 else 1):
+            return "\n".join(lines)
+    return str(number + 1)
+
+
+def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
+    """A heat map per model with several tasks: accuracy on task d after task t."""
+    models = dict(list(matrices(record).items())[:_PANELS])
+    if not models:
+        return None
+    columns = min(2, len(models))
+    rows = -(-len(models) // columns)
+    figure = blank_figure(8.2, 5.6) if columns == 1 else blank_figure(12, 4.6 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for panel in panels.flat[len(models) :]:
+        panel.set_axis_off()
+    for panel, (model, matrix) in zip(panels.flat, models.items(), strict=False):
+        image = panel.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+        size = len(matrix)
+        for (t, d), value in np.ndenumerate(matrix) if size <= 10 else ():
+            colour = "white" if value < 0.6 else "black"
+            panel.text(d, t, "-" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color=colour)
+        # Right of this staircase the task has not been learnt yet.
+        panel.step(np.arange(size) + 0.5, np.arange(size) - 0.5, where="pre", color="white", linewidth=2)
+        labels = [
+            _task_label(t, [record["groups"][g] for g in record["tasks"][model][t]], 60 // size) for t in range(size)
+        ]
+        shown = range(0, size, 1 + size // 20)
+        panel.set_xticks(shown, [labels[t] for t in shown], fontsize=8)
+        panel.set_yticks(shown, [labels[t] for t in shown], fontsize=8)
+        panel.set(xlabel="accuracy on task", ylabel="after task")
+        panel.set_title(model_name(model), fontweight="bold")
+    figure.colorbar(image, ax=panels, label="accuracy, mean over the task's rounds", shrink=0.8)
+    return figure
+
+
+def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
+    """Megabytes of all clients together, up and down, per round."""
+    rounds = np.array([entry["round"] + 1 for entry in record["rounds"]])
+    ways = ("upload", "download")
+    sums = [[sum(entry.get(f"{way}_bytes", {}).values()) / 1e6 for entry in record["rounds"]] for way in ways]
+    if not np.any(sums):
+        return None
+    figure = blank_figure(10, 3.2)
+    panel = figure.subplots()
+    for index, (way, megabytes) in enumerate(zip(ways, sums, strict=True)):
+        label, colour = f"{way}s of all clients", _COLOURS[index]
+        if len(rounds) <= 40:
+            panel.bar(rounds + 0.4 * index - 0.2, megabytes, width=0.38, color=colour, label=label)
+        else:
+            panel.plot(rounds, megabytes, color=colour, linestyle=("-", "--")[index], label=label)
+    panel.locator_params(axis="x", integer=True)
+    panel.set_xlim(rounds[0] - 0.7, rounds[-1] + 0.7)
+    panel.set_ylim(0, 1.05 * np.max(sums))
+    panel.set(xlabel="round", ylabel="MB per round (1 MB = 10⁶ bytes)")
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def search_figure(
+    ranked: Sequence[tuple[float, Mapping[str, Any]]], axes: Mapping[str, Sequence[Any] | bool], objective: str
+) -> "Figure":
+    """The objective of a search's trials against each setting, a panel per setting.
+
+    Args:
+        ranked: Objective and settings of each trial, the best first.
+        axes: Each setting's choices, or whether its axis is logarithmic.
+        objective: Name of the objective.
+    """
+    columns = min(3, len(axes))
+    rows = -(-len(axes) // columns)
+    figure = blank_figure(4.2 * columns + 0.6, 3.2 * rows)
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel in panels.flat[len(axes) :]:
+        panel.set_axis_off()
+    values = [value for value, _ in ranked]
+    for panel, (name, axis) in zip(panels.flat, axes.items(), strict=False):
+        if isinstance(axis, bool):
+            x = [settings[name] for _, settings in ranked]
+            panel.set_xscale("log" if axis else "linear")
+        else:
+            x = _beside(panel, [axis.index(settings[name]) for _, settings in ranked], values)
+            labels = [textwrap.shorten(str(choice), 24, placeholder="...") for choice in axis]
+            slanted = len(axis) > 1 and len(axis) * max(map(len, labels)) > 45
+            panel.set_xticks(range(len(axis)), labels, fontsize=8, rotation=30 if slanted else 0)
+            panel.set_xlim(-0.6, len(axis) - 0.4)
+        panel.scatter(x[1:], values[1:], s=18, color=_COLOURS[0], alpha=0.5, linewidths=0, label="trial")
+        panel.scatter(x[:1], values[:1], s=90, color=_COLOURS[1], marker="*", zorder=3, label="best trial")
+        panel.set_xlabel("\n".join(textwrap.wrap(name.replace(".", ". "), 56)).replace(". ", "."), fontsize=8)
+        panel.grid(axis="y", alpha=0.3)
+    for panel in panels[:, 0]:
+        panel.set_ylabel(objective)
+    shown = [panel.get_legend_handles_labels() for panel in panels.flat]
+    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=3, frameon=False)
+    return figure
+
+
+def _beside(panel: "Axes", places: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Mark the mean of each choice; where the points go, so that those of one choice lie side by side."""
+    for place in sorted(set(places)):
+        of_it = [value for other, value in zip(places, values, strict=True) if other == place]
+        panel.hlines(np.mean(of_it), place - 0.3, place + 0.3, color="0.35", linewidth=1.6, label="mean of a choice")
+    return [place + 0.05 * (index * 3 % 7 - 3) for index, place in enumerate(places)]
+
+
+def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
+    """Final accuracy and forgetting of the server, a bar per run."""
+    names = ("final_accuracy", "forgetting")
+    width = 0.8 / len(metrics)
+    for index, (label, values) in enumerate(metrics.items()):
+        for position, name in enumerate(names):
+            value = values.get(f"{name}/server")
+            x = position + (index - (len(metrics) - 1) / 2) * width
+            panel.bar(
+                x, value or 0, width=0.92 * width, color=style(index)["color"], label=label if not position else None
+            )
+            text = "n/a" if value is None else f"{value:.2f}"
+            panel.annotate(text, (x, max(value or 0, 0)), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(names)), ["final accuracy\n(higher is better)", "forgetting\n(lower is better)"])
+    panel.set_ylabel("server, test set")
+    panel.margins(y=0.1)
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def style(index: int) -> dict[str, Any]:
+    """The look of the line of this number."""
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": ("-", "--", ":")[min(index // len(_COLOURS), 2)],
+        "markersize": 4.5,
+        "linewidth": 1.6,
+        "alpha": 0.9,
+    }

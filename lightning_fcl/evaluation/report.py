@@ -1,0 +1,327 @@
+"""From the ``results.json`` of runs to what a reader wants: a report with plots, and tables over seeds.
+
+Every file is written under a temporary name and then renamed, so an interrupted run leaves no half-written file.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
+from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["compare_plot", "read_results", "table", "write_report", "write_table"]
+
+Results: TypeAlias = Mapping[str, Any]
+Table: TypeAlias = dict[str, dict[str, dict[str, float | None]]]
+
+_KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command")
+_MEANINGS = {
+    "A_gen": "accuracy on the whole test set, mean over the rounds",
+    "A_per": "accuracy on all groups the client has learnt so far, mean over the rounds",
+    "A_T": "accuracy on all tasks, mean over the rounds of the last task",
+    "F_T": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
+    "final_accuracy": "accuracy on the whole test set after the last round",
+    "stream_accuracy": "accuracy on the test data of all experiences so far, after the last round",
+    "average_accuracy": "mean of the accuracies on all tasks after the last round",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
+    "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
+    "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
+}
+
+
+def read_results(folder: str | Path) -> dict[str, Any]:
+    """Read and check ``results.json`` of a run's folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not JSON, or an entry is missing.
+
+    Example:
+        >>> read_results("no/such/run")
+        Traceback (most recent call last):
+        FileNotFoundError: Expected the run's results in no/such/run/results.json but found no such file. ...
+    """
+    path = Path(folder) / "results.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Expected the run's results in {path} but found no such file. Name the folder of a finished run."
+        )
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Repeat the run.") from error
+    missing = [key for key in _KEYS if not isinstance(results, dict) or key not in results]
+    if missing:
+        raise ValueError(f"Expected {path} to have the entries {', '.join(missing)} but they are missing.")
+    return dict(results)
+
+
+def write_report(folder: str | Path) -> Path:
+    """Write ``report.md`` and its plots beside the ``results.json`` of a run.
+
+    Args:
+        folder: The run's folder.
+
+    Returns:
+        The path of ``report.md``.
+
+    Raises:
+        FileNotFoundError: If there is no ``results.json``.
+        ValueError: If it is not JSON, or an entry is missing.
+
+    Example:
+        >>> import tempfile
+        >>> run = {**dict.fromkeys(("recipe", "seed", "machine", "command")), "seconds": 1.0, "expected": {}}
+        >>> run |= {"versions": {}, "metrics": {"A_gen/server": 0.5}, "record": {"tasks": {}, "rounds": []}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "results.json").write_text(json.dumps(run))
+        ...     "| server | 0.500 |" in write_report(folder).read_text()
+        True
+    """
+    folder = Path(folder)
+    results = read_results(folder)
+    record = results["record"]
+    figures = {
+        "accuracy": ("Accuracy per round", accuracy_figure(record)),
+        "matrices": ("Accuracy on each task after each task", matrix_figure(record)),
+        "stream_accuracy": ("Stream accuracy after each experience", stream_accuracy_figure(record)),
+        "densities": (
+            "Density of the reservoir's activations on the test samples after each experience",
+            density_figure(results["densities"], record) if "densities" in results else None,
+        ),
+        "traffic": ("Traffic per round", traffic_figure(record)),
+    }
+    parts = [_head(results), *_against_paper(results), _metrics_section(results["metrics"])]
+    for name, (title, figure) in figures.items():
+        if figure is not None:
+            save_figure(figure, folder / f"{name}.png")
+            parts.append(f"## {title}\n\n![{title}]({name}.png)")
+    if lines := [
+        f"- round {entry['round'] + 1}, {client}: {reason}"
+        for entry in record["rounds"]
+        for client, reason in entry.get("dropped", {}).items()
+    ]:
+        parts.append("\n".join(["## Dropped clients\n", *lines]))
+    return write_whole(folder / "report.md", "\n\n".join(parts) + "\n")
+
+
+def table(results: Sequence[Results]) -> Table:
+    """Mean and spread of every metric over the seeds of each recipe row.
+
+    Args:
+        results: Contents of ``results.json`` of several runs. Without a recipe, the command names the row.
+
+    Returns:
+        ``{row: {metric: {"mean", "std", "n", "paper"}}}``, rows in order of appearance. The deviation is the sample's
+        (divided by n - 1), 0 for one seed. What the paper does not state is None, and so are the mean and the deviation
+        of a metric that only the paper has.
+
+    Raises:
+        ValueError: If two runs have the same row and seed.
+
+    Example:
+        >>> run = {"recipe": {"paper": "flwf", "row": "FLwF"}, "metrics": {"A_gen/server": 0.5}, "expected": {}}
+        >>> table([{**run, "seed": 0}, {**run, "seed": 1}])
+        {'FLwF': {'A_gen/server': {'mean': 0.5, 'std': 0.0, 'n': 2, 'paper': None}}}
+    """
+    rows: dict[str, list[Results]] = {}
+    for one in results:
+        row = one["recipe"]["row"] if one["recipe"] else one["command"]
+        if any(other["seed"] == one["seed"] for other in rows.get(row, [])):
+            raise ValueError(f"Expected one run per row and seed but got two of {row}, seed {one['seed']}. Drop one.")
+        rows.setdefault(row, []).append(one)
+    return {row: _over_seeds(runs) for row, runs in rows.items()}
+
+
+def write_table(
+    folder: str | Path,
+    table: Mapping[str, Mapping[str, Mapping[str, float | None]]],
+    metrics: Sequence[str] | None = None,
+) -> tuple[Path, Path]:
+    """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``.
+
+    Args:
+        folder: Where to write; made if need be.
+        table: What `table` returns.
+        metrics: Columns of ``table.md``. Default: those that the paper has, or all if it has none.
+
+    Returns:
+        The paths of ``table.json`` and ``table.md``.
+
+    Raises:
+        ValueError: If no row has one of `metrics`.
+
+    Example:
+        >>> import tempfile
+        >>> rows = {"FLwF": {"A_gen/server": {"mean": 0.5, "std": 0.1, "n": 3, "paper": 0.671}}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(write_table(folder, rows)[1].read_text().splitlines()[2])
+        | FLwF | 0.500 ± 0.100 (0.671) |
+    """
+    every = list(dict.fromkeys(name for row in table.values() for name in row))
+    if unknown := sorted(set(metrics or ()) - set(every)):
+        raise ValueError(f"Expected `metrics` of {', '.join(every)} but got {', '.join(unknown)}.")
+    in_paper = [name for name in every if any(r.get(name, {}).get("paper") is not None for r in table.values())]
+    columns = list(metrics or in_paper or every)
+    lines = [[row.replace("|", "\\|"), *(_cell(name, r.get(name)) for name in columns)] for row, r in table.items()]
+    note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
+    markdown = f"{_markdown_table(['', *(_title(name) for name in columns)], lines)}\n\n{note}\n"
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(table, indent=1) + "\n"
+    return write_whole(folder / "table.json", content), write_whole(folder / "table.md", markdown)
+
+
+def compare_plot(folder: str | Path, results_by_label: Mapping[str, Results]) -> Path:
+    """Draw runs side by side in ``compare.png``: the server's accuracy per round, final accuracy and forgetting.
+
+    Args:
+        folder: Where to write; made if need be.
+        results_by_label: Contents of ``results.json`` of each run, by the name to show.
+
+    Returns:
+        The path of ``compare.png``.
+
+    Raises:
+        ValueError: If there is no run, or the server was not tested in one of them.
+
+    Example:
+        >>> import tempfile
+        >>> rounds = [{"round": 0, "experience": {"server": 0}, "correct": {"server": [5, 1]}}]
+        >>> record = {"groups": ["a", "b"], "totals": [10, 10], "tasks": {"server": [[0, 1]]}, "rounds": rounds}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compare_plot(folder, {"a run": {"record": record, "metrics": {"final_accuracy/server": 0.3}}}).name
+        'compare.png'
+    """
+    figure = compare_figure(results_by_label)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return save_figure(figure, folder / "compare.png")
+
+
+def _head(results: Results) -> str:
+    recipe, rounds = results["recipe"], len(results["record"]["rounds"])
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    clients = len([model for model in results["record"]["tasks"] if model != "server"])
+    title = recipe["row"] if recipe else "Run"
+    instead = results.get("measured_on") == "validation"
+    measured = "- Measured on the validation samples in place of the test set\n" if instead else ""
+    if recipe and recipe["paper"]:
+        title += f" ({recipe['paper']})"
+    return (
+        f"# {title}\n\n- Command: `{results['command']}`\n- Seed: {results['seed']}\n"
+        f"- Extent: {rounds} rounds, {clients} clients\n{measured}- Time: {results['seconds']:.1f} s\n"
+        f"- Machine: {results['machine']}\n- Versions: {versions}"
+    )
+
+
+def _against_paper(results: Results) -> list[str]:
+    ours, lines = results["metrics"], []
+    for name, paper in results["expected"].items():
+        difference = f"{ours[name] - paper:+.3f}" if name in ours else "-"
+        lines.append([_title(name), _number(name, ours.get(name)), _number(name, paper), difference])
+    if not lines:
+        return []
+    return [f"## Against the paper\n\n{_markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
+
+
+def _metrics_section(metrics: Mapping[str, float]) -> str:
+    """All metrics, a line per model and a column per metric, then what they mean."""
+    pairs = [name.rpartition("/")[::2] for name in metrics]
+    kinds = list(dict.fromkeys(kind for kind, model in pairs if model != "total"))
+    models = sorted(
+        dict.fromkeys(model for _, model in pairs if model != "total"),
+        key=lambda model: {"server": 0, "clients": 1}.get(model, 2),
+    )
+    lines = [[model_name(m), *(_number(k, metrics.get(f"{k}/{m}")) for k in kinds)] for m in models]
+    traffic = [
+        f"{way}: {_number(n, metrics[n])}" for way in ("upload", "download") if (n := f"{way}_bytes/total") in metrics
+    ]
+    # A_5 and F_5 are explained as A_T and F_T.
+    meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
+    notes = [f"- `{kind}`: {meaning}" for kind, meaning in meanings.items() if meaning]
+    total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
+    return "\n\n".join(["## Metrics", _markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])
+
+
+def _over_seeds(runs: Sequence[Results]) -> dict[str, dict[str, float | None]]:
+    row: dict[str, dict[str, float | None]] = {}
+    for name in dict.fromkeys(name for run in runs for name in (*run["metrics"], *run["expected"])):
+        values = [run["metrics"][name] for run in runs if name in run["metrics"]]
+        row[name] = {
+            "mean": float(np.mean(values)) if values else None,
+            "std": (float(np.std(values, ddof=1)) if len(values) > 1 else 0.0) if values else None,
+            "n": len(values),
+            "paper": next((run["expected"][name] for run in runs if name in run["expected"]), None),
+        }
+    return row
+
+
+def _cell(name: str, entry: Mapping[str, float | None] | None) -> str:
+    if entry is None:
+        return "-"
+    spread = f" ± {_number(name, entry['std'])}" if (entry["n"] or 0) > 1 else ""
+    paper = f" ({_number(name, entry['paper'])})" if entry["paper"] is not None else ""
+    return _number(name, entry["mean"]) + spread + paper
+
+
+def _title(name: str) -> str:
+    metric, _, model = name.rpartition("/")
+    return f"{metric} {model}".strip().replace("|", "\\|")
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
+
+
+def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of a message about a name that is not known: the nearest that is, if one is near.
+
+    Example:
+        >>> did_you_mean("FedIPP", ["FedRR", "FedIP"])
+        ' Did you mean FedIP?'
+    """
+    near = get_close_matches(str(name), list(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its place only if all goes well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a file whole or not at all."""
+    with _replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path
+
+
+def save_figure(figure: "Figure", path: Path) -> Path:
+    """Write a figure whole or not at all."""
+    with _replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+    return path

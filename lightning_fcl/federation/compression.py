@@ -1,0 +1,182 @@
+"""Compression of uploads, with error feedback: what is not sent now is sent later.
+
+A client's *update* of an entry is its state minus the server state of the round, plus what earlier rounds have left
+over. The client sends a code of it, the server adds what it decodes to its own state, and the client keeps the
+*residual*, the update minus what was decoded (Seide et al. 2014; Stich et al. 2018, "Sparsified SGD with memory",
+Algorithm 1). So nothing is lost, and the sum of what the server has decoded stays within one residual of the sum of all
+updates.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.aggregation import State
+
+
+class Compression(ABC):
+    """A code for updates, entry by entry: a subclass says what is decoded, and how many bytes the code has."""
+
+    @abstractmethod
+    def decoded(self, update: Tensor) -> Tensor:
+        """What the server decodes.
+
+        Args:
+            update: The updates of several clients, shape (clients, n). The rows do not depend on each other.
+
+        Returns:
+            Of the same shape and type.
+        """
+
+    @abstractmethod
+    def nbytes(self, n: int, itemsize: int) -> int:
+        """Bytes of the code of one client's ``n`` numbers, of ``itemsize`` bytes each as they are."""
+
+    def saves(self, value: Tensor) -> bool:
+        """Whether the code of a tensor is shorter than the tensor; others travel as they are."""
+        return self.nbytes(value.numel(), value.element_size()) < value.nbytes
+
+    def settings(self) -> dict[str, Any]:
+        """What makes this compression the one that it is, for checkpoints."""
+        return {"class": type(self).__name__, **vars(self)}
+
+
+class TopK(Compression):
+    """The numbers of an update that are largest in size, of each entry on its own.
+
+    Of n numbers ``fraction * n`` travel, rounded up, with their places: 4 bytes each, or one bit for each of the n,
+    whichever is shorter. With ``bits`` they are also coded as by `Quantize`.
+
+    Args:
+        fraction: Share of an entry's numbers that travel, above 0 and up to 1. 1 is no compression, to the bit.
+        bits: Bits of each number; None: as it is.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> TopK(fraction=0.5).decoded(torch.tensor([[3.0, -1.0, 0.5, -4.0]]))
+        tensor([[ 3.,  0.,  0., -4.]])
+        >>> TopK(fraction=0.01).nbytes(1000, itemsize=4), TopK(fraction=0.5).nbytes(1000, itemsize=4)
+        (80, 2125)
+    """
+
+    def __init__(self, fraction: float = 0.1, bits: int | None = None) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"Expected `fraction` to be above 0 and up to 1 but got {fraction}.")
+        self.fraction = float(fraction)
+        self.bits = None if bits is None else _checked(bits)
+
+    def decoded(self, update: Tensor) -> Tensor:
+        """The largest numbers, and zeros."""
+        k = self._sent(update.shape[1])
+        places = update.abs().topk(k, dim=1, sorted=False).indices
+        values = update.gather(1, places)
+        return torch.zeros_like(update).scatter_(
+            1, places, values if self.bits is None else _rounded(values, self.bits)
+        )
+
+    def nbytes(self, n: int, itemsize: int) -> int:
+        """Bytes of the numbers that travel and of their places."""
+        k = self._sent(n)
+        places = min(4 * k, -(-n // 8)) if k < n else 0
+        return places + (k * itemsize if self.bits is None else _rounded_nbytes(k, self.bits))
+
+    def _sent(self, n: int) -> int:
+        return math.ceil(round(self.fraction * n, 6))  # 0.07 * 100 is a bit above 7
+
+
+class Quantize(Compression):
+    """Every number of an update as a whole multiple of its entry's scale, the nearest one.
+
+    The largest size in an entry is ``2^(bits - 1) - 1`` times the scale, which travels, too, in 4 bytes. Numbers are
+    rounded to the nearest multiple, not at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the
+    bias, and the result depends on no further random numbers.
+
+    Args:
+        bits: Bits of each number, from 2 to 16.
+
+    Raises:
+        ValueError: If ``bits`` is out of range.
+
+    Example:
+        >>> Quantize(bits=3).decoded(torch.tensor([[3.0, -1.2, 0.4, -1.6]]))
+        tensor([[ 3., -1.,  0., -2.]])
+        >>> Quantize(bits=8).nbytes(1000, itemsize=4)
+        1004
+    """
+
+    def __init__(self, bits: int = 8) -> None:
+        self.bits = _checked(bits)
+
+    def decoded(self, update: Tensor) -> Tensor:
+        """The nearest multiples."""
+        return _rounded(update, self.bits)
+
+    def nbytes(self, n: int, itemsize: int) -> int:
+        """Bytes of the multiples and the scale."""
+        return _rounded_nbytes(n, self.bits)
+
+
+def transmit(
+    compression: Compression,
+    server: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    residuals: Sequence[Mapping[str, Tensor]],
+) -> tuple[State, list[State], int]:
+    """What the server makes of clients' compressed uploads.
+
+    Args:
+        compression: The code.
+        server: The server state of the round.
+        states: The entries to be compressed of the clients' states, each of shape (clients, ...).
+        residuals: What each client has left over; an entry that is not there, or has another shape, counts as 0.
+
+    Returns:
+        The states as the server decodes them, of shapes (clients, ...); what each client has left over now; and the
+        bytes of each client's code.
+
+    Example:
+        >>> server, states = {"w": torch.zeros(2)}, {"w": torch.tensor([[1.0, 3.0]])}
+        >>> transmit(TopK(0.5), server, states, [{"w": torch.tensor([0.5, 0.0])}])
+        ({'w': tensor([[0., 3.]])}, [{'w': tensor([1.5000, 0.0000])}], 5)
+    """
+    received: State = {}
+    left: list[State] = [dict(residual) for residual in residuals]
+    nbytes = 0
+    for name, value in states.items():
+        update = value - server[name]
+        for row, residual in zip(update, residuals, strict=True):
+            if name in residual and residual[name].shape == row.shape:
+                row += residual[name].to(row.device)
+        sent = compression.decoded(update.reshape(len(update), -1)).view_as(update)
+        received[name] = server[name] + sent
+        for mine, row in zip(left, update - sent, strict=True):
+            mine[name] = row.clone()  # a row alone would keep those of all clients in memory
+        nbytes += compression.nbytes(server[name].numel(), value.element_size())
+    return received, left, nbytes
+
+
+def _checked(bits: int) -> int:
+    if type(bits) is not int or not 2 <= bits <= 16:
+        raise ValueError(f"Expected `bits` to be a whole number between 2 and 16 but got {bits!r}.")
+    return bits
+
+
+def _rounded(values: Tensor, bits: int) -> Tensor:
+    """Every row as multiples of its own scale."""
+    levels = 2 ** (bits - 1) - 1
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision is as coarse as the multiples
+    scale = wide.abs().amax(dim=1, keepdim=True) / levels
+    multiples = (wide / torch.where(scale > 0, scale, 1)).round_().clamp_(-levels, levels)
+    return multiples.mul_(scale).to(values.dtype)
+
+
+def _rounded_nbytes(n: int, bits: int) -> int:
+    return -(-n * bits // 8) + 4

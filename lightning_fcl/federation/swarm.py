@@ -1,0 +1,71 @@
+"""A swarm: nodes without a server, one of which brings the round's uploads together; some may be out of reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_fcl.randomness import seed_of
+
+
+class Swarm:
+    """How the nodes of a federation without a server find together (Kröger et al.: an ad hoc master).
+
+    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and it does not
+    change the result: when it leaves, the next node takes over, as every node has the state of the last
+    synchronisation. A node that misses a synchronisation neither sends nor receives: it goes on from its own weights,
+    and sends what it has when it is in reach again.
+
+    Args:
+        dropout: Probability that a node misses a round's synchronisation.
+        missing: For each node, rounds (from 0) whose synchronisation it misses in any case.
+        leaves: For each node that leaves for good, the first round without it.
+
+    Raises:
+        ValueError: If ``dropout`` is not a probability below 1, or a round is negative.
+
+    Example:
+        >>> swarm = Swarm(leaves={"node1": 3})
+        >>> swarm.gone(2), swarm.gone(3), swarm.master(["node2", "node3"])
+        (set(), {'node1'}, 'node2')
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        missing: dict[str, list[int]] | None = None,
+        leaves: dict[str, int] | None = None,
+    ) -> None:
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Expected `dropout` to be at least 0 and below 1 but got {dropout}.")
+        self.dropout = dropout
+        self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
+        self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
+        for round in [*self.leaves.values(), *(r for rounds in self.missing.values() for r in rounds)]:
+            if round < 0:
+                raise ValueError(f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.")
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that the settings name."""
+        return [*self.missing, *self.leaves]
+
+    def gone(self, round: int) -> set[str]:
+        """The nodes that have left."""
+        return {node for node, first in self.leaves.items() if round >= first}
+
+    def misses(self, node: str, round: int, seed: int) -> bool:
+        """Whether a node misses a round's synchronisation: it depends on nothing but node, round and seed."""
+        if round in self.missing.get(node, ()):
+            return True
+        return bool(np.random.default_rng(seed_of(seed, "swarm", node, round)).random() < self.dropout)
+
+    def master(self, in_reach: Sequence[str]) -> str | None:
+        """Who brings the uploads together: the first of the nodes in reach, if there is any."""
+        return in_reach[0] if in_reach else None
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments, for checkpoints."""
+        return {"dropout": self.dropout, "missing": dict(self.missing), "leaves": self.leaves}

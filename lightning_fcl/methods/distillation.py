@@ -1,0 +1,210 @@
+"""Distillation against forgetting: LwF, FLwF and FLwF-2T."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.method import Method, Step, remember, section, with_classes
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
+    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
+
+    Args:
+        student: Logits, shape (batch, classes).
+        teacher: Logits, shape (batch, classes).
+        temperature: Both are divided by it; the gradient is not scaled back by its square.
+
+    Returns:
+        Shape (batch,).
+
+    Example:
+        >>> distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2)).exp()
+        tensor([2.])
+    """
+    return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
+
+
+class FLwF2T(Method):
+    """Every step: distils from the client's previous model and the server's (Usmanova et al. 2021, section 4.2).
+
+    ``alpha * task loss + beta * KD(own previous model) + (1 - alpha - beta) * KD(received server model)``. A client's
+    previous model is the one it trained in the last round it took part in; before its first, the server's stands in, so
+    that the whole weight is on the server.
+
+    The defaults are the paper's text. Its tables are nearer to ``alpha=0.01, mean_over="elements", previous="live"``
+    (``recipes/flwf/README.md``).
+
+    Args:
+        alpha: Weight of the task loss, 0 to 1.
+        beta: Weight of the own previous model, 0 to 1 - alpha.
+        temperature: Softens both sides, above 0.
+        mean_over: What distillation is the mean over: the ``"batch"``, or its ``"elements"``, samples times classes.
+        previous: ``"kept"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
+            in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
+        clients: Who distils; the others fine-tune. See `Method`.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> FLwF2T(alpha=0.001, beta=0.7).task_weight()
+        0.001
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.001,
+        beta: float = 0.7,
+        temperature: float = 2.0,
+        mean_over: Literal["batch", "elements"] = "batch",
+        previous: Literal["kept", "live"] = "kept",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"Expected `alpha` to be between 0 and 1 but got {alpha}.")
+        if not 0 <= beta <= 1 or alpha + beta > 1 + 1e-9:
+            raise ValueError(
+                f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={alpha}, beta={beta}. "
+                "The server model's weight is 1 - alpha - beta."
+            )
+        if not temperature > 0:
+            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        if mean_over not in ("batch", "elements"):
+            raise ValueError(f'Expected `mean_over` to be "batch" or "elements" but got "{mean_over}".')
+        if previous not in ("kept", "live"):
+            raise ValueError(f'Expected `previous` to be "kept" or "live" but got "{previous}".')
+        self.alpha = alpha
+        self.beta = beta
+        self.temperature = temperature
+        self.mean_over = mean_over
+        self.previous = previous
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """Before the first round, the server's model is the client's previous model."""
+        return memory or (remember(server, "own") if self.previous == "kept" else {})
+
+    def task_weight(self) -> float:
+        """The task loss's weight, alpha."""
+        return self.alpha
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The two weighted distillation terms."""
+        terms: Tensor | float = 0.0
+        share = 1 if self.mean_over == "batch" else step.output.shape[-1]
+        for weight, teacher in ((self.beta, section(memory, "own")), (1 - self.alpha - self.beta, step.server)):
+            if teacher and weight > 1e-9:
+                logits = step.predict(teacher, step.x)
+                terms = terms + weight / share * step.mean(distillation_loss(step.output, logits, self.temperature))
+        return terms
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Keep the model that the client has just trained."""
+        return remember(own, "own") if self.previous == "kept" else {}
+
+
+class FLwF(FLwF2T):
+    """Every step: distils from the client's own previous model alone (Usmanova et al. 2021, section 4.1).
+
+    ``alpha * task loss + (1 - alpha) * KD(own previous model)``: FLwF-2T with beta = 1 - alpha.
+
+    Args:
+        alpha: Weight of the task loss, 0 to 1.
+        temperature: Softens both sides, above 0.
+        mean_over: See `FLwF2T`.
+        previous: See `FLwF2T`.
+        clients: Who distils; the others fine-tune. See `Method`.
+
+    Example:
+        >>> FLwF(alpha=0.001).beta
+        0.999
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.001,
+        temperature: float = 2.0,
+        mean_over: Literal["batch", "elements"] = "batch",
+        previous: Literal["kept", "live"] = "kept",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(alpha, 1 - alpha, temperature, mean_over, previous, clients)
+
+
+class LwF(Method):
+    """Every step: distils the classes of earlier experiences from the model at their end (Li and Hoiem 2016).
+
+    ``task loss + strength * KD`` over the logits of the classes that the client saw before this experience; nothing is
+    added in the first.
+
+    Args:
+        strength: Weight (lambda) of the distillation, at least 0.
+        temperature: Softens both sides, above 0.
+        clients: Who distils; the others fine-tune. See `Method`.
+
+    Raises:
+        ValueError: If ``strength`` or ``temperature`` is outside its range.
+
+    Example:
+        >>> LwF(strength=0.0).task_weight()
+        1.0
+    """
+
+    def __init__(
+        self,
+        strength: float = 1.0,
+        temperature: float = 2.0,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        if not strength >= 0:
+            raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
+        if not temperature > 0:
+            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        self.strength = strength
+        self.temperature = temperature
+
+    @property
+    def needs_labels(self) -> bool:
+        """True: they tell the classes that were seen."""
+        return True
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""
+        if not memory:
+            nothing = torch.zeros(max(client_round.num_classes, 1), dtype=torch.bool)
+            memory = {"experience": torch.tensor(client_round.experience), "seen": nothing, "old": nothing}
+            memory |= remember(server, "latest") | remember(server, "teacher")
+        if client_round.experience > int(memory["experience"]):
+            memory = {**memory, "experience": torch.tensor(client_round.experience), "old": memory["seen"]}
+            memory |= remember(section(memory, "latest"), "teacher")
+        return memory
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The weighted distillation of the old classes."""
+        if self.strength == 0:
+            return 0.0
+        classes = step.output.shape[-1]
+        old = F.pad(memory["old"], (0, classes - memory["old"].shape[-1])).to(step.output.device)
+        teacher = step.predict(section(memory, "teacher"), step.x)
+        # A large negative number, not -inf: without old classes the loss is then finite, and weighs nothing.
+        student, teacher = (torch.where(old, logits, -1e4) for logits in (step.output, teacher))
+        loss = step.mean(distillation_loss(student, teacher, self.temperature))
+        return self.strength * loss * old.any()
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Keep the trained model and the classes seen so far."""
+        return {**memory, "seen": with_classes(memory["seen"], client_round.labels), **remember(own, "latest")}

@@ -1,0 +1,196 @@
+"""FedKNOW: what FedViT does with samples, done with the largest weights of past tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.fedvit import FedViT
+from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, teacher_of
+from lightning_fcl.methods.gem import labelled
+from lightning_fcl.methods.method import remember, section
+from lightning_fcl.methods.projection import Kind
+
+_BATCH = 32  # samples of a step of tuning
+
+
+class FedKNOW(FedViT):
+    """Every step: rotates the gradient so that it undoes no signature task, known by its weights (Luopan et al. 2022).
+
+    The stages, the choice of tasks and the rotation are those of `FedViT`; the knowledge of a task is another. At a
+    task's end the client keeps the share ``rho`` of the largest weights of each linear and convolutional layer of its
+    body, of those that no earlier task has kept: no weight is kept for two tasks. They are tuned on the task's samples
+    with all free weights at zero. A past task's network has the weights that were kept up to its end, zeros elsewhere,
+    and the biases, norms and head of its end, which are small, whole. The gradient of a past task is that of
+    distillation, on the present batch, from its network, among the task's classes.
+
+    The paper's words leave open which weights a past network has beside its own: here, as in PackNet (Mallya and
+    Lazebnik 2018), those of all earlier tasks.
+
+    Args:
+        rho: Share of each layer's weights that is kept for a task, above 0 and up to 1.
+        k: Past tasks that constrain a step. See `FedViT`.
+        distance: How much two gradients differ. See `FedViT`.
+        select_every: Steps after which a client chooses its k tasks anew.
+        temperature: Softens both sides of the distillation, above 0.
+        tune_epochs: Passes over the task's samples that tune the kept weights; 0: none.
+        tune_rate: Learning rate (of Adam) of the tuning, above 0.
+        head_epochs: Local epochs of the head, at least 1.
+        body_epochs: Local epochs of the body, at least 1.
+        integration_epochs: Local epochs of integration. See `FedViT`.
+        head: Shell-style pattern of the head's entries.
+        integrate_last: Whether integration also follows the last aggregation of a task. See `FedViT`.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, the body has no layer to keep weights of; or as `FedViT` does.
+
+    Example:
+        >>> FedKNOW(rho=0.1, k=10).tune_epochs
+        5
+    """
+
+    def __init__(
+        self,
+        rho: float = 0.1,
+        k: int = 10,
+        distance: Kind = "wasserstein",
+        select_every: int = 10,
+        temperature: float = 2.0,
+        tune_epochs: int = 5,
+        tune_rate: float = 5e-4,
+        head_epochs: int = 2,
+        body_epochs: int = 4,
+        integration_epochs: int = 1,
+        head: str = "model.head.*",
+        integrate_last: bool = False,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(
+            rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head, integrate_last, clients
+        )
+        if not (temperature > 0 and tune_rate > 0):
+            raise ValueError(
+                f"Expected `temperature` and `tune_rate` to be above 0 but got {temperature} and {tune_rate}."
+            )
+        if tune_epochs < 0:
+            raise ValueError(f"Expected `tune_epochs` to be at least 0 but got {tune_epochs}.")
+        self.temperature = temperature
+        self.tune_epochs = tune_epochs
+        self.tune_rate = tune_rate
+        self._networks: dict[int, State] = {}
+
+    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+        """A client's turn begins: other networks are to be distilled from."""
+        super().start(memory, server, active)
+        self._networks = {}
+
+    def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
+        """Keep the task's largest free weights, tuned, and all that is small."""
+        x, y = labelled(data)
+        weights = _layers(self._live, self.head)
+        if not weights:
+            raise ValueError(
+                f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
+                f"`{type(self._live).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
+            )
+        number, owners, kept = client_round.experience + 1, section(memory, "owner"), section(memory, "kept")
+        for name in weights:
+            owner = owners.get(name, torch.zeros_like(own[name], dtype=torch.int16)).to(own[name].device)
+            owners[name] = owner = torch.where(owner == number, 0, owner)
+            new = largest(own[name], owner == 0, self.rho)
+            owners[name] = torch.where(new, number, owner)
+            kept[name] = torch.where(new, own[name], kept.get(name, torch.zeros_like(own[name])).to(own[name].device))
+        small = {name: value for name, value in own.items() if name not in weights}
+        memory = {name: value for name, value in memory.items() if not name.startswith(("owner.", "kept."))}
+        memory |= (
+            remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{client_round.experience}")
+        )
+        memory[f"block{client_round.experience}"] = torch.tensor(
+            client_round.block or range(client_round.num_classes), dtype=torch.long
+        )
+        memory["present"] = torch.tensor(client_round.experience)
+        return memory | remember(self._tuned(memory, client_round.experience, x, y), "kept")
+
+    def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
+        """The kept weights after those of a task were trained on its samples."""
+        module = self._live
+        network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
+        leaves = {name: network[name].requires_grad_() for name in kept}
+        optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
+        with evaluating(module), isolate_rng(), torch.enable_grad():
+            for part, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
+                output = functional_call(module, network, (as_input(module, part),))
+                loss = module.sample_loss(output, label.to(module.device)).mean()
+                gradients = torch.autograd.grad(loss, list(leaves.values()))
+                for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+                    leaf.grad = gradient * (owners[name] == task + 1)
+                optimizer.step()
+        # Adam leaves a weight alone whose gradient was always zero.
+        return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
+
+    def known(self, memory: Memory) -> list[int]:
+        """Numbers of the past tasks of which weights are kept, ascending."""
+        numbers = sorted(int(name.removeprefix("block")) for name in memory if name.startswith("block"))
+        return [number for number in numbers if number != int(memory["present"])]
+
+    def restore(self, memory: Memory, task: int, gradient_of: GradientOf) -> Tensor:
+        """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
+        if task not in self._networks:
+            self._networks[task] = kept_network(memory, task)
+        x, classes = labelled(self._batch)[0], memory[f"block{task}"]
+        teacher = teacher_of(self._live)(self._networks[task], x)[:, classes.to(x.device)]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return distillation_loss(output[:, classes.to(output.device)], target, self.temperature)
+
+        return gradient_of(x, teacher, loss=loss)
+
+
+def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
+    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all, if there are so many.
+
+    Args:
+        weight: The layer's weights.
+        free: Which of them may be chosen, of the same shape.
+        rho: Share.
+
+    Example:
+        >>> largest(torch.tensor([3.0, -9.0, 1.0, -2.0]), torch.tensor([True, False, True, True]), rho=0.5)
+        tensor([ True, False, False,  True])
+    """
+    size = min(round(rho * weight.numel()), int(free.sum()))
+    magnitude = torch.where(free, weight.abs(), -1.0).flatten()
+    chosen = torch.zeros_like(magnitude, dtype=torch.bool)
+    chosen[magnitude.topk(size).indices] = True
+    return chosen.view(weight.shape)
+
+
+def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
+    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`.
+
+    Example:
+        >>> memory = {"owner.w": torch.tensor([1, 2, 0]), "kept.w": torch.tensor([5.0, 6.0, 0.0])}
+        >>> kept_network({**memory, "small0.b": torch.ones(1)}, task=0)
+        {'w': tensor([5., 0., 0.]), 'b': tensor([1.])}
+    """
+    owners, kept = section(memory, "owner"), section(memory, "kept")
+    weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
+    return weights | section(memory, f"small{task}")
+
+
+def _layers(module: nn.Module, head: str) -> list[str]:
+    """Names of the weights of a module's linear and convolutional layers, but for the head's."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    names = [f"{place}.weight" for place, layer in module.named_modules() if isinstance(layer, kinds)]
+    return [name for name in names if not fnmatchcase(name, head)]

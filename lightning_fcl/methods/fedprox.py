@@ -1,0 +1,58 @@
+"""FedProx: local training that stays near the server's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.method import Method, Step
+
+
+def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
+    """Half the squared distance between parameters and the server's, over the entries of ``params``.
+
+    Example:
+        >>> proximal_term({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        tensor(2.)
+    """
+    return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
+
+
+class FedProx(Method):
+    """Every step: adds ``mu / 2 * ||w - w_server||^2`` (Li et al. 2020, equation 2).
+
+    Args:
+        mu: Weight of the proximal term, at least 0; 0 is FedAvg.
+        part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
+
+    Example:
+        >>> FedProx(mu=0.1).mu
+        0.1
+    """
+
+    def __init__(
+        self, mu: float = 0.1, part: str = "*", clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
+    ) -> None:
+        super().__init__(clients)
+        if not mu >= 0:
+            raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
+        self.mu = mu
+        self.part = part
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The weighted proximal term."""
+        if self.mu == 0:
+            return 0.0
+        params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}
+        if not params:
+            raise ValueError(f"Expected `part` to match a trainable parameter but `{self.part}` matches none.")
+        return self.mu * proximal_term(params, step.server)

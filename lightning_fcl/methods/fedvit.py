@@ -1,0 +1,310 @@
+"""FedViT: signature tasks hold back what a step would undo, and what other clients have undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import current_round
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.server import own_entries
+from lightning_fcl.methods.fedrep import FedRep
+from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, step_along
+from lightning_fcl.methods.gem import at_task, labelled, with_task
+from lightning_fcl.methods.method import data_of, remember, section
+from lightning_fcl.methods.projection import Kind, most_dissimilar, project
+from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.simulation.loader import plan_batches
+
+
+class FedViT(FedRep):
+    """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
+
+    A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
+
+    1. *Integration* (section 3.4), in the rounds of a task after the client's first. What was received differs from
+       the body that the client has trained: the gradient g_b of a batch at the body before aggregation is rotated as
+       little as possible until it raises no loss at the present body, whose gradient is g_a, and steps the present one.
+       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body, and
+       with ``integrate_last`` also at once after the last aggregation of a task, for the clients that have trained on
+       it: what comes of it is the body that the client predicts with, until its next turn.
+    2. The head learns, the body is frozen.
+    3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9, until it raises the loss of none of the
+       k past tasks whose gradients differ most from it (section 3.3). Their gradients are restored, at the present
+       parameters, from the samples that are kept of each task, eq. 5.
+
+    At the end of a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least
+    one, eq. 4; a client that is not drawn for the task's last round does so with the body after aggregation.
+
+    Args:
+        rho: Share of the samples of each class that is kept, above 0 and up to 1.
+        k: Past tasks that constrain a step, at least 1; all, while there are no more.
+        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``, see
+            `lightning_fcl.methods.projection.distance`.
+        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all. In between, only
+            those of the chosen are taken.
+        head_epochs: Local epochs of the head, at least 1.
+        body_epochs: Local epochs of the body, at least 1.
+        integration_epochs: Local epochs of integration, which come first; 0: none.
+        head: Shell-style pattern of the head's entries.
+        integrate_last: Whether integration also follows the last aggregation of a task.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
+
+    Example:
+        >>> FedViT(rho=0.1, k=10).head_epochs
+        2
+    """
+
+    def __init__(
+        self,
+        rho: float = 0.1,
+        k: int = 10,
+        distance: Kind = "wasserstein",
+        select_every: int = 10,
+        head_epochs: int = 2,
+        body_epochs: int = 4,
+        integration_epochs: int = 1,
+        head: str = "model.head.*",
+        integrate_last: bool = False,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(head_epochs, body_epochs, head, clients)
+        if not 0 < rho <= 1:
+            raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
+        if distance not in ("wasserstein", "cosine"):
+            raise ValueError(f'Expected `distance` to be "wasserstein" or "cosine" but got "{distance}".')
+        if min(k, select_every) < 1:
+            raise ValueError(f"Expected `k` and `select_every` to be at least 1 but got {k} and {select_every}.")
+        if integration_epochs < 0:
+            raise ValueError(f"Expected `integration_epochs` to be at least 0 but got {integration_epochs}.")
+        self.rho = rho
+        self.k = k
+        self.distance = distance
+        self.select_every = select_every
+        self.integration_epochs = integration_epochs
+        self.integrate_last = integrate_last
+        self._before: State | None = None  # the client's state before aggregation
+        self._steps = 0  # of the body, with past tasks
+        self._chosen: list[int] = []
+        self._rows: Tensor | None = None  # kept from step to step: so much memory is slow to come by
+
+    # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
+
+    def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
+        """The memory with the knowledge of the task that has ended."""
+        x, y = labelled(data)
+        task = self._live
+        with torch.no_grad():
+            loss = task.sample_loss(predictions(task, own, x), y.to(task.device))
+        kept = lowest_loss(loss, y, self.rho)
+        return with_task(memory, x[kept], y[kept], client_round.experience)
+
+    def known(self, memory: Memory) -> list[int]:
+        """Numbers of the past tasks of which there is knowledge, ascending."""
+        if "task" not in memory:
+            return []
+        return [number for number in torch.unique(memory["task"]).tolist() if number != int(memory["present"])]
+
+    def restore(self, memory: Memory, task: int, gradient_of: GradientOf) -> Tensor:
+        """The gradient of a past task at the present parameters, shape (p,)."""
+        rows = memory["task"] == task
+        return gradient_of(memory["x"][rows], memory["y"][rows])
+
+    # What it makes of them.
+
+    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        """The integrated gradient."""
+        if self._part:
+            return gradient  # the head's
+        if self._integrates:
+            return project(gradient_of(*labelled(self._batch), state=self._before), gradient[None])
+        tasks = self.known(memory)
+        if not tasks:
+            return gradient
+        anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
+        chosen = tasks if anew else self._chosen
+        if self._rows is None or len(self._rows) < len(chosen) or self._rows.shape[1] != len(gradient):
+            self._rows = gradient.new_empty(len(chosen), len(gradient))
+        constraints = self._rows[: len(chosen)]
+        for row, task in zip(constraints, chosen, strict=True):
+            row.copy_(self.restore(memory, task, gradient_of))
+        self._steps += 1
+        if len(chosen) > self.k:
+            picked = most_dissimilar(gradient, constraints, self.k, self.distance)
+            self._chosen = [chosen[row] for row in picked.tolist()]
+            constraints = constraints[picked.to(constraints.device)]
+        return project(gradient, constraints)
+
+    # When it does so.
+
+    def local_epochs(self, client_round: ClientRound) -> int | None:
+        """Those of the stages."""
+        epochs = super().local_epochs(client_round)
+        if epochs is None:
+            return None
+        strategy: Any = self._live.trainer.strategy
+        memory = strategy.server.store[client_round.client].get(type(self).__name__, {})
+        return epochs + self.integration_epochs * self._goes_on(memory, client_round)
+
+    def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
+        """Whether the client has trained on the task before."""
+        return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """Note which task is the present one, and forget the body of another."""
+        present = at_task(memory, client_round)
+        return present if self._goes_on(memory, client_round) else _without_body(present)
+
+    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+        """A client's turn begins."""
+        super().start(memory, server, active)
+        self._before = {**server, **section(memory, "body")} if "at" in memory else None
+        self._steps, self._chosen, self._rows = 0, [], None
+
+    @property
+    def _integrates(self) -> bool:
+        """Whether this step integrates: it can only where there is a body from before aggregation."""
+        return self._before is not None and self._live.trainer.strategy.local_epoch < self.integration_epochs
+
+    def trains_head(self, epoch: int) -> bool:
+        """After integration, which trains the body, comes the head."""
+        first = self.integration_epochs if self._before is not None else 0
+        return first <= epoch < first + self.head_epochs
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """At a task's end, extract its knowledge; until then, keep the body for integration."""
+        memory = _without_body(memory)
+        if client_round.last_round:
+            memory = self.extract(memory, own, data, client_round)
+        if not self.integration_epochs or (client_round.last_round and not self.integrate_last):
+            return memory
+        body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
+        return {**memory, **remember(body, "body"), "at": torch.tensor(client_round.experience)}
+
+    def conclude(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """A client that is not drawn for a task's last round extracts its knowledge, too."""
+        memory = self.begin(memory, own, client_round)
+        return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
+
+    def personal(self, memory: Memory, state: State) -> State:
+        """The state with the body that came of the last integration, if there is one."""
+        body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
+        return {**state, **body} if body else state
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Conclude; after a task's last aggregation, integrate once more."""
+        super().on_round_end(trainer, pl_module)
+        if not (self.integrate_last and self.integration_epochs):
+            return
+        strategy: Any = trainer.strategy
+        round, stream, store = current_round(trainer), strategy.stream, strategy.server.store
+        received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
+        for client in stream.plan.train[round]:
+            if client in strategy.gone(round):
+                continue
+            client_round, kept = stream.client_round(client, round), store[client]
+            if not (client_round.last_round and self.applies_to(client_round)):
+                continue
+            memory = kept.get(type(self).__name__, {})
+            rest = _without_body(memory)
+            if self._goes_on(memory, client_round):
+                own = own_entries(kept, pl_module.device)
+                rest |= remember(
+                    self._integrated(trainer, client_round, {**received, **own}, section(memory, "body")), "last"
+                )
+            store[client] = {**kept, type(self).__name__: rest}
+        load_entries(pl_module, received)
+
+    def _integrated(self, trainer: L.Trainer, client_round: ClientRound, state: State, body: State) -> State:
+        """The body after integration of a client's data; the module holds the client's state afterwards."""
+        strategy, module, before = trainer.strategy, self._live, {**state, **body}
+        seed = strategy.seed  # type: ignore[attr-defined]
+        stream, optimizer = strategy.stream, strategy.optimizers[0]  # type: ignore[attr-defined]
+        load_entries(module, state)
+        optimizer.state.clear()
+        params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
+        of, (x, y) = gradient_of(module, params), labelled(data_of(trainer, client_round.client, client_round.round))
+        generator = torch.Generator().manual_seed(seed_of(seed, client_round.client, client_round.round, "integration"))
+        plan = plan_batches(len(y), stream.batch_size, self.integration_epochs, stream.shuffle, generator)
+        with isolate_rng():
+            for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
+                start_randomness(seed, client_round.client, client_round.round, "integration", number)
+                gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
+                step_along(module, optimizer, params, gradient)
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
+        return {name: entries(module)[name].detach().clone() for name in body}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the module, and what the last client has left."""
+        super().teardown(trainer, pl_module, stage)
+        self._before = self._rows = None
+
+
+def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
+    """Indices of the share of each class's samples with the lowest loss, at least one of each, in order.
+
+    FedViT's knowledge, eq. 4.
+
+    Args:
+        loss: Loss of every sample, shape (n,).
+        y: Labels, shape (n,).
+        rho: Share, above 0 and up to 1.
+
+    Returns:
+        Shape (kept,), on the device of ``y``.
+
+    Example:
+        >>> lowest_loss(torch.tensor([0.3, 0.1, 0.2, 0.5, 0.4]), torch.tensor([0, 0, 0, 1, 1]), rho=0.5)
+        tensor([1, 2, 4])
+    """
+    order = loss.argsort(stable=True).to(y.device)
+    kept = []
+    for label in torch.unique(y):
+        rows = order[y[order] == label]
+        kept.append(rows[: max(1, round(rho * len(rows)))])
+    return torch.cat(kept).sort().values if kept else order
+
+
+class LowestLoss:
+    """FedViT's knowledge extractor as one of Avalanche's exemplar selection strategies: the lowest loss comes first.
+
+    It has the method of Avalanche's ``ExemplarsSelectionStrategy``, as which its buffers take it. See `lowest_loss`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> strategy = SimpleNamespace(model=torch.nn.Identity())
+        >>> data = [(torch.tensor([1.0, 0.0]), 1), (torch.tensor([1.0, 0.0]), 0)]
+        >>> LowestLoss().make_sorted_indices(strategy, data)
+        [1, 0]
+    """
+
+    def make_sorted_indices(self, strategy: Any, data: Any) -> list[int]:
+        """Positions of a data set's samples ``(x, y, ...)`` by the cross-entropy of ``strategy.model``, ascending."""
+        if not len(data):
+            return []
+        x, y = (torch.stack([torch.as_tensor(sample[part]) for sample in data]) for part in (0, 1))
+        logits = predictions(strategy.model, dict(strategy.model.state_dict()), x)
+        loss = F.cross_entropy(logits, y.to(logits.device), reduction="none")
+        order: list[int] = loss.argsort(stable=True).tolist()
+        return order
+
+
+def _without_body(memory: Memory) -> Memory:
+    return {name: value for name, value in memory.items() if name != "at" and not name.startswith(("body.", "last."))}

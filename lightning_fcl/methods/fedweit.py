@@ -1,0 +1,319 @@
+"""FedWEIT: a shared base, each task's own mask and sparse addition to it, and the additions of the other clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.aggregation import State, reductions_of
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.method import Method, Step, methods_of
+from lightning_fcl.methods.replay import Replay
+from lightning_fcl.models.decomposed import Decomposed, prune
+from lightning_fcl.tasks.classification import Classifier
+
+
+class FedWEIT(Method):
+    """Every step: trains base, mask, adaptive and attention; every task: exchanges the adaptives (Yoon et al. 2021).
+
+    The network is a `Decomposed` one, ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j``. A client minimises, eq. 2::
+
+        task loss + l1 (||A||_1 + sum_i ||A_i||_1) + mask_l1 ||m||_1 + l2 sum_i ||B * sigmoid(m_i) + A_i - theta*_i||^2
+        + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
+
+    over its past tasks i, whose A_i are trained along, and whose ``theta*_i`` is what ``B * sigmoid(m_i) + A_i`` was
+    after the client's last training in the task before, so that ``theta_i - theta*_i`` is the paper's ``dB * m_i +
+    dA_i``. The last line is the authors' code. That code differs from the paper in three points: there ``l2`` is halved
+    (half of the squares), ``mask_l1`` is 0, and past A_i stay as they are (``retroactive=False``).
+
+    After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros;
+    a unit's new base is the mean of those who send it and stays where none does. At a task's end it sends A, without
+    the numbers up to the network's `threshold`. When it begins the next task it receives the other clients' latest A,
+    once. ``federation.record`` counts what is sent sparse as one bit for each number and those that are not zero.
+
+    What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
+    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Clients train one at a time. Deviations
+    from the authors' code: biases, and whatever else is not decomposed, is averaged, then kept for each task; a mean is
+    weighted by client; A begins at a third of the present base, not of the first one; the knowledge base holds no A of
+    the client's own; clients that were not drawn for a task's last round send their A, too. Plain SGD is stable only
+    where ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
+
+    Args:
+        l1: Weight of the absolute values of the adaptives, at least 0.
+        l2: Weight of the drift of the past tasks, at least 0.
+        weight_decay: Weight of half the squares, at least 0.
+        sparsity: Share of each layer's units of which the base is not sent, 0 to below 1.
+        mask_l1: Weight of the absolute values of the mask, at least 0; None: ``l1``.
+        kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
+        retroactive: Whether the adaptives of past tasks are trained along.
+        clients: Who uses it; others train the plain network. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's, the module is no task-incremental
+            `Classifier` of a `Decomposed` network with tasks enough, reductions are missing, or another method than
+            `Replay` is there, too.
+
+    Example:
+        >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity
+        0.3
+    """
+
+    def __init__(
+        self,
+        l1: float = 1e-3,
+        l2: float = 100.0,
+        weight_decay: float = 1e-4,
+        sparsity: float = 0.3,
+        mask_l1: float | None = None,
+        kb_size: int | None = None,
+        retroactive: bool = True,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        for name, value in (("l1", l1), ("l2", l2), ("weight_decay", weight_decay), ("mask_l1", mask_l1 or 0.0)):
+            if not value >= 0:
+                raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
+        if not 0 <= sparsity < 1:
+            raise ValueError(f"Expected `sparsity` to be at least 0 and below 1 but got {sparsity}.")
+        if kb_size is not None and kb_size < 0:
+            raise ValueError(f"Expected `kb_size` to be at least 0, or None for all adaptives, but got {kb_size}.")
+        self.l1, self.l2, self.weight_decay, self.sparsity = l1, l2, weight_decay, sparsity
+        self.mask_l1 = l1 if mask_l1 is None else mask_l1
+        self.kb_size = kb_size
+        self.retroactive = retroactive
+        self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
+        self._arriving: dict[str, Memory] = {}  # in this round
+        self._gates: list[Tensor] = []
+
+    @property
+    def _model(self) -> Any:
+        return self._live.model
+
+    # The client.
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """At a task's start: the past tasks' weights to hold, and the knowledge base that the client downloads."""
+        if (
+            not self.applies_to(client_round)
+            or int(memory.get("experience", torch.tensor(-1))) == client_round.experience
+        ):
+            return memory
+        model, past = self._model, int(memory.get("tasks", torch.tensor(0)))
+        new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(client_round.experience)}
+        new["classes"] = torch.tensor(client_round.block)
+        for i in range(past):
+            mask, adaptive = (server[f"model.tasks.{i}.{name}"] for name in ("mask", "adaptive"))
+            new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
+        others = [client for client in sorted(self.knowledge) if client != client_round.client]
+        if self.kb_size is not None:
+            others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
+        for j, client in enumerate(others):
+            new |= {f"kb.{j}.{name}": value for name, value in self.knowledge[client].items()}
+            self._federation_log.download(client_round.client, _message_bytes(self.knowledge[client], model.size))
+        return new
+
+    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+        """With the client's state in the module: begin its task if it is new, and unpack what it trains with."""
+        super().start(memory, server, active)
+        if not active:
+            return
+        model, tasks = self._model, int(memory["tasks"])
+        sources = sum(1 for name in memory if name.startswith("kb.")) // 2
+        model.receive([unpack(memory[f"kb.{j}.values"], memory[f"kb.{j}.bits"], model.size) for j in range(sources)])
+        if model.begun < tasks:
+            model.begin(memory["classes"], sources)
+            model.settle()
+        for i, task in enumerate(model.tasks):
+            task.adaptive.requires_grad_(i == tasks - 1 or (self.retroactive and i < tasks - 1))
+            task.mask.requires_grad_(i == tasks - 1)
+            task.attention.requires_grad_(i == tasks - 1 and sources > 0)
+        with torch.no_grad():
+            self._gates = [model.gate(task.mask) for task in model.tasks[: tasks - 1]] if self.l2 else []
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """Sparsity, decay, and the drift of the past tasks."""
+        model, present = self._model, int(memory["tasks"]) - 1
+        own = model.tasks[present]
+        total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
+        base: Tensor = model.base()
+        decayed = [own.adaptive, own.mask, *([] if present else [base])]
+        total = total + self.weight_decay / 2 * torch.stack([value.square().sum() for value in decayed]).sum()
+        for task in model.tasks[:present] if self.retroactive else []:
+            total = total + self.l1 * task.adaptive.abs().sum()
+        for i, gate in enumerate(self._gates):
+            total = total + self.l2 * drift(base, gate, model.tasks[i].adaptive, memory[f"target.{i}"])
+        return total
+
+    def send(self, memory: Memory, own: State) -> State:
+        """The base without the units that the mask leaves out; the network's task is brought up to date before."""
+        model = self._model
+        model.settle()
+        masks = torch.split(own[f"model.tasks.{int(memory['tasks']) - 1}.mask"], model.units)
+        sent = dict(own)
+        for name, mask in zip((f"model.net.{name}" for name in model.names), masks, strict=True):
+            sent[name] = own[name] * kept_units(mask, self.sparsity).view(-1, *[1] * (own[name].dim() - 1))
+        return sent
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Keep the client's base; at the task's end, send its adaptive."""
+        if not self.applies_to(client_round):
+            return memory
+        self._publish(memory, own, client_round)
+        return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in self._model.names])}
+
+    def conclude(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """A client that was drawn for an earlier round of its task sends its adaptive, too."""
+        if self.applies_to(client_round) and memory and int(memory["experience"]) == client_round.experience:
+            self._publish(memory, own, client_round)
+        return memory
+
+    def _publish(self, memory: Memory, own: State, client_round: ClientRound) -> None:
+        log = self._federation_log
+        if client_round.last_round and client_round.client not in log.missed:
+            adaptive = own[f"model.tasks.{int(memory['tasks']) - 1}.adaptive"].detach()
+            self._arriving[client_round.client] = pack(prune(adaptive, self._model.threshold))
+            log.upload(client_round.client, _message_bytes(self._arriving[client_round.client], self._model.size))
+
+    # The server.
+
+    @property
+    def alone(self) -> bool:
+        """Clients train one at a time."""
+        return True
+
+    @property
+    def _federation_log(self) -> Any:
+        strategy: Any = self._live.trainer.strategy
+        return strategy.server.record
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The adaptives of tasks that ended with the round are there for the next one."""
+        super().on_round_end(trainer, pl_module)
+        self.knowledge |= self._arriving
+        self._arriving = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The server's knowledge base; the federation keeps the clients' own."""
+        return {"knowledge": self.knowledge}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a checkpoint's knowledge base."""
+        self.knowledge = dict(state_dict["knowledge"])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A stream that begins has no knowledge base."""
+        self._arriving = {}
+        if trainer.current_epoch == 0:
+            self.knowledge = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what has no decomposed network, or no reductions that keep it apart."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
+        if others:
+            raise ValueError(
+                f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
+                f"got {', '.join(others)}. Remove it."
+            )
+        if not self._federated:
+            raise ValueError('Expected a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one.')
+        model = getattr(pl_module, "model", None)
+        if not isinstance(model, Decomposed):
+            raise ValueError(
+                f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of "
+                f"`{type(model).__name__}`. Wrap it: `Decomposed(net, tasks=10)`."
+            )
+        if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
+            raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
+        stream: Any = trainer.datamodule  # type: ignore[attr-defined]
+        blocks = stream.plan.blocks if isinstance(stream, FederatedStream) else {}
+        most = max((len(parts) for parts in blocks.values()), default=0)
+        if most > len(model.tasks):
+            raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
+        self._check_reductions(pl_module, model, trainer.strategy)
+
+    def _check_reductions(self, module: L.LightningModule, model: Decomposed, strategy: Any) -> None:
+        reductions = reductions_of(module, strategy.reductions)
+        wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
+        base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
+        wanted |= {f"model.net.{name}": base for name in model.names}
+        for name, allowed in wanted.items():
+            if reductions[name] not in allowed:
+                raise ValueError(
+                    f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
+                    f'"{reductions[name]}". Give the strategy `reductions={{"model.tasks.*": "none", '
+                    '"model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}`.'
+                )
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the module, and what it was given."""
+        super().teardown(trainer, pl_module, stage)
+        model = getattr(pl_module, "model", None)
+        if isinstance(model, Decomposed):
+            model.receive([])
+        self._gates = []
+
+
+def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:
+    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,).
+
+    Example:
+        >>> drift(torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0]), target=torch.tensor([5.0]))
+        tensor(9.)
+    """
+    gone = torch.addcmul(adaptive - target, base, gate)
+    return gone.dot(gone)
+
+
+def kept_units(mask: Tensor, sparsity: float) -> Tensor:
+    """Which units of a layer are sent: all but the ``sparsity`` share with the smallest magnitudes.
+
+    The authors' code leaves out one more, and looks at m, not at ``sigmoid(m)``, as here.
+
+    Example:
+        >>> kept_units(torch.tensor([0.3, -0.1, 0.2, -0.4]), sparsity=0.3)
+        tensor([ True, False,  True,  True])
+    """
+    kept = torch.ones_like(mask, dtype=torch.bool)
+    kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
+    return kept
+
+
+def pack(value: Tensor) -> Memory:
+    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number.
+
+    Example:
+        >>> pack(torch.tensor([0.0, 7.0, 0.0]))
+        {'values': tensor([7.]), 'bits': tensor([64], dtype=torch.uint8)}
+    """
+    kept = value != 0
+    return {"values": value[kept].clone(), "bits": torch.from_numpy(np.packbits(kept.cpu().numpy()))}
+
+
+def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
+    """What `pack` has packed, shape (size,).
+
+    Example:
+        >>> unpack(torch.tensor([7.0]), torch.tensor([64], dtype=torch.uint8), size=3)
+        tensor([0., 7., 0.])
+    """
+    kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
+    return values.new_zeros(size).masked_scatter_(kept, values)
+
+
+def _message_bytes(packed: Memory, size: int) -> int:
+    """Bytes of a packed vector on the wire, where it travels as it is if that is less."""
+    return min(sum(value.nbytes for value in packed.values()), size * packed["values"].element_size())

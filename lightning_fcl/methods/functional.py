@@ -1,0 +1,165 @@
+"""A module's outputs, losses and gradients at other samples, other states and of other losses; it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.methods.projection import flatten, unflatten
+
+_CHUNK = 256  # samples that are predicted at once
+
+SampleLoss = Callable[[Tensor, Any], Tensor]
+"""``loss(output, y)``: the loss of every sample, shape (batch,)."""
+
+
+class GradientOf(Protocol):
+    """The gradient of a mean loss on samples, of the parameters that a step trains, as one vector."""
+
+    def __call__(
+        self, x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
+        """The gradient.
+
+        Args:
+            x: Inputs, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
+            state: A state of the module, at which the gradient is taken; None: the present one.
+            loss: The loss of every sample; None: the task's.
+        """
+
+
+class LossOf(Protocol):
+    """A mean loss on samples, as part of the graph."""
+
+    def __call__(
+        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
+    ) -> Tensor:
+        """The loss, a scalar.
+
+        Args:
+            x: Inputs, shape (batch, ...).
+            y: What the loss compares the outputs with: the targets, shape (batch, ...).
+            params: Trainable parameters in place of the present ones, by name.
+            loss: The loss of every sample; None: the task's.
+        """
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every submodule gets its own mode back."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule, mode in modes:
+            submodule.training = mode
+
+
+def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
+    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
+
+    def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
+        with torch.no_grad(), evaluating(module):
+            output: Tensor = functional_call(module, dict(state), (x,))
+        return output
+
+    return predict
+
+
+def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The outputs of a module with another state on many samples, in evaluation mode, without gradient.
+
+    Args:
+        module: Its output is a tensor, of shape (n, ...).
+        state: The state.
+        x: Inputs, shape (n, ...), wherever they are.
+
+    Example:
+        >>> predictions(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, torch.ones(2, 1))
+        tensor([[1.],
+                [1.]])
+    """
+    predict = teacher_of(module)
+    return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
+
+
+def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientOf:
+    """Gradients of a module's parameters at other samples, other states and of other losses. See `Method.project`."""
+
+    def gradient(x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
+        leaves: Mapping[str, Tensor] = params
+        others: State = {}
+        if state is not None:
+            leaves = {name: state[name].detach().requires_grad_() for name in params}
+            others = {name: value.detach().clone() for name, value in state.items() if name not in params}
+        with isolate_rng(), torch.enable_grad():
+            value = _mean_loss(module, {**others, **leaves}, x, y, loss)
+        pieces = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+        return flatten({str(i): piece for i, piece in enumerate(pieces)})
+
+    return gradient
+
+
+def step_along(
+    module: L.LightningModule, optimizer: Optimizer, params: Mapping[str, nn.Parameter], gradient: Tensor
+) -> None:
+    """One step of an optimizer with a gradient in place of its parameters' own, clipped as the Trainer clips.
+
+    Args:
+        module: The module that the Trainer trains.
+        optimizer: The optimizer; those of its parameters that are not among ``params`` have no gradient.
+        params: The parameters.
+        gradient: Their gradient as one vector, in their order.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    for name, piece in unflatten(gradient, params).items():
+        params[name].grad = piece
+    trainer = module.trainer
+    module.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    optimizer.step()
+
+
+def loss_of(module: L.LightningModule) -> LossOf:
+    """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
+
+    def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
+        with isolate_rng():
+            return _mean_loss(module, params or {}, x, y, loss)
+
+    return mean_loss
+
+
+def _mean_loss(
+    module: L.LightningModule, state: Mapping[str, Tensor], x: Any, y: Any, loss: SampleLoss | None = None
+) -> Tensor:
+    """The mean loss of a module on samples, some of its state replaced; its buffers stay as they are."""
+    lightning: Any = module
+    precision = module.trainer.precision_plugin
+    x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    with precision.train_step_context():
+        output = functional_call(module, {**buffers, **state}, (x,))
+        mean: Tensor = (loss or lightning.sample_loss)(output, y).mean()
+    return mean
+
+
+def as_input(module: nn.Module, x: Tensor) -> Tensor:
+    """Samples as a module takes them: on the device and, if they are no whole numbers, of the type of its parameters.
+
+    Example:
+        >>> as_input(nn.Linear(1, 1).double(), torch.ones(1, 1))
+        tensor([[1.]], dtype=torch.float64)
+    """
+    first = next(module.parameters(), x)
+    return x.to(first.device, first.dtype if x.is_floating_point() else None)

@@ -1,0 +1,313 @@
+"""Penalties on parameters by their importance for earlier experiences: EWC and MAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.method import Method, Step, remember, section
+
+Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
+
+_CHUNK = 256  # samples whose gradients are taken at once, at most
+_NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
+
+
+def quadratic_penalty(
+    params: Mapping[str, Tensor], center: Mapping[str, Tensor], importance: Mapping[str, Tensor]
+) -> Tensor:
+    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``.
+
+    Example:
+        >>> quadratic_penalty({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])})
+        tensor(10.)
+    """
+    terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
+    return 0.5 * summed(terms, params)
+
+
+def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+    """The sum of scalars, 0 where there are none, on the device of ``params``.
+
+    Example:
+        >>> summed([torch.tensor(2.0), torch.tensor(3.0)], {"w": torch.zeros(1)})
+        tensor(5.)
+    """
+    return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
+
+
+def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
+    """The gradient of each sample's own objective: vectorised, or in a loop where that fails.
+
+    Args:
+        objective: ``objective(params, x, y)`` is a scalar of a batch of one sample.
+        params: Parameters by name.
+        x: Inputs, shape (batch, ...).
+        y: Targets, shape (batch, ...).
+
+    Returns:
+        For every parameter, shape (batch, ...).
+
+    Example:
+        >>> gradients = sample_gradients(
+        ...     lambda params, x, y: (params["w"] * x - y).square().sum(),
+        ...     {"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]),
+        ... )
+        >>> gradients["w"]
+        tensor([2., 8.])
+    """
+
+    def single(params: State, x: Tensor, y: Tensor) -> Tensor:
+        return objective(params, x[None], y[None])
+
+    try:
+        stacked: State = vmap(grad(single), in_dims=(None, 0, 0))(params, x, y)
+    except RuntimeError:  # random layers, control flow that depends on the data, operators without a batching rule
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        inputs = list(leaves.values())
+        with torch.enable_grad():
+            rows = [
+                torch.autograd.grad(single(leaves, *pair), inputs, allow_unused=True, materialize_grads=True)
+                for pair in zip(x, y, strict=True)
+            ]
+        stacked = {name: torch.stack(row) for name, row in zip(leaves, zip(*rows, strict=True), strict=True)}
+    return stacked
+
+
+def fisher_information(
+    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
+) -> State:
+    """Diagonal of the empirical Fisher information: ``F_i = mean_n (d log p(y_n | x_n, theta) / d theta_i)^2``.
+
+    The labels are the true ones, not drawn from the model's own predictions, as in the Fisher information proper.
+
+    Args:
+        module: States a sample's loss, its negative log-likelihood, as ``sample_loss(output, y)``. It is evaluated in
+            evaluation mode; its parameters, their gradients and all random numbers are left alone.
+        state: The module's state, theta among it.
+        x: Inputs, shape (n, ...).
+        y: Targets, shape (n, ...).
+        names: See `mean_over_samples`.
+
+    Returns:
+        For every such parameter, its shape.
+
+    Example:
+        >>> from lightning_fcl import Classifier
+        >>> task = Classifier(nn.Linear(1, 2, bias=False), num_classes=2)
+        >>> state = {"model.weight": torch.zeros(2, 1)}
+        >>> fisher_information(task, state, torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
+        {'model.weight': tensor([[1.2500],
+                [1.2500]])}
+    """
+    task: Any = module
+    return mean_over_samples(
+        module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y, names
+    )
+
+
+def output_sensitivity(
+    module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
+) -> State:
+    """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``.
+
+    Args:
+        module: Its output is a tensor. See `fisher_information`.
+        state: The module's state, theta among it.
+        x: Inputs, shape (n, ...).
+        names: See `mean_over_samples`.
+
+    Returns:
+        For every such parameter, its shape.
+
+    Example:
+        >>> output_sensitivity(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, torch.tensor([[1.0], [3.0]]))
+        {'weight': tensor([[10.]])}
+    """
+    unlabelled = torch.zeros(len(x), device=x.device)
+    return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
+
+
+def mean_over_samples(
+    module: nn.Module,
+    objective: Callable[[Tensor, Tensor], Tensor],
+    of: Callable[[Tensor], Tensor],
+    state: Mapping[str, Tensor],
+    x: Tensor,
+    y: Tensor,
+    names: Iterable[str] | None = None,
+) -> State:
+    """Mean over samples of a function of the gradient of each sample's objective.
+
+    Args:
+        module: Its output is a tensor. See `fisher_information`.
+        objective: ``objective(output, y)`` is a scalar, of a batch of one sample.
+        of: The function of the gradients, elementwise.
+        state: The module's state.
+        x: Inputs, shape (n, ...).
+        y: Targets, shape (n, ...).
+        names: The parameters whose gradients are taken; None: all that are trainable.
+
+    Returns:
+        For every such parameter, its shape.
+
+    Example:
+        >>> layer, x = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [-3.0]])
+        >>> mean_over_samples(layer, lambda output, y: output.sum(), torch.abs, {"weight": torch.ones(1, 1)}, x, x)
+        {'weight': tensor([[2.]])}
+    """
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
+    params = {name: value.detach() for name, value in state.items() if name in trainable}
+    rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
+    first = next(iter(params.values()))
+    x = x.to(first.device, first.dtype if x.is_floating_point() else None)
+
+    def of_output(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        output = functional_call(module, {**params, **rest}, (x,))
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"Expected `{type(module).__name__}.forward` to return a tensor but got {type(output).__name__}. "
+                "Return the logits alone."
+            )
+        return objective(output, y)
+
+    chunk = max(1, min(_CHUNK, _NUMBERS // sum(value.numel() for value in params.values())))
+    total = {name: torch.zeros_like(value) for name, value in params.items()}
+    with evaluating(module), isolate_rng():
+        for inputs, targets in zip(torch.split(x, chunk), torch.split(y.to(first.device), chunk), strict=True):
+            for name, value in sample_gradients(of_output, params, inputs, targets).items():
+                total[name] += of(value).sum(dim=0)
+    return {name: value / len(x) for name, value in total.items()}
+
+
+class _Consolidation(Method):
+    """What EWC and MAS share: the penalty, and when the importance of the parameters is taken."""
+
+    def __init__(
+        self, strength: float, decay: float, clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
+    ) -> None:
+        super().__init__(clients)
+        if not strength >= 0:
+            raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"Expected `decay` to be between 0 and 1 but got {decay}.")
+        self.strength = strength
+        self.decay = decay
+
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
+        """The importance of parameters for some samples."""
+        raise NotImplementedError
+
+    @property
+    def needs_samples(self) -> bool:
+        """True: the importance is a mean over samples."""
+        return True
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """Before the first experience has ended, nothing is important."""
+        if memory or self.strength == 0:
+            return {name: value.to(server[name.split(".", 1)[1]].device) for name, value in memory.items()}
+        params = {name: server[name] for name, p in self._live.named_parameters() if p.requires_grad}
+        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+        return remember(params, "center") | remember(nothing, "importance")
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The weighted quadratic penalty."""
+        if self.strength == 0:
+            return 0.0
+        return self.strength * quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """At the end of an experience, add its importance to that of the earlier ones."""
+        if self.strength == 0 or not client_round.last_round:
+            return memory
+        earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part
+        new = self.importance(self._live, own, data[0], data[1], earlier)
+        summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
+        return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
+
+
+class EWC(_Consolidation):
+    """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
+
+    ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
+    client's own model at the end of its latest experience; F is the sum of the `fisher_information` of all its
+    experiences, each taken at the experience's end from the data of its last round. One theta* stands for all
+    experiences, so that a client's memory does not grow; a client that sits out an experience's last round takes
+    nothing from this experience.
+
+    Args:
+        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning. Plain SGD stays stable only where
+            ``learning rate * strength * F_i`` is below 2.
+        decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> EWC(strength=100.0).strength
+        100.0
+    """
+
+    def __init__(
+        self,
+        strength: float = 40000.0,
+        decay: float = 1.0,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(strength, decay, clients)
+
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: its gradients are the Fisher information."""
+        return True
+
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
+        """The empirical Fisher information."""
+        return fisher_information(module, state, x, y, names)
+
+
+class MAS(_Consolidation):
+    """Every step: holds what the client's output depended on in earlier experiences (Aljundi et al. 2018).
+
+    ``task loss + strength / 2 * sum_i Omega_i * (theta_i - theta*_i)^2``, as in `EWC`, but Omega is the
+    `output_sensitivity`, without labels. The paper's equation 4 has no 1 / 2: its lambda is ``strength / 2``.
+
+    Args:
+        strength: Weight of the penalty, at least 0; 0 is fine-tuning.
+        decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If ``strength`` or ``decay`` is outside its range.
+        TypeError: If the module's output is no tensor, or the samples are no pairs.
+
+    Example:
+        >>> MAS(strength=10.0).strength
+        10.0
+    """
+
+    def __init__(
+        self,
+        strength: float = 100.0,
+        decay: float = 1.0,
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(strength, decay, clients)
+
+    def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
+        """The sensitivity of the output's squared norm."""
+        return output_sensitivity(module, state, x, names)

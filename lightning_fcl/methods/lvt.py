@@ -1,0 +1,235 @@
+"""LVT's method: attention that stays near what mattered to the last task, and rehearsal with distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.fedvit import lowest_loss
+from lightning_fcl.methods.functional import predictions
+from lightning_fcl.methods.gem import labelled
+from lightning_fcl.methods.importance import mean_over_samples, summed
+from lightning_fcl.methods.method import Method, Step, remember, section
+
+
+def attention_loss(
+    params: Mapping[str, Tensor], previous: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
+) -> Tensor:
+    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``.
+
+    Example:
+        >>> K, before, G = ({"key": torch.tensor(values)} for values in ([1.0, 2.0], [0.0, 5.0], [10.0, 1.0]))
+        >>> attention_loss(K, before, G)
+        tensor(13.)
+    """
+    terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
+    return summed(terms, params)
+
+
+def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
+    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing.
+
+    Args:
+        student: Logits, shape (batch, classes).
+        teacher: Logits, shape (batch, classes), -inf where the student's are.
+        temperature: Both are divided by it; the gradient is not scaled back by its square.
+
+    Returns:
+        Shape (batch,).
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+        >>> distilled(logits, logits).exp()
+        tensor([2.])
+    """
+    share = F.softmax(teacher / temperature, dim=-1)
+    return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
+
+
+class LVTMethod(Method):
+    """Every step: holds the attention of a lifelong vision transformer, and rehearses (Wang et al. 2022, "LVT").
+
+    From a client's second task on a step's loss is
+
+    ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
+
+    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the same
+    at the end of the client's last task, and G how much that task's loss depended on them there: the mean over its
+    samples of ``|d loss / d K|``. (The paper's G is a gradient summed over samples, which vanishes where the model has
+    learnt the task.) CE_mem is the task loss on remembered samples, drawn anew at each step and without replacement
+    from torch's global generator, KD_mem their distillation: cross-entropy at ``temperature`` against the logits that
+    were remembered with them, `distilled`. The first task is fine-tuning; so is all with ``gamma=alpha=beta=0``.
+
+    When a task ends, the client remembers from each class the samples of which it is surest (the paper's
+    confidence-aware memory), in its own words those with the lowest loss; here the share ``rho`` of each class, where
+    the paper divides a memory of fixed size equally. A client that is not drawn for the task's last round does all this
+    with the server's model. The paper's second classifier, for new tasks alone, and the weight of the first one's loss
+    on new tasks, which decays, are left out: one head learns from both. Clients train one at a time; a step costs two
+    passes in place of one.
+
+    Args:
+        gamma: Weight of the attention loss, at least 0; 0: keys are free, and not remembered.
+        alpha: Weight of the remembered samples' loss, at least 0.
+        beta: Weight of their distillation, at least 0; with ``alpha=beta=0`` no sample is remembered.
+        rho: Share of the samples of each class that is remembered, above 0 and up to 1.
+        temperature: Softens both sides of the distillation, above 0.
+        batch_size: Remembered samples in a step; None: as many as the batch has.
+        keys: Shell-style pattern of K's entries.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart, or there is no K.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> LVTMethod(gamma=1.0, alpha=1.0, beta=0.5).keys
+        '*.external_*'
+    """
+
+    def __init__(
+        self,
+        gamma: float = 1.0,
+        alpha: float = 1.0,
+        beta: float = 0.5,
+        rho: float = 0.1,
+        temperature: float = 2.0,
+        batch_size: int | None = None,
+        keys: str = "*.external_*",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        for name, value in (("gamma", gamma), ("alpha", alpha), ("beta", beta)):
+            if not value >= 0:
+                raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
+        if not 0 < rho <= 1:
+            raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
+        if not temperature > 0:
+            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"Expected `batch_size` to be at least 1, or None for the batch's, but got {batch_size}.")
+        self.gamma = gamma
+        self.alpha = alpha
+        self.beta = beta
+        self.rho = rho
+        self.temperature = temperature
+        self.batch_size = batch_size
+        self.keys = keys
+
+    @property
+    def alone(self) -> bool:
+        """Clients train one at a time."""
+        return True
+
+    @property
+    def needs_samples(self) -> bool:
+        """True: some are remembered, and the gradient of keys is a mean over them."""
+        return True
+
+    @property
+    def needs_sample_loss(self) -> bool:
+        """True: it is taken of remembered samples."""
+        return True
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a module whose attention has no keys of its own."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if self.gamma and not self._learnt(pl_module):
+            raise ValueError(
+                f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
+                "`lightning_fcl.models.LVT`, or set `gamma=0`."
+            )
+
+    def _learnt(self, module: L.LightningModule) -> list[str]:
+        return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """What a checkpoint or a disk has kept comes to where the model is."""
+        device = next(iter(server.values())).device
+        return {name: value.to(device) for name, value in memory.items()}
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The attention loss, the remembered samples' loss, and their distillation."""
+        total: Tensor | float = 0.0
+        gradient = section(memory, "gradient")
+        if self.gamma and gradient:
+            total = total + self.gamma * attention_loss(step.params, section(memory, "previous"), gradient)
+        if (self.alpha or self.beta) and "task" in memory:
+            total = total + self._rehearsal(memory, step)
+        return total
+
+    def _rehearsal(self, memory: Memory, step: Step) -> Tensor:
+        """Loss and distillation of remembered samples, from one pass."""
+        assert step.loss_of is not None  # only in a cohort, for which this is no method
+        size = len(step.output) if self.batch_size is None else self.batch_size
+        drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
+        logits = memory["logits"][drawn]
+
+        def loss(output: Tensor, y: Tensor) -> Tensor:
+            values: Tensor = self.alpha * self._live.sample_loss(output, y)
+            if self.beta:
+                student, teacher = self._among(output, y), self._among(logits.to(output), y)
+                values = values + self.beta * distilled(student, teacher, self.temperature)
+            return values
+
+        return step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
+
+    def _among(self, output: Tensor, y: Tensor) -> Tensor:
+        """The logits of classes that a sample is told apart from; others -inf."""
+        among = getattr(self._live, "among", None)
+        return output if among is None else among(output, y)
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """When a task ends, remember its keys, how its loss depended on them, and the samples that are surest."""
+        if not client_round.last_round:
+            return memory
+        x, y = labelled(data)
+        if not len(y):
+            return memory
+        if self.gamma:
+            memory = {**memory, **self._attention(own, x, y)}
+        return {**memory, **self._samples(memory, own, x, y, client_round)} if self.alpha or self.beta else memory
+
+    def conclude(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """A client that is not drawn for a task's last round remembers the same of the server's model."""
+        return self.finish(memory, own, data, client_round, generator)
+
+    def _attention(self, own: State, x: Tensor, y: Tensor) -> Memory:
+        module = self._live
+        # Not of what learns now: another method may have frozen a part.
+        names = [name for name, _ in module.named_parameters() if fnmatchcase(name, self.keys)]
+        gradient = mean_over_samples(
+            module, lambda output, y: module.sample_loss(output, y).sum(), torch.abs, own, x, y, names
+        )
+        return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
+
+    def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, client_round: ClientRound) -> Memory:
+        """The remembered samples and their logits, those of the task in place of its earlier ones."""
+        module = self._live
+        x, y = x.to(module.device), y.to(module.device)
+        logits = predictions(module, own, x)
+        kept = lowest_loss(module.sample_loss(logits, y), y, self.rho)
+        new = {
+            "x": x[kept],
+            "y": y[kept],
+            "logits": logits[kept],
+            "task": torch.full_like(y[kept], client_round.experience),
+        }
+        if "task" not in memory:
+            return new
+        others = (memory["task"] != client_round.experience).to(y.device)
+        return {name: torch.cat([memory[name].to(y.device)[others], value]) for name, value in new.items()}

@@ -1,0 +1,178 @@
+"""Mean Output Loss: new classes are learnt beside the old ones without a stored sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.method import Method, Step, with_classes
+
+Outputs = Literal["probabilities", "log-probabilities", "logits"]
+Distance = Literal["squared", "absolute"]
+Scope = Literal["session", "seen", "all"]
+
+_NEVER = -1e4  # not -inf: a class that is left out then has a finite loss, of no weight
+
+
+def mean_output_loss(
+    logits: Tensor,
+    target: Tensor,
+    new: Tensor,
+    old: Tensor,
+    outputs: Outputs = "probabilities",
+    distance: Distance = "squared",
+) -> Tensor:
+    """How far the mean output of the new classes, without the target's, is from that of the old classes, per sample.
+
+    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's.
+
+    Args:
+        logits: Shape (batch, classes).
+        target: Labels, shape (batch,).
+        new: Which classes are the session's, shape (classes,), bool.
+        old: Which classes are those of earlier sessions, shape (classes,), bool.
+        outputs: What the means are of; probabilities are those of a softmax over all classes.
+        distance: The difference of the means ``"squared"``, or its ``"absolute"`` value.
+
+    Returns:
+        Shape (batch,).
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 3.0, 9.0, 5.0]])
+        >>> new, old = torch.tensor([False, False, True, True]), torch.tensor([True, True, False, False])
+        >>> mean_output_loss(logits, torch.tensor([2]), new, old, outputs="logits")
+        tensor([9.])
+    """
+    if outputs == "probabilities":
+        logits = logits.softmax(dim=-1)
+    elif outputs == "log-probabilities":
+        logits = logits.log_softmax(dim=-1)
+    others = new & ~_one_hot(target, logits)
+    difference = _mean(logits, others) - _mean(logits, old.expand_as(others))
+    there = others.any(dim=-1) & old.any()
+    difference = torch.where(there, difference, torch.zeros_like(difference))
+    return difference.square() if distance == "squared" else difference.abs()
+
+
+def _one_hot(target: Tensor, like: Tensor) -> Tensor:
+    return torch.arange(like.shape[-1], device=like.device) == target[..., None]
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    return (values * chosen).sum(dim=-1) / chosen.sum(dim=-1).clamp(min=1)
+
+
+class MeanOutputLoss(Method):
+    """Every step: cross-entropy among the session's classes, and `mean_output_loss` (Kröger et al.: MOL).
+
+    ``cross-entropy + mu * MOL``. A session's new classes are those that any client of the federation learns in it; old
+    are those of all sessions before. The stream tells them; in a plain Trainer without a `FederatedStream`, a `fit` is
+    a session, and the new classes are those of the batch that were not seen in an earlier one.
+
+    The paper says of MOL that it brings the activations of the session's classes, but for the target's, and those of
+    earlier classes together. Of the readings tried (``recipes/odfcl/README.md``) the default is the one that works:
+    squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone, so that a client
+    with a single class does not unlearn all others. For a remembered sample of an old class (`Replay`) the
+    cross-entropy is over all classes seen.
+
+    Args:
+        mu: Weight of MOL, at least 0.
+        outputs: What the means are of: see `mean_output_loss`.
+        distance: See `mean_output_loss`.
+        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``, or
+            ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, or a batch has no labels.
+
+    Example:
+        >>> MeanOutputLoss(mu=2.0).mu
+        2.0
+    """
+
+    def __init__(
+        self,
+        mu: float = 2.0,
+        outputs: Outputs = "probabilities",
+        distance: Distance = "squared",
+        cross_entropy: Scope = "session",
+        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+    ) -> None:
+        super().__init__(clients)
+        if not mu >= 0:
+            raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
+        if outputs not in ("probabilities", "log-probabilities", "logits"):
+            raise ValueError(
+                f'Expected `outputs` to be "probabilities", "log-probabilities" or "logits" but got "{outputs}".'
+            )
+        if distance not in ("squared", "absolute"):
+            raise ValueError(f'Expected `distance` to be "squared" or "absolute" but got "{distance}".')
+        if cross_entropy not in ("session", "seen", "all"):
+            raise ValueError(f'Expected `cross_entropy` to be "session", "seen" or "all" but got "{cross_entropy}".')
+        self.mu = mu
+        self.outputs: Outputs = outputs
+        self.distance: Distance = distance
+        self.cross_entropy = cross_entropy
+
+    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """Which classes are new, and which are old."""
+        if client_round.new_classes or client_round.old_classes:
+            return {
+                "new": _mask(client_round.new_classes, client_round.num_classes),
+                "old": _mask(client_round.old_classes, client_round.num_classes),
+            }
+        seen = memory.get("seen", torch.zeros(client_round.num_classes, dtype=torch.bool))
+        if not memory or client_round.experience > int(memory["experience"]):
+            memory = {"experience": torch.tensor(client_round.experience), "old": seen, "seen": seen}
+        return memory
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The weighted MOL, and what makes the task's cross-entropy one over fewer classes."""
+        if step.y is None:
+            raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
+        classes = step.output.shape[-1]
+        old = _padded(memory["old"].to(step.output.device), classes)
+        new = _padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
+        total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
+        if self.cross_entropy != "all":
+            allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
+            remembered = (_one_hot(step.y, step.output) & old).any(dim=-1, keepdim=True)
+            allowed = torch.where(remembered, new | old, allowed) | _one_hot(step.y, step.output)
+            fewer = torch.where(allowed, step.output, _NEVER)
+            total = total + F.cross_entropy(fewer, step.y, reduction="none")
+            total = total - F.cross_entropy(step.output, step.y, reduction="none")
+        return step.mean(total)
+
+    def _of(self, step: Step, old: Tensor) -> Tensor:
+        """The new classes of a batch, without those of what is padding."""
+        assert step.y is not None
+        there = _one_hot(step.y, step.output)
+        if step.weight is not None:
+            there = there & (step.weight > 0)[:, None]
+        return there.any(dim=0) & ~old
+
+    def finish(
+        self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """In a plain Trainer, remember the classes seen."""
+        if "seen" not in memory:
+            return memory
+        return {**memory, "seen": with_classes(memory["seen"], client_round.labels)}
+
+
+def _mask(classes: Sequence[int], size: int) -> Tensor:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[list(classes)] = True
+    return mask
+
+
+def _padded(mask: Tensor, size: int) -> Tensor:
+    return F.pad(mask, (0, size - len(mask)))

@@ -1,0 +1,206 @@
+"""Intrinsic plasticity: reservoirs that adapt to what drives them, without labels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.method import Method
+from lightning_fcl.tasks.reservoir import ReservoirTask
+
+log = logging.getLogger(__name__)
+
+
+class IntrinsicPlasticity(Method):
+    """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
+
+    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the server
+    averages them; in the last one they send the statistics of the readout. Over several experiences it is FedCLIP,
+    with `Replay` or without; with one client that holds all data, IP and CLIP. In a plain Trainer all epochs of a fit
+    but the last adapt.
+
+    Args:
+        sigma: Standard deviation of the activations aimed at.
+        mu: Their mean.
+        eta: Step size.
+        local_epochs: Passes over a client's data in a round that adapts; the readout always takes one.
+        normalize_grad: Whether the directions of gain and bias are each brought to length 1, layer by layer. Without,
+            ``eta`` must be very small: gains diverge at 0.01.
+        restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
+            brings all earlier data back (joint training, from scratch).
+        min_gain: Gains stay at least this large; where one is driven below, a warning says so.
+
+    Raises:
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
+
+    Example:
+        >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
+        0.01
+    """
+
+    def __init__(
+        self,
+        sigma: float = 0.1,
+        mu: float = 0.0,
+        eta: float = 0.01,
+        local_epochs: int = 1,
+        normalize_grad: bool = True,
+        restart: bool | Literal["auto"] = "auto",
+        min_gain: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        for name, value in (("sigma", sigma), ("eta", eta), ("min_gain", min_gain)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"Expected `{name}` to be above 0 and finite but got {value}.")
+        if not abs(mu) < float("inf"):
+            raise ValueError(f"Expected `mu` to be finite but got {mu}.")
+        if local_epochs < 1:
+            raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
+        self.sigma = sigma
+        self.mu = mu
+        self.eta = eta
+        self.epochs = local_epochs
+        self.normalize_grad = normalize_grad
+        self.restart = restart
+        self.min_gain = min_gain
+        self._warned = False
+
+    def local_epochs(self, client_round: ClientRound) -> int | None:
+        """Several passes to adapt, one for the readout."""
+        return 1 if client_round.last_round else self.epochs
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse a module without a reservoir."""
+        if not isinstance(pl_module, ReservoirTask):
+            raise ValueError(
+                f"Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
+                f"`{type(pl_module).__name__}`, which has no reservoir."
+            )
+        super().setup(trainer, pl_module, stage)
+        pl_module.plastic = True
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a stream in which the readout's rounds are not the same for all."""
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(stream, FederatedStream) and len(set(stream.plan.experiences.values())) > 1:
+            raise ValueError(
+                "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
+                f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
+            )
+        if isinstance(stream, FederatedStream):
+            experiences = next(iter(stream.plan.experiences.values()))
+            adapts = len(set(experiences)) < len(experiences)
+        else:
+            adapts = trainer.max_epochs != 1
+        if not adapts:
+            raise ValueError(
+                "Expected at least two rounds (epochs) for each experience with `IntrinsicPlasticity` but got one, the "
+                "readout's: nothing would adapt. Raise `rounds_per_experience` and `max_epochs`."
+            )
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Adapt in this epoch, or leave it to the readout."""
+        super().on_train_epoch_start(trainer, pl_module)
+        assert isinstance(pl_module, ReservoirTask)
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        first, last = trainer.current_epoch == 0, trainer.current_epoch + 1 == trainer.max_epochs
+        if isinstance(stream, FederatedStream):
+            numbers = next(iter(stream.plan.experiences.values()))
+            round = trainer.current_epoch
+            first = round == 0 or numbers[round] != numbers[round - 1]
+            last = stream.client_round(stream.plan.clients[0], round).last_round
+        restart = self.restart
+        if restart == "auto":
+            restart = isinstance(stream, FederatedStream) and stream.history == "seen"
+        if restart and first:
+            pl_module.reservoir.reset_plasticity()
+        pl_module.adapting = not last
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Move gain and bias of several clients by one step, in a federation."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        assert isinstance(pl_module, ReservoirTask)
+        if not (pl_module.adapting and self._federated):
+            return
+        strategy: Any = trainer.strategy
+        reservoir, cohort = pl_module.reservoir, strategy.cohort
+        x, real = batch[0], cohort.weight > 0
+        owner = real.nonzero()[:, 0]
+        rows = reservoir.plasticity(x[real], self.mu, self.sigma, cohort.gain[owner], cohort.bias[owner])
+        active = real.any(dim=1)
+        counts = real.sum(dim=1, keepdim=True)[active]
+        sums = [torch.zeros_like(cohort.gain).index_add_(0, owner, row)[active] for row in rows]
+        moved = self.step(
+            cohort.gain[active], cohort.bias[active], sums[0] / counts, sums[1] / counts, reservoir.layers
+        )
+        cohort.gain[active], cohort.bias[active] = moved
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move gain and bias by one step, in a plain Trainer: by now the batch holds what any method rehearses."""
+        assert isinstance(pl_module, ReservoirTask)
+        if not pl_module.adapting or self._federated:
+            return
+        reservoir = pl_module.reservoir
+        directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
+        dg, db = (direction.mean(dim=0, keepdim=True) for direction in directions)
+        gain, bias = self.step(reservoir.gain[None], reservoir.bias[None], dg, db, reservoir.layers)
+        with torch.no_grad():
+            reservoir.gain.copy_(gain[0])
+            reservoir.bias.copy_(bias[0])
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A server optimizer, or what compression leaves over, may drive gains below the least one."""
+        super().on_round_end(trainer, pl_module)
+        assert isinstance(pl_module, ReservoirTask)
+        with torch.no_grad():
+            pl_module.reservoir.gain.clamp_(min=self.min_gain)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the module as one that does not adapt, also where the fit ended before the readout's round."""
+        super().on_fit_end(trainer, pl_module)
+        self._leave(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Likewise where the fit was cut short."""
+        super().on_exception(trainer, pl_module, exception)
+        self._leave(pl_module)
+
+    def _leave(self, module: L.LightningModule) -> None:
+        if isinstance(module, ReservoirTask):
+            module.adapting = module.plastic = False
+
+    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
+        """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
+        if self.normalize_grad:
+            dg, db = (F.normalize(d.view(len(d), layers, -1), dim=2).flatten(1) for d in (dg, db))
+        gain, bias = gain + self.eta * dg, bias + self.eta * db
+        if not (torch.isfinite(gain).all() and torch.isfinite(bias).all()):
+            raise ValueError(
+                f"Expected gain and bias to stay finite but they diverged with eta={self.eta}, sigma={self.sigma}. "
+                "Lower `eta`, raise `sigma`, or set `normalize_grad=True`."
+            )
+        low = gain < self.min_gain
+        if low.any():
+            gain = gain.clamp(min=self.min_gain)
+            if not self._warned:
+                log.warning(
+                    "%d gains were driven below `min_gain`=%g (a unit of gain 0 is dead) and are kept there. Lower "
+                    "`eta` (%g) or raise `sigma` (%g).",
+                    int(low.sum()),
+                    self.min_gain,
+                    self.eta,
+                    self.sigma,
+                )
+            self._warned = True
+        return gain, bias

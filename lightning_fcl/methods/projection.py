@@ -1,0 +1,310 @@
+"""Projection of gradients: a step for one task that, to first order, raises no other task's loss."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+import quadprog
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.methods.gram import Matrix, device_of, gram
+
+Kind = Literal["wasserstein", "cosine"]
+Solver = Callable[[Matrix, Matrix], Matrix]
+
+_TOLERANCE = 4e-9  # of cosines: with what rounding adds, 1e-8 holds
+_PIECE = 16384  # coordinates: a dozen gradients of them stay in the cache of a processor core
+_STRETCH = 2**18  # coordinates: a stretch of the result stays in a cache while others are added to it
+_LONG = 100_000  # coordinates
+
+
+@torch.no_grad()
+def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tensor:
+    """The gradient nearest to ``gradient`` that points away from no constraint gradient.
+
+    It solves ``min_g' 1/2 ||g' - g||^2`` such that ``<g', g_i> >= 0`` for all rows ``g_i`` of G, through its dual with
+    as many variables as constraints, ``min_v 1/2 v^T G G^T v + g^T G^T v`` such that ``v >= margin``, and
+    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9).
+
+    Products are taken in double precision, whatever the gradients' own, and of unit vectors, so that scales do not
+    matter: ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8, but for the rounding of the result to its own precision.
+    Without a margin the result is never longer than ``gradient``.
+
+    Args:
+        gradient: g, shape (p,).
+        constraints: G, shape (k, p). Its rows may be zero, alike, or dependent on each other.
+        margin: Least weight of each constraint in the result. GEM's authors take 0.5, which favours the other tasks.
+
+    Returns:
+        Shape (p,); ``gradient`` itself where no constraint is violated, whatever the margin, as in GEM's own code.
+
+    Raises:
+        ValueError: If shapes do not fit, ``margin`` is negative, or a gradient is not finite.
+
+    Example:
+        >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 2.0]]))
+        tensor([1., 0.])
+    """
+    if gradient.dim() != 1 or constraints.dim() != 2 or constraints.shape[1] != len(gradient):
+        raise ValueError(
+            f"Expected a gradient of shape (p,) and constraints of shape (k, p) but got {tuple(gradient.shape)} and "
+            f"{tuple(constraints.shape)}. `flatten` makes one vector of a module's gradients."
+        )
+    if not margin >= 0:
+        raise ValueError(f"Expected `margin` to be at least 0 but got {margin}.")
+    products = _gram(gradient, constraints)
+    weights = _weights(products, margin)
+    if weights is None:
+        return gradient
+    if not np.isfinite(weights).all():
+        return torch.zeros_like(gradient)  # no step at all violates nothing
+    return _combine(gradient, constraints, weights, products)
+
+
+@torch.no_grad()
+def agem(gradient: Tensor, reference: Tensor) -> Tensor:
+    """The gradient nearest to ``gradient`` that does not point away from one reference gradient.
+
+    ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0`` (Chaudhry et al. 2019, A-GEM, eq. 11).
+
+    Args:
+        gradient: g, shape (p,).
+        reference: g_ref, shape (p,).
+
+    Returns:
+        Shape (p,); ``gradient`` itself where the two do not point away from each other.
+
+    Raises:
+        ValueError: If shapes do not fit, or a gradient is not finite.
+
+    Example:
+        >>> agem(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 2.0]))
+        tensor([1., 0.])
+    """
+    if gradient.dim() != 1 or reference.shape != gradient.shape:
+        raise ValueError(
+            f"Expected two gradients of the same shape (p,) but got {tuple(gradient.shape)} and "
+            f"{tuple(reference.shape)}. `flatten` makes one vector of a module's gradients."
+        )
+    products = _gram(gradient, reference[None])
+    if products[0, 1] >= 0:
+        return gradient
+    return _combine(gradient, reference[None], -products[:1, 1] / products[0, 0], products)
+
+
+@torch.no_grad()
+def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Tensor:
+    """How far other gradients are from a gradient.
+
+    Args:
+        gradient: Shape (p,).
+        others: Shape (k, p).
+        kind: ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which
+            does not see in which coordinate a value stands; ``"cosine"``: 1 - the cosine of the angle between them, 1
+            for a zero gradient.
+
+    Returns:
+        Shape (k,), in double precision, on the CPU.
+
+    Raises:
+        ValueError: If ``kind`` is neither, or a gradient is not finite.
+
+    Example:
+        >>> others = torch.tensor([[2.0, 1.0], [-1.0, -2.0]])
+        >>> distance(torch.tensor([1.0, 2.0]), others), distance(torch.tensor([1.0, 2.0]), others, "cosine")
+        (tensor([0., 3.], dtype=torch.float64), tensor([0.2000, 2.0000], dtype=torch.float64))
+    """
+    if kind == "wasserstein":
+        ordered = _sorted(gradient)
+        values = [float((_sorted(other) - ordered).abs().mean(dtype=torch.float64)) for other in others]
+    elif kind == "cosine":
+        wide = _wide(gradient)
+        length = float(wide.norm())
+        products = [(float(row @ wide), float(row.norm()) * length) for row in map(_wide, others)]
+        values = [1.0 - product / scale if scale else 1.0 + 0 * product for product, scale in products]
+    else:
+        raise ValueError(f'Expected `kind` to be "wasserstein" or "cosine" but got "{kind}".')
+    if not np.isfinite(values).all():
+        _refuse(bool(torch.isfinite(gradient).all()), [bool(torch.isfinite(other).all()) for other in others])
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def most_dissimilar(gradient: Tensor, others: Tensor, k: int, kind: Kind = "wasserstein") -> Tensor:
+    """Which of the other gradients are farthest from a gradient (FedViT's signature tasks, section 3.3).
+
+    Args:
+        gradient: Shape (p,).
+        others: Shape (n, p).
+        k: How many.
+        kind: See `distance`.
+
+    Returns:
+        Indices, the farthest first, shape (min(k, n),).
+
+    Example:
+        >>> most_dissimilar(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [5.0, 4.0], [-1.0, 2.0]]), k=2)
+        tensor([1, 2])
+    """
+    return distance(gradient, others, kind).argsort(descending=True, stable=True)[:k]
+
+
+def flatten(named: Mapping[str, Tensor]) -> Tensor:
+    """One vector of named tensors, in their order.
+
+    Example:
+        >>> flatten({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+        tensor([1., 1., 0.])
+    """
+    return torch.cat([value.reshape(-1) for value in named.values()])
+
+
+def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
+    """The named tensors of a vector that `flatten` made, in the shapes of ``like``.
+
+    Example:
+        >>> unflatten(torch.tensor([1.0, 2.0, 3.0]), {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
+        {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
+    """
+    pieces = torch.split(flat, [value.numel() for value in like.values()])
+    return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
+
+
+def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
+    """Products of the constraints and, last, the gradient with each other, shape (k + 1, k + 1)."""
+    result = gram(constraints, gradient)
+    finite = np.isfinite(result.diagonal())
+    if not finite.all():
+        _refuse(bool(finite[-1]), finite[:-1].tolist())
+    return result
+
+
+def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: Matrix) -> Tensor:
+    """The gradient plus the weighted constraints, in double precision where it matters."""
+    lengths = np.sqrt(products.diagonal())
+    cancelling = weights @ lengths[:-1] > 10 * lengths[-1]
+    whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
+    if len(gradient) >= _LONG and whole and not cancelling:
+        # Rounding errors of so many coordinates average out, unless large terms cancel each other.
+        active = np.flatnonzero(weights * lengths[:-1] > 1e-15 * lengths[-1])
+        if constraints.stride(1) != 1 or 3 * len(active) > 2 * len(weights):
+            return torch.addmv(gradient, constraints.T, torch.from_numpy(weights).to(gradient))
+        result = gradient.clone(memory_format=torch.contiguous_format)
+        for start in range(0, len(gradient), _STRETCH):  # the others are not read
+            part, stretch = result[start : start + _STRETCH], constraints[:, start : start + _STRETCH]
+            for i in active:
+                part.add_(stretch[i], alpha=float(weights[i]))
+        return result
+    device = device_of(gradient)
+    used = torch.from_numpy(np.flatnonzero(weights))
+    wide = torch.from_numpy(weights)[used].to(device)
+    used = used.to(constraints.device)
+    result = torch.empty_like(gradient)
+    for piece in _pieces(gradient):
+        rows = constraints[:, piece].index_select(0, used)
+        total = torch.addmv(_wide(gradient[piece]), _wide(rows).T, wide)
+        result[piece].copy_(total)
+    return result
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(device_of(tensor), torch.float64)
+
+
+def _piece(gradient: Tensor) -> int:
+    return _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE
+
+
+def _pieces(gradient: Tensor) -> Iterator[slice]:
+    size, length = _piece(gradient), len(gradient)
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _sorted(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    # NumPy sorts many times faster than torch on a CPU.
+    return torch.from_numpy(np.sort(tensor.numpy())) if tensor.device.type == "cpu" else tensor.sort().values
+
+
+def _refuse(gradient: bool, others: list[bool]) -> None:
+    """Say which gradient is not finite."""
+    where = [] if gradient else ["the gradient"]
+    where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
+    raise ValueError(
+        f"Expected finite gradients but got NaN, infinity or too large a number in {', '.join(where)}. Lower the "
+        "learning rate, or clip what diverges."
+    )
+
+
+def _weights(products: Matrix, margin: float) -> Matrix | None:
+    """The dual variables v, shape (k,), or None where nothing is violated.
+
+    Constraints become unit vectors, so that neither tolerances nor the regularisation depend on scales.
+    """
+    norms = np.sqrt(products.diagonal())
+    rows = np.flatnonzero(norms[:-1])
+    scale, length = norms[rows], float(norms[-1])
+    slope = products[rows, -1] / scale
+    if not len(rows) or slope.min() >= -_TOLERANCE * length:
+        return None
+    unit = products[np.ix_(rows, rows)] / np.outer(scale, scale)
+    # What the margin adds at least is added beforehand: the rest of the weights is not negative.
+    least = margin * scale
+    added = float(least @ (2 * slope + unit @ least))
+    slope, length = slope + unit @ least, float(np.sqrt(length**2 + max(added, 0.0)))
+    weights = np.zeros(len(norms) - 1)
+    weights[rows] = (least + length * _solve(unit, slope / length)) / scale
+    return weights
+
+
+def _solve(unit: Matrix, slope: Matrix) -> Matrix:
+    """``argmin_v 1/2 v^T unit v + slope^T v`` such that ``v >= 0``, for slopes of at most 1; NaN if none is found."""
+    if slope.min() >= -_TOLERANCE:  # the margin alone was enough
+        return np.zeros_like(slope)
+    if len(slope) == 1:
+        return -slope
+    for solver in (_by_quadprog, _by_least_squares):
+        for ridge in (1e-14 * len(slope), 1e-11 * len(slope)):
+            weights = _refine(solver, unit, slope, ridge)
+            if weights is not None:
+                return weights
+        warnings.warn(f"`{solver.__name__[1:]}` found no projection of a gradient.", stacklevel=4)
+    return np.full_like(slope, np.nan)
+
+
+def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix | None:
+    """Weights that satisfy all constraints, if they are found.
+
+    Solvers want a definite matrix, which a ridge makes of ``unit``. It pulls towards the weights of the iteration
+    before (a proximal point method), so that its bias vanishes; one iteration does, unless constraints are nearly
+    opposite.
+    """
+    weights, regular = np.zeros_like(slope), unit + ridge * np.eye(len(slope))
+    for _ in range(100):
+        try:
+            weights = np.maximum(solver(regular, slope - ridge * weights), 0)
+        except (ValueError, RuntimeError, np.linalg.LinAlgError):
+            return None
+        if (unit @ weights + slope).min() >= -_TOLERANCE:  # not if it is NaN
+            return weights
+    return None
+
+
+def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
+    """The quadratic program by Goldfarb and Idnani's active sets."""
+    weights: Matrix = quadprog.solve_qp(matrix, -slope, np.eye(len(slope)), np.zeros_like(slope))[0]
+    return weights
+
+
+def _by_least_squares(matrix: Matrix, slope: Matrix) -> Matrix:
+    """The same as ``min_v ||L^T v + L^-1 slope||`` such that ``v >= 0``, by Lawson and Hanson's active sets."""
+    from scipy.linalg import solve_triangular
+    from scipy.optimize import nnls
+
+    root = np.linalg.cholesky(matrix)
+    weights: Matrix = nnls(root.T, -solve_triangular(root, slope, lower=True))[0]
+    return weights

@@ -1,0 +1,117 @@
+"""Unlearning: a client leaves, and what it has added to the server's sums is taken away again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.method import Method
+from lightning_fcl.tasks.reservoir import ReservoirTask
+
+_TAG = "readout.tag"
+
+
+class Unlearning(Method):
+    """After a round: makes the server forget clients exactly, as if they had never taken part in its sums.
+
+    Every client keeps the sum of what it has uploaded to entries with the reduction ``sum``. When it asks to be
+    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round. What has been
+    averaged cannot be taken apart like this: gain and bias that it has helped to adapt stay.
+
+    Args:
+        requests: For each client that leaves, the round (from 0) after which it does.
+
+    Raises:
+        ValueError: If a client is not in the stream, or the module is no reservoir's.
+
+    Example:
+        >>> Unlearning(requests={"7": 3}).requests
+        {'7': 3}
+    """
+
+    def __init__(self, requests: Mapping[str, int] | None = None) -> None:
+        super().__init__()
+        self.requests = {str(client): round for client, round in (requests or {}).items()}
+        self.forgotten: list[str] = []
+        self._strategy: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what has no sums to take away from."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        if not self._federated:
+            raise ValueError(
+                'Expected a Trainer with `strategy="federated"` for `Unlearning` but got a plain one. Call '
+                "`RidgeReadout.remove` with the statistics that are to go."
+            )
+        if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":
+            raise ValueError(
+                "Expected a reservoir's task that shares its statistics for `Unlearning` but got a "
+                f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
+            )
+        self._strategy = trainer.strategy
+        self._strategy.absent = set(self.forgotten)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse unknown clients."""
+        stream = trainer.datamodule  # type: ignore[attr-defined]
+        unknown = sorted(set(self.requests) - set(stream.plan.clients)) if isinstance(stream, FederatedStream) else []
+        if unknown:
+            raise ValueError(
+                f"Expected `requests` of the stream's clients ({', '.join(stream.plan.clients)}) but got "
+                f"{', '.join(unknown)}."
+            )
+
+    def finish(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
+        sums = [name for name, reduction in self._strategy.server.reductions.items() if reduction == "sum"]
+        if not sums:
+            return memory
+        same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
+        kept = {name: own[name].clone() + (memory[name] if same else 0) for name in sums}
+        return {**kept, _TAG: own[_TAG].clone()}
+
+    def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget who asked for it."""
+        assert isinstance(pl_module, ReservoirTask)
+        for client, round in self.requests.items():
+            if round == trainer.current_epoch:
+                self.forget(pl_module, client)
+
+    def forget(self, module: ReservoirTask, client: str) -> None:
+        """Take a client's part out of the server's sums, and all that it has kept out of the store."""
+        store = self._strategy.server.store
+        memory, state = store[client].get(type(self).__name__, {}), entries(module)
+        # Sums of another reservoir are not in the server's any more.
+        if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
+            for name, value in memory.items():
+                if name != _TAG:
+                    state[name].data -= value.to(state[name].device)
+            module.solve()
+        store[client] = {}
+        self.forgotten.append(client)
+        self._strategy.absent.add(client)
+
+    def settings(self) -> dict[str, Any]:
+        """The requests: who is forgotten already is part of the run's state."""
+        return {"requests": self.requests}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Who has been forgotten."""
+        return {"forgotten": self.forgotten}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over who has been forgotten."""
+        self.forgotten = list(state_dict["forgotten"])
+        if self._strategy is not None:
+            self._strategy.absent = set(self.forgotten)

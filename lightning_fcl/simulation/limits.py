@@ -1,0 +1,78 @@
+"""What a federation cannot honour: settings of the Trainer and of the stream, refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.tasks.classification import Classifier
+
+
+def refuse_trainer(trainer: L.Trainer, devices: int) -> None:
+    """Refuse settings of a Trainer whose optimizers and schedulers are made.
+
+    Args:
+        trainer: The Trainer.
+        devices: How many devices it would use.
+
+    Raises:
+        ValueError: If the federation cannot honour one of them.
+    """
+    if devices > 1 or trainer.num_nodes > 1:
+        raise ValueError(
+            f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
+            f"devices={devices}, num_nodes={trainer.num_nodes}."
+        )
+    averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, averaging):
+            raise ValueError(
+                f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
+                "`batch_size`, or a `server_optimizer`."
+            )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Expected `accumulate_grad_batches=1` but got {trainer.accumulate_grad_batches}: gradients would be "
+            "accumulated across clients. Raise the stream's `batch_size` instead."
+        )
+    if len(trainer.optimizers) != 1:
+        raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
+    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+        raise ValueError(
+            'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all '
+            "clients would count together."
+        )
+    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+    if trainer.limit_train_batches != 1.0 or overfit:
+        raise ValueError(
+            f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {trainer.limit_train_batches} and "
+            f"{overfit}: a round would end before its last client. Use `participation`."
+        )
+    if trainer.max_steps != -1 or trainer.val_check_interval not in (1.0, None):
+        raise ValueError(
+            "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
+            "use `max_epochs` and `check_val_every_n_epoch`."
+        )
+
+
+def refuse_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
+    """Refuse a stream that does not fit the Trainer or its module.
+
+    Raises:
+        ValueError: If it has fewer rounds than the Trainer's epochs, or more classes than the module.
+    """
+    module: Any = trainer.lightning_module
+    rounds = stream.plan.rounds
+    if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
+        raise ValueError(
+            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}. Set "
+            f"`max_epochs={rounds}`."
+        )
+    if isinstance(module, Classifier) and module.num_classes < stream.num_classes:
+        raise ValueError(
+            f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
+            f"got {module.num_classes}: some have no output. Raise it, and the network's."
+        )

@@ -1,0 +1,456 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import Job, expanded, paper_rows, recipes_folder, run_jobs
+from lightning_fcl.cli.run import newest_checkpoint, run
+from lightning_fcl.cli.search import Search, check
+from lightning_fcl.data.datasets import Arrays, load
+
+RECIPES = recipes_folder()
+TINY = {
+    "trainer": {"max_epochs": 2, "enable_progress_bar": False},
+    "data": {"clients": 3, "experiences": 2, "rounds_per_experience": 1},
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A small recipe on the bundled digits."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return ["--config", str(RECIPES / "quickstart.yaml"), "--config", str(path)]
+
+
+def error_of(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["fit", "--help"], ["reproduce", "--help"], ["tune", "--help"], ["data", "--help"]]
+)
+def test_help_does_not_wait_for_torch(words):
+    code = "import sys; sys.argv = ['lightning-fcl', *sys.argv[1:]]\nfrom lightning_fcl.cli.main import main\n"
+    code += "try: main()\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "usage: lightning-fcl" in done.stdout
+    assert time.monotonic() - start < 3
+
+
+def test_fit_leaves_a_whole_folder(tiny, tmp_path):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    results = json.loads((out / "results.json").read_text())
+    assert results["recipe"] is not None
+    assert len(results["record"]["rounds"]) == 2
+    assert results["metrics"]["upload_bytes/total"] == 2 * 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    lines = (out / "metrics.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 4
+    assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
+    assert list(out.glob("events.out.tfevents.*"))
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["data"]["clients"] == 3
+    # The resolved recipe runs as it is, to the same result.
+    main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
+    again = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert again["metrics"] == results["metrics"]
+
+
+@pytest.mark.parametrize(("share", "number"), [("2", 2), ("0.34", 1), ("1.0", 3)])
+def test_participation_is_a_number_or_a_share(tiny, tmp_path, share, number):
+    main(["fit", *tiny, "--out", str(tmp_path), "--trainer.strategy.init_args.participation", share])
+    record = json.loads((tmp_path / "results.json").read_text())["record"]
+    assert [len(entry["upload_bytes"]) for entry in record["rounds"]] == [number] * 2
+
+
+def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    checkpoint = next((out / "checkpoints").glob("*.ckpt"))
+    more = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "3", "--data.rounds_per_experience", "2"]
+    with pytest.raises(SystemExit):  # twice as many rounds are another stream
+        main(["fit", *tiny, "--out", str(out), *more])
+    main(["test", *tiny, "--ckpt_path", str(checkpoint)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"max_epoch": 2}}, "max_epoch"),
+        ({"data": {"clints": 2}}, "clints"),
+        ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
+        ({"data": {"data": "ucihr"}}, "ucihar"),
+        ({"data": {"partition": "dirichlet", "partition_args": {"alhpa": 1}}}, "Did you mean `alpha`?"),
+        ({"data": {"test": 0.0}}, "`test` to be above 0"),
+        ({"data": {"experiences": 3}}, "`experiences` to divide the number of classes, 10, but got 3"),
+        ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
+    ],
+)
+def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, capsys, change, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(change))
+    out = tmp_path / "out"
+    error = error_of(capsys, ["fit", *tiny, "--config", str(path), "--out", str(out)])
+    assert message in error
+    assert "Traceback" not in error
+    assert not (out / "results.json").exists()
+
+
+def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    method = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": -1.0}}
+    path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
+    error = error_of(capsys, ["fit", *tiny, "--config", str(path)])
+    assert "error: Expected `mu` to be at least 0 but got -1.0.\n(" in error
+
+
+def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    error = error_of(capsys, ["fit", *tiny, "--out", str(out), "--trainer.accumulate_grad_batches", "2"])
+    assert "Expected `accumulate_grad_batches=1` but got 2" in error
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("length", [3000, 0])
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, capsys, length):
+    out = tmp_path / "out"
+    main(["fit", *tiny, "--out", str(out)])
+    (first,) = (out / "checkpoints").glob("*.ckpt")
+    last = first.with_name("later.ckpt")
+    last.write_bytes(first.read_bytes())
+    assert newest_checkpoint(out) == last
+    last.write_bytes(last.read_bytes()[:length])
+    for command in ("fit", "test"):
+        error = error_of(capsys, [command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
+        assert f"Expected `ckpt_path` to be a whole checkpoint but {last} is cut off" in error
+    assert newest_checkpoint(out) == first
+
+
+def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_path):
+    own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "own")}}
+    for number, callbacks in enumerate([own, [own]]):
+        path = tmp_path / "own.yaml"
+        path.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        main(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / f"out-{number}")])
+        assert list((tmp_path / "own").glob("*.ckpt"))
+        assert not (tmp_path / f"out-{number}" / "checkpoints").exists()
+
+
+def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
+    assert "nowhere.yaml" in error_of(capsys, ["fit", "--config", "nowhere.yaml"])
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
+    assert "lightning-fcl data fetch ucihar" in error_of(capsys, words)
+
+
+def test_reproduce_names_what_is_wrong(capsys):
+    assert (
+        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl but "
+        "got flwff" in error_of(capsys, ["reproduce", "flwff"])
+    )
+    assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
+    assert "Did you mean flwf?" in error_of(capsys, ["reproduce", "flwff"])
+    assert "but got NoRow" in error_of(capsys, ["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
+    assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
+    assert "`workers` to be at least 1 but got 0" in error_of(capsys, ["reproduce", "flwf", "--workers", "0"])
+
+
+@pytest.mark.parametrize(
+    ("paper", "number"),
+    [
+        ("flwf", 12),
+        ("flwf-as-written", 8),
+        ("incfed", 32),
+        ("fedclip", 80),
+        ("fedclip-hhar", 20),
+        ("odfcl", 26),
+        ("fedvit", 165),
+    ],
+)
+def test_every_recipe_is_part_of_a_row(paper, number):
+    rows = paper_rows(RECIPES / paper, None)
+    assert len(rows) == number
+    used = {path.resolve() for row in rows.values() for path in row.configs}
+    assert all(path.is_file() for path in used)
+    others = [
+        path for path in (RECIPES / paper).glob("*.yaml") if not path.stem.startswith(("rows", "scale-", "search-"))
+    ]
+    assert {path.resolve() for path in others} <= used
+
+
+@pytest.mark.parametrize("paper", ["flwf", "flwf-as-written"])
+def test_a_recipe_of_one_file_names_its_command(paper):
+    for row, recipe in paper_rows(RECIPES / paper, None).items():
+        text = recipe.configs[-1].read_text()
+        assert f"--config recipes/{paper}/{recipe.configs[-1].name}" in text
+        assert yaml.safe_load(text)["recipe"]["row"] == row
+
+
+@pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search-*.yaml")), ids=lambda path: path.stem)
+def test_every_search_file_is_understood(search):
+    check(Search.read(search))
+
+
+@pytest.mark.data
+def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys):
+    words = ["reproduce", "flwf", "--rows", "FCL-FT,FLwF-2T/FT + ex", "--scale", "smoke", "--seeds", "2"]
+    words += ["--out", str(tmp_path), "--workers", "1"]
+    main(words)
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert set(table) == {"FCL-FT", "FLwF-2T/FT + ex"}
+    names = {"A_gen/client1", "A_gen/generalized", "A_gen/server", "A_per/client1", "A_2/client1", "F_2/client1"}
+    assert set(table["FCL-FT"]) == names
+    assert set(table["FCL-FT"]["A_2/client1"]) == {"mean", "std", "n", "paper"}
+    assert table["FCL-FT"]["A_2/client1"]["n"] == 2
+    assert table["FCL-FT"]["A_2/client1"]["paper"] == 0.5
+    capsys.readouterr()
+    stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
+    (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
+    main(words)
+    assert "3 of 4 runs are there already" in capsys.readouterr().err
+    assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
+    assert json.loads((tmp_path / "table.json").read_text()) == table
+
+
+RESERVOIR = """
+model:
+  class_path: lightning_fcl.ReservoirClassifier
+  init_args:
+    reservoir:
+      class_path: lightning_fcl.models.EchoStateNetwork
+      init_args: {in_features: 8, units: 5, seed: 0}
+    num_classes: 10
+    readout: last
+trainer:
+  strategy: {class_path: lightning_fcl.FederatedStrategy}
+  callbacks:
+    - {class_path: lightning_fcl.callbacks.ActivationDensity, init_args: {bins: 10}}
+  enable_progress_bar: false
+  enable_checkpointing: false
+  logger: false
+data: {data: rows, clients: 2, experiences: 2}
+recipe: {paper: toy, row: one}
+"""
+FIGURES = """
+base: base.yaml
+rows: {one: one.yaml, two: two.yaml}
+figures:
+  - {file: accuracy.png, kind: stream_accuracy, title: Accuracy, panels: {all: {one: one}}}
+  - {file: density.png, kind: activation_density, panels: {all: {one: one}}, experiences: true}
+  - {file: both.png, kind: activation_density, panels: {all: {one: one, two: two}}}
+"""
+
+
+def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys):
+    digits = load("digits")
+    rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
+    monkeypatch.setattr("lightning_fcl.data.stream.load", lambda name, root: rows)
+    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: tmp_path)
+    folder, out = tmp_path / "toy", tmp_path / "out"
+    folder.mkdir()
+    (folder / "base.yaml").write_text(RESERVOIR)
+    (folder / "one.yaml").write_text("recipe: {expected: {stream_accuracy/server: 1.0}}")
+    (folder / "rows.yaml").write_text(FIGURES)
+    main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
+    said = capsys.readouterr()
+    assert f"Figures: {out}/accuracy.png, {out}/density.png" in said.out
+    assert "Figure both.png is left out: not run: two." in said.err
+    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png"}
+    results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
+    assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 10
+    assert (out / "one" / "seed-1" / "densities.png").exists()
+    (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
+    message = "Expected the rows of figure both.png to be among one, two but got three."
+    assert message in error_of(capsys, ["reproduce", "toy", "--rows", "one", "--out", str(out)])
+
+
+def test_data_commands(capsys, tmp_path, monkeypatch):
+    main(["data", "list"])
+    assert "ucihar" in capsys.readouterr().out
+    main(["data", "check", "digits"])
+    assert "1797" in capsys.readouterr().out
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
+    assert f"cannot be used: {names}" in error_of(capsys, ["data", "check"])
+
+
+def test_import_is_what_registers_the_strategy():
+    code = "import lightning as L, lightning_fcl; print(type(L.Trainer(strategy='federated', barebones=True).strategy))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert "FederatedStrategy" in done.stdout
+
+
+def test_the_readme_is_true(tmp_path, monkeypatch):
+    """Its Python and YAML examples run."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names = {}  # later examples build on earlier ones
+    for block in readme.split("```python\n")[1:]:
+        exec(compile(block.split("```")[0], "README.md", "exec"), names)
+    assert names["task"].num_classes == 6
+    for number, block in enumerate(readme.split("```yaml\n")[1:]):
+        path = tmp_path / f"recipe-{number}.yaml"
+        path.write_text(block.split("```")[0])
+        main(["fit", "--config", str(path), "--out", str(tmp_path / "out")])
+        assert (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
+    path = tmp_path / "open.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"rounds_per_experience": 2}}))
+    cli = run(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
+    rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
+    assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
+
+
+def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch):
+    """Rows may share files, set arguments of their own and bring the paper's numbers."""
+    folder = tmp_path / "recipes" / "mine"
+    folder.mkdir(parents=True)
+    base = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "small.yaml").write_text(yaml.safe_dump(TINY))
+    rows = {
+        f"{clients} clients": {
+            "configs": ["small.yaml"],
+            "set": {"data.clients": clients, "trainer.max_epochs": 1},
+            "expected": {"final_accuracy/server": 0.25 * clients},
+        }
+        for clients in (2, 3)
+    }
+    (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
+    main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
+    table = json.loads((tmp_path / "out" / "table.json").read_text())
+    assert [table[row]["final_accuracy/server"]["paper"] for row in rows] == [0.5, 0.75]
+    for clients in (2, 3):
+        record = json.loads((tmp_path / "out" / f"{clients}-clients" / "seed-0" / "results.json").read_text())["record"]
+        assert len(record["rounds"]) == 1
+        assert len(record["tasks"]) == clients + 1
+
+
+def test_an_error_in_one_run_lets_no_other_begin(tmp_path):
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text("data: {clients: none at all}\n")
+    jobs = [Job(f"run {number}", (recipe,), 0, tmp_path / f"run-{number}") for number in range(12)]
+    with pytest.raises(ValueError, match="clients"):
+        run_jobs(jobs, workers=2)
+    assert len(list(tmp_path.glob("run-*"))) < 8
+
+
+def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "silent.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"logger": False}}))
+    main(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
+    assert {entry.name for entry in tmp_path.iterdir()} == {"silent.yaml", "tiny.yaml", "out"}
+    assert (tmp_path / "out" / "config.yaml").is_file()
+
+
+ODFCL = paper_rows(RECIPES / "odfcl", None)
+
+
+@pytest.fixture
+def short(tmp_path):
+    """Copies a recipe, with a base session of one epoch, kept in a folder of the test."""
+
+    def copy(path):
+        recipe = yaml.safe_load(path.read_text())
+        for callback in recipe.get("trainer", {}).get("callbacks", []):
+            if callback["class_path"].endswith("BaseSession"):
+                arguments = callback["init_args"]
+                assert arguments["cache"] == "runs/base-sessions"
+                epochs = min(1, arguments.get("pretrain_epochs", 1))
+                arguments.update(epochs=1, pretrain_epochs=epochs, cache=str(tmp_path / "base-sessions"))
+        (tmp_path / path.name).write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return ["--config", str(tmp_path / path.name)]
+
+    return copy
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=pytest.mark.slow) for row in ODFCL])
+def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
+    recipe, smallest = ODFCL[row], RECIPES / "odfcl" / "scale-smoke.yaml"
+    words = [word for path in (*recipe.configs, smallest) for word in short(path)]
+    main(["fit", *words, *recipe.words, "--trainer.enable_progress_bar", "false", "--out", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    record, settings = results["record"], dict(zip(recipe.words[::2], recipe.words[1::2], strict=True))
+    nodes = int(settings.get("--data.scenario_args.nodes", 3))
+    assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
+    assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert sum(record["start"][4:]) == 0  # nobody has taught them yet
+    rounds = int(settings.get("--data.scenario_args.rounds_per_session", 2))
+    expected = [dict.fromkeys([*(f"node{n + 1}" for n in range(nodes)), "server"], e) for e in (1, 2)]
+    assert [entry["experience"] for entry in record["rounds"]] == [e for e in expected for _ in range(rounds)]
+    up, down = (32_328, 6_400) if "ridge" in row else (24_040, 24_040)
+    for entry in record["rounds"]:
+        for way, size in (("upload_bytes", up), ("download_bytes", down)):
+            assert {c: n for c, n in entry[way].items() if c != entry["master"]} == {
+                c: size for c in entry[way] if c != entry["master"]
+            }
+            assert entry["missed"] or len(entry[way]) == nodes or "missed" in row
+    assert {f"stream_accuracy_{i}/server" for i in range(3)} <= results["metrics"].keys()
+    assert len(list((tmp_path / "base-sessions").glob("*.safetensors"))) == 1
+
+
+def test_grids_make_rows():
+    grid = {"rows": ["A"], "with": {"more": {"configs": ["b.yaml"], "set": {"y": 2}}}, "scales": ["paper"]}
+    content = {"rows": {"A": {"configs": ["a.yaml"], "set": {"x": 1}}}, "grids": [grid]}
+    assert expanded(content)["more A"] == {
+        "configs": ["a.yaml", "b.yaml"], "set": {"x": 1, "y": 2}, "expected": {}, "scales": ["paper"]
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more B but got B"):
+        expanded({**content, "grids": [{**grid, "rows": ["B"]}]})
+    with pytest.raises(ValueError, match="Expected the rows of a grid among A, more A but got less A"):
+        expanded({**content, "grids": [{**grid, "expected": {"less A": {}}}]})
+
+
+def test_rows_of_another_scale_are_left_out(tmp_path):
+    rows = {"A": "a.yaml", "B": {"configs": ["b.yaml"], "scales": ["paper"]}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    assert list(paper_rows(tmp_path, None)) == ["A", "B"] and list(paper_rows(tmp_path, None, "small")) == ["A"]
+    rows["A"] = {"configs": ["a.yaml"], "set": {"x": 1}, "scaled": {"small": {"x": 2, "y": [3]}}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    assert paper_rows(tmp_path, None)["A"].words == ("--x", "1")
+    assert paper_rows(tmp_path, None, "small")["A"].words == ("--x", "2", "--y", "[3]")
+    with pytest.raises(ValueError, match="Expected `scale` to be one of paper for row B but got small"):
+        paper_rows(tmp_path, ["B"], "small")
+
+
+def telling_rows():
+    """Rows of fedvit that have a file, or a setting, that no row before them has, at any scale."""
+    seen, found = set(), []
+    for scale in ("paper", "small", "smoke"):
+        for name, row in paper_rows(RECIPES / "fedvit", None, scale).items():
+            scaling = () if scale == "paper" else (RECIPES / "fedvit" / f"scale-{scale}.yaml",)
+            parts = {*row.configs, *scaling, *zip(row.words[::2], row.words[1::2], strict=True)}
+            if not parts <= seen:
+                found.append(pytest.param((*row.configs, *scaling), row.words, id=f"{name} at {scale}"))
+            seen |= parts
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("configs", "words"), telling_rows())
+def test_every_row_is_understood(configs, words, capsys):
+    files = [word for path in configs for word in ("--config", str(path))]
+    with pytest.raises(SystemExit) as stop:
+        run(["fit", *files, *words, "--print_config"])
+    assert stop.value.code in (0, None), capsys.readouterr().err
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["scenario"] == "fedvit"

@@ -1,0 +1,305 @@
+import csv
+import json
+
+import pytest
+import yaml
+
+from lightning_fcl.cli import tune as module
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
+
+RECIPE = {
+    "trainer": {"max_epochs": 1, "enable_progress_bar": False},
+    "data": {"clients": 2, "experiences": 2, "rounds_per_experience": 1, "validation": 0.3},
+}
+LR = "model.init_args.optimizer.init_args.lr"
+ALPHA = "trainer.callbacks.FLwF2T.alpha"
+SIZES = "model.init_args.model.init_args.sizes"
+SEARCH = {
+    "configs": ["quickstart.yaml", "tiny.yaml"],
+    "objective": "final_accuracy/server",
+    "trials": 4,
+    "space": {
+        LR: {"low": 0.01, "high": 1.0, "log": True},
+        ALPHA: {"low": 0.1, "high": 0.9},
+        SIZES: [[64, 8, 10], [64, 16, 10]],
+        "data.batch_size": {"low": 8, "high": 32, "step": 8},
+    },
+}
+
+
+@pytest.fixture
+def search(tmp_path):
+    """Writes a search file, with changes, and gives the words that run it."""
+    (tmp_path / "quickstart.yaml").write_text((recipes_folder() / "quickstart.yaml").read_text())
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+
+    def write(out="out", workers="1", **changes):
+        content = {key: value for key, value in {**SEARCH, **changes}.items() if value is not None}
+        (tmp_path / "search.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return ["tune", str(tmp_path / "search.yaml"), "--out", str(tmp_path / out), "--workers", workers]
+
+    return write
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Runs take no time: the objective is the learning rate, or what a function of the trial's recipe says."""
+    seen = []
+
+    def use(objective=lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]):
+        def run_job(job):
+            seen.append(job.label)
+            value = objective(yaml.safe_load(job.configs[-1].read_text()))
+            job.out.mkdir(parents=True)
+            (job.out / "results.json").write_text(json.dumps({"metrics": {"final_accuracy/server": value}}))
+            (job.out / "fingerprint").write_text(job.fingerprint)
+
+        monkeypatch.setattr(module, "run_job", run_job)
+        return seen
+
+    return use
+
+
+def rows(folder):
+    with (folder / "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def error_of(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
+
+
+def test_a_search_from_end_to_end(search, tmp_path, capsys):
+    main(search(seeds=2, trials=3))
+    printed = capsys.readouterr().out
+    trials = rows(tmp_path / "out")
+    assert [trial["state"] for trial in trials] == ["complete"] * 3
+    best = max(trials, key=lambda trial: float(trial[SEARCH["objective"]]))
+    assert printed.splitlines()[1].split()[:2] == [f"{float(best['final_accuracy/server']):.4f}", best["trial"]]
+    assert (tmp_path / "out" / "trials.png").read_bytes().startswith(b"\x89PNG")
+    # The best settings are a recipe of `fit`, and lead to the trial's objective.
+    recipe = tmp_path / "out" / "best.yaml"
+    assert f"--config {recipe}\n" in recipe.read_text()
+    words = ["fit", *(w for name in SEARCH["configs"] for w in ("--config", str(tmp_path / name)))]
+    words += ["--config", str(recipe), "--recipe.measure_on", "validation"]
+    values = []
+    for seed in "01":
+        main([*words, "--seed_everything", seed, "--out", str(tmp_path / f"fit-{seed}")])
+        results = json.loads((tmp_path / f"fit-{seed}" / "results.json").read_text())
+        values.append(results["metrics"]["final_accuracy/server"])
+    assert float(best["final_accuracy/server"]) == pytest.approx(sum(values) / 2, abs=1e-12)
+    # It was the validation samples that counted: 0.3 of the training samples, which are 0.8 of 1797.
+    folder = tmp_path / "out" / f"trial-{int(best['trial']):04}" / "seed-0"
+    results = json.loads((folder / "results.json").read_text())
+    assert results["measured_on"] == "validation"
+    assert sum(results["record"]["totals"]) == pytest.approx(0.3 * 0.8 * 1797, abs=10)
+    # Only what is searched for has changed.
+    config, settings = yaml.safe_load((folder / "config.yaml").read_text()), yaml.safe_load(recipe.read_text())
+    callbacks = config["trainer"]["callbacks"]
+    assert [callback["class_path"].split(".")[-1] for callback in callbacks] == ["FLwF2T", "Replay"]
+    assert callbacks[0]["init_args"]["alpha"] == float(best[ALPHA])
+    assert callbacks[0]["init_args"]["beta"] == 0.2 and callbacks[1]["init_args"]["max_size"] == 50
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["momentum"] == 0.5
+    assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
+    assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
+    assert "recipe" not in settings  # a fit of best.yaml is measured on the test set again
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_nothing(search, tmp_path):
+    main(search("one", "1"))
+    main(search("two", "2"))
+    assert rows(tmp_path / "one") == rows(tmp_path / "two")
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, pretend, sampler):
+    seen = pretend()
+    main(search("whole", sampler=sampler, trials=20))
+    whole, run_job = seen.copy(), module.run_job
+    seen.clear()
+
+    def cut_off(job):
+        if len(seen) in (5, 13):
+            seen.append("cut off")
+            raise KeyboardInterrupt
+        run_job(job)
+
+    monkeypatch.setattr(module, "run_job", cut_off)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="130"):
+            main(search(sampler=sampler, trials=20))
+    capsys.readouterr()
+    main(search(sampler=sampler, trials=20))
+    assert "12 trials are there already" in capsys.readouterr().err
+    assert [label for label in seen if label != "cut off"] == whole
+    assert rows(tmp_path / "out") == rows(tmp_path / "whole")
+    values = [trial[LR] for trial in rows(tmp_path / "out")]
+    assert len(set(values)) == 20
+
+
+def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend):
+    seen = pretend()
+    main(search(trials=2))
+    main([*search(), "--trials", "5"])
+    assert seen == [f"trial {number}, seed 0" for number in range(5)]
+    longer = rows(tmp_path / "out")
+    main(search("at-once", trials=5))
+    assert rows(tmp_path / "at-once") == longer
+    assert "begin anew with --restart, which deletes" in error_of(capsys, search(seeds=2))
+    assert "begin anew with --restart, which deletes" in error_of(capsys, [*search(), "--seed", "1"])
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "seed_everything": 3}))
+    assert "a recipe of it" in error_of(capsys, search())
+    main([*search(), "--restart"])
+    assert len(rows(tmp_path / "out")) == 4
+    assert len(list((tmp_path / "out").glob("trial-*"))) == 4
+    main([*search("seeded"), "--seed", "1"])
+    assert {trial[LR] for trial in rows(tmp_path / "seeded")}.isdisjoint(trial[LR] for trial in longer)
+
+
+def test_tpe_learns(search, tmp_path, pretend):
+    pretend()
+    main(search(sampler="tpe", trials=40, space={LR: {"low": 0.0, "high": 1.0}}))
+    values = [float(trial[LR]) for trial in rows(tmp_path / "out")]
+    assert sum(values[24:]) / 16 > 0.1 + sum(values[:8]) / 8
+
+
+def test_the_grid_is_covered_once(search, tmp_path, pretend):
+    pretend()
+    space = {
+        LR: {"low": 0.1, "high": 0.3, "step": 0.1},
+        "data.clients": {"low": 2, "high": 3},
+        "data.shuffle": [True, False],
+    }
+    main(search(sampler="grid", trials=None, space=space))
+    points = [(float(t[LR]), int(t["data.clients"]), t["data.shuffle"]) for t in rows(tmp_path / "out")]
+    assert points == [(lr, clients, s) for lr in (0.1, 0.2, 0.3) for clients in (2, 3) for s in ("True", "False")]
+
+
+def test_minimize(search, tmp_path, pretend):
+    pretend()
+    main(search(direction="minimize"))
+    smallest = min(float(trial[LR]) for trial in rows(tmp_path / "out"))
+    recipe = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"] == smallest
+
+
+def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
+    adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
+    space = {"model.init_args.optimizer": [adam], "data.samples_per_round": [None], "data.history": ["round"]}
+    main(search(sampler="grid", trials=None, space=space))
+    config = yaml.safe_load((tmp_path / "out" / "trial-0000" / "seed-0" / "config.yaml").read_text())
+    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
+
+
+def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, capsys):
+    words = search(sampler="grid", trials=None, space={"data.experiences": [2, 3], ALPHA: [0.5]})
+    main(words)
+    assert "1 trials, and 1 that failed" in capsys.readouterr().out
+    good, bad = rows(tmp_path / "out")
+    assert (good["state"], bad["state"], bad["final_accuracy/server"]) == ("complete", "failed", "")
+    assert "`experiences` to divide the number of classes, 10, but got 3" in bad["failure"]
+    main(words)
+    assert rows(tmp_path / "out") == [good, bad]
+
+
+def test_when_every_trial_fails(search, tmp_path, capsys, pretend):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {"clients": 2}}))
+    error = error_of(capsys, search(trials=2))
+    assert "All 2 trials failed" in error and "no validation samples to measure on. Mend it" in error
+    seen = pretend(lambda recipe: float("nan"))
+    error = error_of(capsys, [*search("out2", trials=30)])
+    assert "The first 10 trials all failed: final_accuracy/server is nan. Mend it" in error
+    assert len(seen) == 10
+
+
+def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, capsys, monkeypatch, pretend):
+    pretend()
+    run_job = module.run_job
+
+    def full(job):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(module, "run_job", full)
+    assert "No space left on device" in error_of(capsys, search())
+    monkeypatch.setattr(module, "run_job", run_job)
+    main(search())
+    assert [trial["state"] for trial in rows(tmp_path / "out")] == ["complete"] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objectiv": "x"}, "but got objectiv. Did you mean objective?"),
+        ({"objective": None}, "Expected the entry objective"),
+        ({"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
+        ({"configs": []}, "`configs` to be a list of recipes"),
+        ({"trials": 0}, "`trials` to be a whole number of at least 1 but got 0"),
+        ({"trials": None}, "Expected `trials`, the number of trials of the random sampler"),
+        ({"seeds": 0}, "`seeds` to be a whole number of at least 1"),
+        ({"sampler": "gird"}, "`sampler` to be one of random, grid, tpe but got gird"),
+        ({"direction": "up"}, "`direction` to be one of maximize, minimize"),
+        ({"measure_on": "train"}, "`measure_on` to be one of validation, test"),
+        ({"space": {}}, "`space` to have a line for each setting"),
+        ({"space": {LR: 0.1}}, f"the space of `{LR}` to be a list of choices, or {{low: ..., high: ...}}"),
+        ({"space": {LR: []}}, "to be a list of choices"),
+        ({"space": {LR: [1, 1]}}, "The choices are not all different."),
+        ({"space": {LR: {"low": 2.0, "high": 1.0}}}, "`low <= high` must hold"),
+        ({"space": {LR: {"low": 0.0, "high": 1.0, "log": True}}}, "`low > 0` must hold"),
+        ({"space": {LR: {"low": "a", "high": 1.0}}}, "to be a list of choices, or"),
+        ({"space": {LR: {"low": 0.0, "hihg": 1.0}}}, "to be a list of choices, or"),
+        ({"sampler": "grid", "space": {LR: {"low": 0.0, "high": 1.0}}}, f"choices or a `step` for `{LR}`"),
+        ({"space": {"data.batch_sise": [8]}}, "but got data.batch_sise. Did you mean data.batch_size?"),
+        ({"space": {f"{LR}r": [8]}}, f"but got {LR}r. Did you mean {LR}?"),
+        ({"space": {"data.batch_size": ["many"]}}, "Expected `fit` to take many for data.batch_size but"),
+        ({"space": {"trainer.callbacks.Repaly.max_size": [5]}}, "are FLwF2T, Replay. Did you mean Replay?"),
+        ({"space": {"trainer.callbacks.Replay.max_sise": [5]}}, "Did you mean trainer.callbacks.Replay.max_size?"),
+        ({"objective": "accuracy"}, "`objective` to be one of A_gen/server"),
+    ],
+)
+def test_bad_input_gives_one_clear_message(search, tmp_path, capsys, changes, message):
+    error = error_of(capsys, search(**changes))
+    assert message in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("out/trials.csv"))
+
+
+def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
+    pretend()
+    with pytest.raises(SystemExit):
+        main(search(objective="accuracy"))
+    main(search())
+    assert len(rows(tmp_path / "out")) == 4
+
+
+def test_bad_words(search, tmp_path, capsys):
+    assert "at least 1 but got 0" in error_of(capsys, [*search(), "--trials", "0"])
+    assert "`workers` to be at least 1 but got 0" in error_of(capsys, search(workers="0"))
+    assert "nowhere.yaml" in error_of(capsys, ["tune", "nowhere.yaml"])
+    (tmp_path / "search.yaml").write_text("a: [")
+    assert "to be YAML" in error_of(capsys, ["tune", str(tmp_path / "search.yaml")])
+    (tmp_path / "search.yaml").write_text("- a")
+    assert "to have configs, objective and space" in error_of(capsys, ["tune", str(tmp_path / "search.yaml")])
+
+
+def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
+    search()
+    text = "configs: tiny.yaml\nobjective: x\ntrials: 1\nspace: {a: {low: 1e-3, high: 1E2, log: true}, b: [1e-3, 1e-2]}"
+    (tmp_path / "search.yaml").write_text(text)
+    space = module.Search.read(tmp_path / "search.yaml").space
+    assert space == {"a": {"low": 0.001, "high": 100.0, "log": True}, "b": [0.001, 0.01]}
+
+
+def test_a_recipes_own_metrics_measure_there_too(search, tmp_path):
+    metrics = {"class_path": "lightning_fcl.callbacks.ContinualMetrics", "init_args": {"clients": "none"}}
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({**RECIPE, "trainer": {**RECIPE["trainer"], "callbacks+": [metrics]}})
+    )
+    main(search(trials=1))
+    results = json.loads((tmp_path / "out" / "trial-0000" / "seed-0" / "results.json").read_text())
+    assert results["measured_on"] == "validation"
+    assert list(results["record"]["rounds"][0]["correct"]) == ["server"]

@@ -1,0 +1,231 @@
+"""The CIFAR-100 loader gives the pixels of the original pickles, calls nothing, and names what is wrong with a copy."""
+
+import io
+import os
+import pickle
+import re
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_fcl.data.datasets import cifar100
+
+REMEDY = "Delete this copy and run `lightning-fcl data fetch cifar100`."
+
+
+def test_the_pickles_written_here_are_sound(cifar):
+    for name, content in cifar.files(cifar.contents).items():
+        if name != "file.txt~":
+            read = pickle.loads(content, encoding="latin1")
+            assert str(read) == str(cifar.contents[name]) and list(read) == list(cifar.contents[name])
+            assert b"numpy._core" not in content
+
+
+@pytest.mark.parametrize("place", ["cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."])
+def test_the_original_folder(tmp_path, cifar, place):
+    folder = cifar.put(tmp_path / place, cifar.contents)
+    assert cifar100.locate(tmp_path) == f"pickles {folder}"
+    data = cifar100.load(tmp_path, normalize="none")
+    rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
+    assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
+    # All of red, row by row, then green, then blue.
+    for channel in range(3):
+        np.testing.assert_array_equal(data.x[:, channel, 5, 7], rows[:, 1024 * channel + 32 * 5 + 7])
+    np.testing.assert_allclose(data.samples().reshape(300, -1), rows / 255, rtol=1e-6)
+    assert data.y.tolist() == cifar.contents["train"]["fine_labels"] + cifar.contents["test"]["fine_labels"]
+    assert data.classes == tuple(cifar.contents["meta"]["fine_label_names"])
+    assert data.official_test.tolist() == [False] * 200 + [True] * 100
+    assert data.client is None and data.group is None
+
+
+def test_it_is_what_torchvision_gives(tmp_path, cifar, monkeypatch):
+    datasets = pytest.importorskip("torchvision.datasets")
+    cifar.put(tmp_path / "cifar-100-python", cifar.contents)
+    monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda self: True)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args: True)
+    data = cifar100.load(tmp_path)
+    for train in (True, False):
+        theirs = datasets.CIFAR100(tmp_path, train=train)
+        own = data.official_test != train
+        np.testing.assert_array_equal(data.x[own].transpose(0, 2, 3, 1), theirs.data)
+        assert data.y[own].tolist() == theirs.targets and data.classes == tuple(theirs.classes)
+
+
+def test_size_resizes_each_image(tmp_path, cifar):
+    cifar.put(tmp_path, cifar.contents)
+    one, small = cifar100.load(tmp_path), cifar100.load(tmp_path, size=20)
+    assert small.x.shape == (300, 3, 20, 20)
+    for i in (0, 299):
+        image = Image.fromarray(one.x[i].transpose(1, 2, 0)).resize((20, 20), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(small.x[i].transpose(1, 2, 0), np.asarray(image))
+
+
+def test_normalize_channel_leaves_the_test_set_out(tmp_path, cifar):
+    cifar.put(tmp_path, cifar.contents)
+    data = cifar100.load(tmp_path, normalize="channel")
+    training = data.x[:200].astype(np.float64)
+    np.testing.assert_allclose(data.mean.ravel(), training.mean(axis=(0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(data.std.ravel(), training.std(axis=(0, 2, 3)), rtol=1e-6)
+
+
+class Call:
+    """An object whose unpickling runs a command."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+def test_a_pickle_calls_nothing(tmp_path, cifar, name):
+    folder = cifar.put(tmp_path, cifar.contents)
+    content = {**cifar.contents[name], "more": Call(f"touch {tmp_path / 'called'}")}
+    (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(ValueError, match=r"but it asks for `posix\.system`, which could run any code") as caught:
+        cifar100.load(tmp_path)
+    assert str(folder / name) in str(caught.value) and not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "test", "meta"])
+def test_missing_files_are_named(tmp_path, cifar, name):
+    path = cifar.put(tmp_path, cifar.contents) / name
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing. {REMEDY}")):
+        cifar100.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train", "meta"])
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02}(U\x04data"])
+def test_damaged_pickles_are_named(tmp_path, cifar, name, content):
+    path = cifar.put(tmp_path, cifar.contents) / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole pickle but got")):
+        cifar100.load(tmp_path)
+
+
+def without(content, key):
+    return {name: value for name, value in content.items() if name != key}
+
+
+WRONG = {
+    "no data": ("train", lambda c: without(c, "data"), "to hold 'data' but it does not."),
+    "no coarse labels": ("test", lambda c: without(c, "coarse_labels"), "to hold 'coarse_labels' but it does not."),
+    "no names": ("meta", lambda c: without(c, "fine_label_names"), "to hold 'fine_label_names' but it does not."),
+    "a list": ("meta", lambda c: ["a"], "to hold 'fine_label_names' but it does not."),
+    "CIFAR-10's shape of rows": (
+        "train",
+        lambda c: {**c, "data": c["data"][:, :1024]},
+        "to hold rows of 3072 uint8 values but got uint8 of shape (200, 1024).",
+    ),
+    "no array": ("train", lambda c: {**c, "data": "x"}, "to hold rows of 3072 uint8 values but got str of shape ()."),
+    "no images": (
+        "test",
+        lambda c: {**c, "data": c["data"][:0], "fine_labels": [], "coarse_labels": []},
+        "to hold rows of 3072 uint8 values but got uint8 of shape (0, 3072).",
+    ),
+    "fewer labels": (
+        "test",
+        lambda c: {**c, "fine_labels": c["fine_labels"][1:]},
+        "to be a list of 100 whole numbers, one for each image, but it is not.",
+    ),
+    "labels of text": (
+        "train",
+        lambda c: {**c, "fine_labels": ["a"] * 200},
+        "to be a list of 200 whole numbers, one for each image, but it is not.",
+    ),
+    "a label too many": (
+        "train",
+        lambda c: {**c, "fine_labels": [*c["fine_labels"][:-1], 100]},
+        "to be between 0 and 99 but got 100 in sample 199.",
+    ),
+    "a superclass too many": (
+        "test",
+        lambda c: {**c, "coarse_labels": [20, *c["coarse_labels"][1:]]},
+        "to be between 0 and 19 but got 20 in sample 0.",
+    ),
+    "names of numbers": ("meta", lambda c: {**c, "fine_label_names": [1, 2]}, "to be a list of names but it is not."),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_contents_are_named(tmp_path, cifar, case):
+    name, change, message = WRONG[case]
+    path = cifar.put(tmp_path, {**cifar.contents, name: change(cifar.contents[name])}) / name
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        cifar100.load(tmp_path)
+    assert str(path) in str(caught.value) and REMEDY in str(caught.value)
+
+
+def test_nothing_there_says_what_to_do(tmp_path):
+    message = (
+        f"Expected CIFAR-100 below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch cifar100`, or "
+        "point LIGHTNING_FCL_DATA at the folder that holds `cifar-100-python` with its files `train`, `test` and "
+        "`meta`."
+    )
+    for call in (cifar100.load, cifar100.locate):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+def test_wrong_options(tmp_path):
+    with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
+        cifar100.load(tmp_path, size=0)
+    with pytest.raises(ValueError, match="Expected `normalize` to be 'imagenet', 'channel' or 'none' but got 'z'"):
+        cifar100.load(tmp_path, normalize="z")
+
+
+def test_place_is_that_of_torchvision():
+    published = pytest.importorskip("torchvision.datasets").CIFAR100
+    assert published.url == cifar100.URL
+
+
+def tarred(files, prefix="cifar-100-python/"):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(prefix + name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def test_fetch_downloads_once_what_load_reads(tmp_path, serve, cifar):
+    _, asked = serve(cifar100, "small.tar.gz", tarred(cifar.files(cifar.contents)))
+    folder = cifar100.fetch(tmp_path / "data")
+    assert folder == tmp_path / "data" / "cifar100" / "cifar-100-python"
+    assert [path.name for path in folder.parent.iterdir()] == ["cifar-100-python"]
+    assert len(cifar100.load(tmp_path / "data").x) == 300
+    assert cifar100.fetch(tmp_path / "data") == folder and asked == ["/small.tar.gz"]
+
+
+def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, cifar, monkeypatch):
+    serve(cifar100, "small.tar.gz", tarred(cifar.files(cifar.contents)))
+    monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        cifar100.fetch(tmp_path / "data")
+    assert list((tmp_path / "data" / "cifar100").iterdir()) == []
+
+
+def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, serve, monkeypatch):
+    serve(cifar100, "small.tar.gz", b"")
+    monkeypatch.setattr(cifar100, "URL", cifar100.URL.replace("small", "missing"))
+    place = tmp_path / "data" / "cifar100" / "cifar-100-python.tar.gz"
+    with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place} and run")):
+        cifar100.fetch(tmp_path / "data")
+
+
+@pytest.mark.data
+def test_the_real_photographs(data_folder):
+    try:
+        data = cifar100.load(data_folder, normalize="channel")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert data.x.shape == (60000, 3, 32, 32) and data.official_test.sum() == 10000
+    assert np.bincount(data.y[data.official_test]).tolist() == [100] * 100
+    # The statistics that everybody uses.
+    np.testing.assert_allclose(data.mean.ravel() / 255, [0.5071, 0.4865, 0.4409], atol=1e-3)
+    np.testing.assert_allclose(data.std.ravel() / 255, [0.2673, 0.2564, 0.2762], atol=1e-3)

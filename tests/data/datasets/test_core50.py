@@ -1,0 +1,203 @@
+"""The CORe50 loader gives the pixels of the original folders, and names what is wrong with a copy."""
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_fcl.data.datasets import core50
+
+REMEDY = "Delete this copy and run `lightning-fcl data fetch core50`."
+# Sessions and objects whose numbers sort otherwise as text; one, two or three frames of each.
+SESSIONS, OBJECTS = (2, 3, 10, 11), (2, 10, 50)
+
+
+def png(seed: int, side: int = 128, mode: str = "RGB") -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(256, size=(side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def files(side: int = 128) -> dict[str, bytes]:
+    """The frames in the order of sessions, objects and numbers."""
+    names = [
+        f"s{session}/o{thing}/C_{session:02d}_{thing:02d}_{frame:03d}.png"
+        for session in SESSIONS
+        for place, thing in enumerate(OBJECTS)
+        for frame in range(7, 8 + place)
+    ]
+    return {name: png(seed, side) for seed, name in enumerate(names)}
+
+
+FILES = files()
+PIXELS = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in FILES.values()])
+LABELS = [0, 1, 1, 2, 2, 2]
+CLASSES = ("plug_adapter2", "mobile_phone5", "remote_control5")
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path, content: dict[str, bytes] = FILES) -> Path:
+    for name in reversed(content):
+        put(folder / name, content[name])
+    return folder
+
+
+@pytest.mark.parametrize("place", ["core50/core50_128x128", "core50_128x128"])
+def test_the_original_folder(tmp_path, place):
+    folder = put_folder(tmp_path / place)
+    assert core50.locate(tmp_path) == f"folders of frames {folder}"
+    data = core50.load(tmp_path, size=128, normalize="none")
+    np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
+    np.testing.assert_allclose(data.samples(), PIXELS.transpose(0, 3, 1, 2) / 255, rtol=1e-6)
+    assert data.y.tolist() == LABELS * 4 and data.classes == CLASSES
+    assert data.group.tolist() == np.repeat(SESSIONS, 6).tolist()
+    assert data.official_test.tolist() == np.isin(data.group, [3, 7, 10]).tolist()
+    assert data.client is None
+
+
+def test_fifty_objects_of_ten_kinds():
+    names = core50._OBJECTS
+    assert len(set(names)) == 50 and names[0] == "plug_adapter1" and names[5] == "mobile_phone1"
+    assert names[-1] == "remote_control5"
+
+
+def test_by_session_every_session_has_classes_of_its_own(tmp_path):
+    put_folder(tmp_path / "core50_128x128")
+    one, data = core50.load(tmp_path), core50.load(tmp_path, by_session=True)
+    assert data.classes == tuple(f"s{session} {name}" for session in SESSIONS for name in CLASSES)
+    assert [data.classes[label].split(" ")[1] for label in data.y] == [one.classes[label] for label in one.y]
+    assert [data.classes[label].split(" ")[0] for label in data.y] == [f"s{session}" for session in data.group]
+    assert data.official_test is None
+    np.testing.assert_array_equal(data.x, one.x)
+
+
+def test_the_smaller_images_where_there_are_no_others(tmp_path):
+    small = put_folder(tmp_path / "core50" / "core50_32x32", files(32))
+    assert core50.locate(tmp_path) == f"folders of frames {small}"
+    assert core50.load(tmp_path).x.shape == (24, 3, 32, 32)
+    large = put_folder(tmp_path / "core50_128x128")
+    assert core50.locate(tmp_path) == f"folders of frames {large}"
+
+
+def test_size_resizes_each_image(tmp_path):
+    put_folder(tmp_path / "core50_128x128")
+    data = core50.load(tmp_path)
+    assert data.x.shape == (24, 3, 32, 32)
+    for i in (0, 23):
+        image = Image.fromarray(PIXELS[i]).resize((32, 32), Image.Resampling.BICUBIC)
+        np.testing.assert_array_equal(data.x[i].transpose(1, 2, 0), np.asarray(image))
+
+
+def test_normalize_channel_leaves_the_test_sessions_out(tmp_path):
+    put_folder(tmp_path / "core50_128x128")
+    data = core50.load(tmp_path, normalize="channel")
+    training = data.x[np.isin(data.group, [2, 11])]
+    np.testing.assert_allclose(data.mean.ravel(), training.mean(axis=(0, 2, 3)), rtol=1e-6)
+    whole = core50.load(tmp_path, normalize="channel", by_session=True)
+    np.testing.assert_allclose(whole.mean.ravel(), data.x.mean(axis=(0, 2, 3)), rtol=1e-6)
+
+
+def test_what_is_no_frame_is_skipped(tmp_path):
+    folder = put_folder(tmp_path / "core50_128x128")
+    for name in ("s2/o2/C_02_10_007.png", "s2/o2/._C_02_02_007.png", "s2/o2/D_02_02_007.png", "s12/o1/C_12_01_000.png"):
+        put(folder / name, b"no frame")
+    assert len(core50.load(tmp_path).x) == 24
+
+
+DAMAGES = {
+    "empty": (b"", "to be a whole PNG image but got: cannot identify image file"),
+    "cut short": (png(0)[:2000], "to be a whole PNG image but got: "),
+    "another size": (png(0, 32), "to be an image of height 128 and width 128 with 8 bits of grey or colour, as all"),
+    "a palette": (png(0, mode="P"), "but got 128 x 128 in Pillow's mode 'P'."),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_images_are_named(tmp_path, damage):
+    content, message = DAMAGES[damage]
+    path = put(put_folder(tmp_path / "core50_128x128") / "s10/o50/C_10_50_009.png", content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        core50.load(tmp_path)
+    assert str(caught.value).startswith(f"Expected {path} to be ")
+
+
+def test_half_an_unpacked_archive(tmp_path):
+    folder = put_folder(tmp_path / "core50_128x128")
+    (folder / "s10/o10/C_10_10_007.png").unlink()
+    assert len(core50.load(tmp_path).x) == 23  # videos are not equally long
+    (folder / "s10/o10/C_10_10_008.png").unlink()
+    message = (
+        f"Expected {folder / 's10' / 'o10'} to hold frames such as `C_10_10_000.png`, as another session has this "
+        f"object, but got none: the archive is not wholly unpacked. {REMEDY}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        core50.load(tmp_path)
+
+
+def test_folders_without_frames(tmp_path):
+    folder = tmp_path / "core50_128x128"
+    (folder / "s1" / "o1").mkdir(parents=True)
+    message = f"Expected {folder} to hold frames such as `s1/o1/C_01_01_000.png` but got none. {REMEDY}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        core50.load(tmp_path)
+
+
+def test_nothing_there_says_what_to_do(tmp_path):
+    message = (
+        f"Expected CORe50 below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch core50`, or "
+        "point LIGHTNING_FCL_DATA at the folder that holds `core50_128x128` or `core50_32x32`, as in "
+        "`core50_128x128/s1/o1/C_01_01_000.png`."
+    )
+    for call in (core50.load, core50.locate):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+def test_wrong_options(tmp_path):
+    with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
+        core50.load(tmp_path, size=(32, 32))
+    with pytest.raises(ValueError, match="Expected `by_session` to be True or False but got 1"):
+        core50.load(tmp_path, by_session=1)
+
+
+def test_place_and_digest_are_those_of_its_authors():
+    published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
+    assert published == ("core50_128x128.zip", core50.URL, core50.MD5)
+
+
+def test_fetch_downloads_once_what_load_reads(tmp_path, serve, monkeypatch):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in FILES.items():
+            archive.writestr(f"core50_128x128/{name}", content)
+    _, asked = serve(core50, "small.zip", buffer.getvalue())
+    folder = core50.fetch(tmp_path / "data")
+    assert folder == tmp_path / "data" / "core50" / "core50_128x128"
+    assert len(core50.load(tmp_path / "data").x) == 24
+    assert core50.fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
+    monkeypatch.setattr(core50, "MD5", "0" * 32)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        core50.fetch(tmp_path / "other")
+    assert list((tmp_path / "other" / "core50").iterdir()) == []
+
+
+@pytest.mark.data
+def test_the_real_frames(data_folder):
+    try:
+        data = core50.load(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert data.x.shape == (164866, 3, 32, 32) and len(data.classes) == 50
+    assert np.unique(data.group).tolist() == list(range(1, 12))
+    # The publishers' counts.
+    assert int(data.official_test.sum()) == 44972

@@ -1,0 +1,413 @@
+"""The LFW loader cuts and scales faces as documented, in both layouts, and names what is wrong with a damaged copy."""
+
+import io
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_fcl.data.datasets import lfw
+
+NPZ = "min35_gray_64x48.npz"
+# Not in alphabetical order, one of them without a family name.
+PEOPLE = {"Zoe_Ray": 3, "Abdullah": 1, "Bob_de_la_Cruz": 2}
+REMEDY = "Delete this copy and get the file again."
+
+
+def photograph(seed: int) -> bytes:
+    """A JPEG file of 250 x 250 pixels in colour, smooth but for one sharp edge."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(256, size=(9, 9, 3), dtype=np.uint8)
+    pixels = np.array(Image.fromarray(coarse).resize((250, 250), Image.Resampling.BILINEAR))
+    pixels[120:, 110:140] //= 2
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
+def files() -> dict[str, bytes]:
+    """The people's images by their names in the original folder, in alphabetical order of the people."""
+    names = [f"{name}/{name}_{n:04d}.jpg" for name in sorted(PEOPLE) for n in range(1, PEOPLE[name] + 1)]
+    return {name: photograph(seed) for seed, name in enumerate(names)}
+
+
+FILES = files()
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path, content: dict[str, bytes] = FILES) -> Path:
+    for name, image in content.items():
+        put(folder / name, image)
+    return folder
+
+
+def faces() -> np.ndarray:
+    """Rows 70 to 194 and columns 78 to 171 in ITU-R 601-2 luma, by the formula."""
+    colours = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in FILES.values()]).astype(np.float64)
+    assert colours.shape == (6, 250, 250, 3)
+    return (colours @ [0.299, 0.587, 0.114])[:, 70:195, 78:172]
+
+
+def resized(images: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Torch's antialiased bicubic filter."""
+    pixels = torch.from_numpy(images.astype(np.float64))[:, None]
+    small = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+    return small[:, 0].clamp(0, 255).numpy()
+
+
+def put_npz(path: Path, **changes) -> Path:
+    """Three people of 36, 35 and 40 images."""
+    arrays = {
+        "X": np.random.default_rng(0).integers(256, size=(111, 64, 48), dtype=np.uint8),
+        "y": np.repeat(np.arange(3, dtype=np.uint8), [36, 35, 40]),
+        "names": np.array(["Ann_Lee", "Bob_Ray", "Cy_Orr"]),
+    } | changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+@pytest.mark.parametrize("place", ["lfw", "lfw/lfw", "lfw/lfw_funneled", "lfw_funneled", "."])
+def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place):
+    folder = put_folder(tmp_path / place)
+    assert lfw.locate(tmp_path) == f"folders of images {folder}"
+    data = lfw.load(tmp_path, min_faces=1, size=(125, 94), normalize="none")
+    assert data.x.shape == (6, 1, 125, 94)
+    # Pillow's luma is rounded to whole numbers.
+    np.testing.assert_allclose(data.x[:, 0] * 255, faces(), atol=0.51)
+    assert data.y.tolist() == [0, 1, 1, 2, 2, 2]
+    assert data.classes == ("Abdullah", "Bob_de_la_Cruz", "Zoe_Ray")
+    assert data.client is None and data.official_test is None
+
+
+@pytest.mark.parametrize("size", [(64, 48), [62, 47], (20, 40), (150, 100)])
+def test_resizing_is_antialiased(tmp_path, size):
+    put_folder(tmp_path / "lfw")
+    data = lfw.load(tmp_path, min_faces=1, size=size, normalize="none")
+    # Rounded to whole numbers after the luma, each direction of the filter, and in the filter's weights.
+    np.testing.assert_allclose(data.x[:, 0] * 255, resized(faces(), tuple(size)), atol=2)
+
+
+def test_normalize_image_is_the_z_score_of_each_image(tmp_path):
+    put_folder(tmp_path / "lfw")
+    raw = lfw.load(tmp_path, min_faces=1, normalize="none").x.astype(np.float64)
+    scaled = lfw.load(tmp_path, min_faces=1).x
+    assert scaled.dtype == np.float32
+    mean = raw.sum(axis=(2, 3), keepdims=True) / (64 * 48)
+    variance = ((raw - mean) ** 2).sum(axis=(2, 3), keepdims=True) / (64 * 48)
+    np.testing.assert_allclose(scaled, (raw - mean) / np.sqrt(variance), atol=1e-5)
+
+
+@pytest.mark.parametrize(("min_faces", "classes"), [(2, ("Bob_de_la_Cruz", "Zoe_Ray")), (3, ("Zoe_Ray",))])
+def test_people_with_few_images_are_left_out(tmp_path, min_faces, classes):
+    put_folder(tmp_path / "lfw")
+    everybody = lfw.load(tmp_path, min_faces=1)
+    data = lfw.load(tmp_path, min_faces=min_faces)
+    kept = np.isin(np.array(everybody.classes)[everybody.y], classes)
+    np.testing.assert_array_equal(data.x, everybody.x[kept])
+    assert data.classes == classes
+    assert [data.classes[label] for label in data.y] == [everybody.classes[label] for label in everybody.y[kept]]
+
+
+def test_what_is_no_image_of_a_person_is_skipped(tmp_path):
+    folder = put_folder(tmp_path / "lfw")
+    (folder / "Nobody").mkdir()
+    put(folder / "pairs.txt", b"10 300")
+    put(folder / "Zoe_Ray" / "._Zoe_Ray_0001.jpg", b"left by a file manager")
+    put(folder / "Zoe_Ray" / "Thumbs.db", b"left by a file manager")
+    data = lfw.load(tmp_path, min_faces=1)
+    assert len(data.x) == 6 and "Nobody" not in data.classes
+
+
+@pytest.mark.parametrize("place", ["lfw", "."])
+def test_the_npz_file_is_read_as_it_is(tmp_path, place):
+    path = put_npz(tmp_path / place / NPZ)
+    assert lfw.locate(tmp_path) == f"npz file {path}"
+    data = lfw.load(tmp_path, normalize="none")
+    with np.load(path) as archive:
+        np.testing.assert_allclose(data.x[:, 0], archive["X"] / 255, rtol=1e-6)
+        np.testing.assert_array_equal(data.y, archive["y"])
+    assert data.classes == ("Ann_Lee", "Bob_Ray", "Cy_Orr")
+    assert lfw.load(tmp_path, size=(32, 24)).x.shape == (111, 1, 32, 24)
+
+
+def test_the_people_of_an_npz_file_are_chosen_and_sorted_by_name(tmp_path):
+    path = put_npz(tmp_path / NPZ, names=np.array(["Cy_Orr", "Bob_Ray", "Ann_Lee"]))
+    data = lfw.load(tmp_path, min_faces=36, normalize="none")
+    with np.load(path) as archive:
+        kept = np.flatnonzero(archive["y"] != 1)
+        np.testing.assert_allclose(data.x[:, 0], archive["X"][kept] / 255, rtol=1e-6)
+    assert data.classes == ("Ann_Lee", "Cy_Orr")
+    assert data.y.tolist() == [1] * 36 + [0] * 40
+
+
+@pytest.mark.parametrize("normalize", ["none", "image"])
+def test_both_layouts_give_the_same_for_the_same_pixels(tmp_path, normalize):
+    content = {f"Ann_Lee/Ann_Lee_{n:04d}.jpg": photograph(n) for n in range(1, 36)}
+    put_folder(tmp_path / "a" / "lfw", content)
+    pixels = lfw.load(tmp_path / "a", normalize="none").x[:, 0] * 255
+    npz = {"X": np.rint(pixels).astype(np.uint8), "y": np.zeros(35, int), "names": np.array(["Ann_Lee"])}
+    put_npz(tmp_path / "b" / NPZ, **npz)
+    one, other = (lfw.load(tmp_path / part, normalize=normalize) for part in "ab")
+    np.testing.assert_array_equal(one.x, other.x)
+    np.testing.assert_array_equal(one.y, other.y)
+    assert one.classes == other.classes
+
+
+def test_a_constant_image_becomes_zeros(tmp_path):
+    pixels = np.random.default_rng(0).integers(256, size=(111, 64, 48), dtype=np.uint8)
+    pixels[4] = 77
+    put_npz(tmp_path / NPZ, X=pixels)
+    x = lfw.load(tmp_path).x
+    assert not x[4].any()
+    np.testing.assert_allclose(x[[3, 5]].std(axis=(1, 2, 3)), 1, atol=1e-5)
+
+
+def test_original_images_go_before_the_npz_file(tmp_path):
+    put_npz(tmp_path / "lfw" / NPZ)
+    for place in ("lfw_funneled", "lfw", "lfw/lfw_funneled", "lfw/lfw"):
+        folder = put_folder(tmp_path / place)
+        assert lfw.locate(tmp_path) == f"folders of images {folder}"
+
+
+def changed(content: bytes) -> dict[str, bytes]:
+    return FILES | {"Zoe_Ray/Zoe_Ray_0002.jpg": content}
+
+
+def encoded(image: Image.Image, kind: str = "JPEG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+WHOLE = FILES["Zoe_Ray/Zoe_Ray_0002.jpg"]
+# The size in the header of a JPEG file follows the marker of its frame.
+SIZE_AT = WHOLE.index(b"\xff\xc0") + 5
+DAMAGES = {
+    "empty": (b"", "to be a whole JPEG image but got: cannot identify image file"),
+    "text": (b"<html>404</html>", "to be a whole JPEG image but got: cannot identify image file"),
+    "cut short": (WHOLE[: len(WHOLE) // 2], "to be a whole JPEG image but got: image file is truncated"),
+    "a PNG": (encoded(Image.new("RGB", (250, 250)), "PNG"), "to be a whole JPEG image but got: cannot identify"),
+    "a bomb": (
+        WHOLE[:SIZE_AT] + b"\xff\xff\xff\xff" + WHOLE[SIZE_AT + 4 :],
+        "to be a whole JPEG image but got: Image size (4294836225 pixels) exceeds limit",
+    ),
+    "another size": (
+        encoded(Image.new("RGB", (200, 250))),
+        "to be an image of height 250 and width 250 with 8 bits of grey or colour, as all of the original data, but "
+        "got 250 x 200 in Pillow's mode 'RGB'.",
+    ),
+    "printing colours": (
+        encoded(Image.new("CMYK", (250, 250))),
+        "to be an image of height 250 and width 250 with 8 bits of grey or colour, as all of the original data, but "
+        "got 250 x 250 in Pillow's mode 'CMYK'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_images_are_named(tmp_path, damage):
+    content, message = DAMAGES[damage]
+    folder = put_folder(tmp_path / "lfw", changed(content))
+    path = folder / "Zoe_Ray" / "Zoe_Ray_0002.jpg"
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} {message}")) as caught:
+        lfw.load(tmp_path, min_faces=1)
+    assert REMEDY in str(caught.value)
+
+
+def test_people_left_out_are_not_read(tmp_path):
+    put_folder(tmp_path / "lfw", FILES | {"Abdullah/Abdullah_0001.jpg": b""})
+    assert len(lfw.load(tmp_path, min_faces=2).x) == 5
+
+
+def test_a_grey_jpeg_is_taken(tmp_path):
+    put_folder(tmp_path / "lfw", changed(encoded(Image.new("L", (250, 250), 51))))
+    x = lfw.load(tmp_path, min_faces=1, normalize="none").x
+    np.testing.assert_allclose(x[4], 0.2, atol=1e-6)
+
+
+NPZ_DAMAGES = {
+    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
+    "no names": ({"names": None}, "to hold an array 'names' but it does not."),
+    "another shape": (
+        {"X": np.zeros((111, 62, 47), np.uint8)},
+        "of shape (111, 64, 48) but got uint8 of shape (111, 62",
+    ),
+    "floats": ({"X": np.zeros((111, 64, 48))}, "of shape (111, 64, 48) but got float64"),
+    "16 bits": ({"X": np.zeros((111, 64, 48), np.uint16)}, "to hold uint8 images but got 111 of uint16."),
+    "nothing": ({"X": np.zeros((0, 64, 48), np.uint8), "y": np.zeros(0, int)}, "uint8 images but got 0 of uint8."),
+    "y too short": ({"y": np.zeros(110, int)}, "of shape (111,) but got int64 of shape (110,)."),
+    "a label too many": ({"y": np.arange(111) // 35}, "to be between 0 and 2 but got 3 in sample 105."),
+    "a negative label": ({"y": np.arange(111) - 1}, "to be between 0 and 2 but got -1 in sample 0."),
+    "pickles": ({"names": np.array([object()] * 3)}, "without pickles but got: Object arrays cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("damage", NPZ_DAMAGES)
+def test_damaged_npz_is_named(tmp_path, damage):
+    changes, message = NPZ_DAMAGES[damage]
+    path = put_npz(tmp_path / NPZ, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        lfw.load(tmp_path)
+    assert str(path) in str(caught.value) and REMEDY in str(caught.value)
+
+
+def test_half_an_npz_is_named(tmp_path):
+    path = put_npz(tmp_path / NPZ)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file")):
+        lfw.load(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    message = f"Expected the LFW data below `root` but found none in {tmp_path}. Run `lightning-fcl data fetch lfw`"
+    for call in (lfw.load, lfw.locate):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 64, (64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48), "64"])
+def test_wrong_size(tmp_path, size):
+    message = f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lfw.load(tmp_path, size=size)
+
+
+def test_wrong_normalize(tmp_path):
+    with pytest.raises(ValueError, match=r"Expected `normalize` to be 'none' or 'image' but got None\."):
+        lfw.load(tmp_path, normalize=None)
+
+
+@pytest.mark.parametrize("min_faces", [0, -3, 2.0, "35", True])
+def test_wrong_min_faces(tmp_path, min_faces):
+    message = f"Expected `min_faces` to be a whole number of at least 1 but got {min_faces!r}. Pass"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lfw.load(tmp_path, min_faces=min_faces)
+
+
+def test_the_npz_file_has_no_people_with_few_images(tmp_path):
+    path = put_npz(tmp_path / NPZ)
+    message = (
+        f"Expected `min_faces` to be at least 35, as {path} has no people with fewer images, but got 34. Pass 35 or "
+        "more, or run `lightning-fcl data fetch lfw`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lfw.load(tmp_path, min_faces=34)
+
+
+def test_nobody_with_so_many_images(tmp_path):
+    folder = put_folder(tmp_path / "a" / "lfw")
+    path = put_npz(tmp_path / "b" / NPZ)
+    for root, wanted, most in (
+        (tmp_path / "a", 4, f"3, the images of Zoe_Ray, who has most in {folder}"),
+        (tmp_path / "b", 41, f"40, the images of Cy_Orr, who has most in {path}"),
+    ):
+        message = f"Expected `min_faces` to be at most {most}, but got {wanted}. Pass a smaller number."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            lfw.load(root, min_faces=wanted)
+
+
+def tarred(content: dict[str, bytes], prefix: str = "lfw_funneled/") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, image in content.items():
+            member = tarfile.TarInfo(prefix + name)
+            member.size = len(image)
+            archive.addfile(member, io.BytesIO(image))
+    return buffer.getvalue()
+
+
+def test_place_and_digest_are_those_of_scikit_learn():
+    published = pytest.importorskip("sklearn.datasets._lfw").FUNNELED_ARCHIVE
+    assert (published.url, published.checksum) == (lfw.URL, lfw.SHA256)
+
+
+def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
+    _, asked = serve(lfw, "small.tgz", tarred(FILES))
+    root = tmp_path / "data"
+    put_npz(root / "lfw" / NPZ)
+    folder = lfw.fetch(root)
+    assert folder == root / "lfw" / "lfw_funneled"
+    assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.jpg")} == FILES
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["lfw_funneled", NPZ]
+    assert lfw.load(root, min_faces=1).x.shape == (6, 1, 64, 48)
+    assert lfw.fetch(root) == folder
+    assert asked == ["/small.tgz"]
+
+
+def test_fetch_takes_the_original_images_that_are_there(tmp_path):
+    folder = put_folder(tmp_path / "lfw")
+    assert lfw.fetch(tmp_path) == folder
+
+
+def test_fetch_unpacks_an_archive_that_is_there(tmp_path, serve):
+    content = tarred(FILES)
+    _, asked = serve(lfw, "small.tgz", content)
+    put(tmp_path / "data" / "lfw" / "lfw-funneled.tgz", content)
+    assert lfw.fetch(tmp_path / "data").is_dir()
+    assert asked == []
+
+
+def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, monkeypatch):
+    serve(lfw, "small.tgz", tarred(FILES))
+    monkeypatch.setattr(lfw, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        lfw.fetch(tmp_path / "data")
+    assert list((tmp_path / "data" / "lfw").iterdir()) == []
+
+
+def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, serve, monkeypatch):
+    serve(lfw, "small.tgz", tarred(FILES))
+    monkeypatch.setattr(lfw, "URL", lfw.URL.replace("small", "missing"))
+    place = tmp_path / "data" / "lfw" / "lfw-funneled.tgz"
+    with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place} and run")) as caught:
+        lfw.fetch(tmp_path / "data")
+    assert "404" in str(caught.value)
+
+
+ARCHIVES = {
+    "a way out": tarred(FILES | {"../../../out.txt": b"out"}),
+    "cut short": tarred(FILES)[:20000],
+    "no archive": b"hello",
+    "another folder": tarred(FILES, "faces/"),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
+    serve(lfw, "small.tgz", ARCHIVES[kind])
+    folder = tmp_path / "data" / "lfw"
+    message = f"Expected to unpack {folder / 'lfw-funneled.tgz'} to {folder / 'lfw_funneled'} but got: "
+    with pytest.raises(OSError, match=re.escape(message)):
+        lfw.fetch(tmp_path / "data")
+    assert [path.name for path in folder.iterdir()] == ["lfw-funneled.tgz"]
+    assert not list(tmp_path.rglob("out.txt"))
+
+
+@pytest.mark.data
+def test_the_real_faces(data_folder):
+    try:
+        data = lfw.load(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert data.x.shape == (2053, 1, 64, 48) and data.x.dtype == np.float32
+    counts = dict(zip(data.classes, np.bincount(data.y).tolist(), strict=True))
+    assert len(counts) == 24 and min(counts.values()) == 35
+    assert counts["George_W_Bush"] == 530 and counts["Tony_Blair"] == 144 and counts["Colin_Powell"] == 236
+    assert data.classes == tuple(sorted(data.classes))
+    np.testing.assert_allclose(data.x.mean(axis=(1, 2, 3), dtype=np.float64), 0, atol=1e-5)
+    np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
+    # Eyes and mouth are darker than the cheeks below the eyes: the rows of the mean face say that it is upright.
+    rows = data.x[:, 0, :, 8:40].mean(axis=(0, 2))
+    assert rows[18:23].mean() < rows[28:33].mean() > rows[44:49].mean()
+    famous = ("Colin_Powell", "Donald_Rumsfeld", "George_W_Bush", "Gerhard_Schroeder", "Tony_Blair")
+    assert lfw.load(data_folder, min_faces=100).classes == famous

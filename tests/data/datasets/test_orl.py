@@ -1,0 +1,229 @@
+"""The ORL loader gives the same faces from both layouts, and names what is wrong with a damaged copy."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.data.datasets import orl
+
+REMEDY = "Delete this copy and get the file again."
+# Two people whose numbers sort otherwise as text, the first of whom has ten images.
+NUMBERS = {2: 10, 10: 2}
+PIXELS = np.random.default_rng(0).integers(256, size=(12, 112, 92), dtype=np.uint8)
+PERSON = np.repeat(list(NUMBERS), list(NUMBERS.values()))
+
+
+def pgm(image: np.ndarray) -> bytes:
+    """A file as the publishers wrote it."""
+    return b"P5\n%d %d\n255\n" % (image.shape[1], image.shape[0]) + image.tobytes()
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path) -> Path:
+    names = [f"s{person}/{n}.pgm" for person, count in NUMBERS.items() for n in range(1, count + 1)]
+    for name, image in zip(names, PIXELS, strict=True):
+        put(folder / name, pgm(image))
+    return folder
+
+
+def put_npz(path: Path, **changes) -> Path:
+    arrays = {"X": PIXELS, "y": (PERSON - 1).astype(np.uint8)} | changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+FOLDERS = ["orl", "orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "."]
+LAYOUTS = {
+    **{place: lambda root, place=place: f"folders of images {put_folder(root / place)}" for place in FOLDERS},
+    "npz below orl": lambda root: f"npz file {put_npz(root / 'orl' / 'faces.npz')}",
+    "npz": lambda root: f"npz file {put_npz(root / 'faces.npz')}",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_pixels(tmp_path, layout):
+    assert LAYOUTS[layout](tmp_path) == orl.locate(tmp_path)
+    data = orl.load(tmp_path, size=None, normalize="none")
+    np.testing.assert_allclose(data.x[:, 0], PIXELS / 255, rtol=1e-6)
+    assert data.x.shape == (12, 1, 112, 92) and data.x.dtype == np.float32
+    assert data.y.tolist() == [0] * 10 + [1] * 2
+    assert data.classes == ("s2", "s10")
+    assert data.client is None and data.official_test is None
+
+
+@pytest.mark.parametrize("normalize", ["none", "image"])
+@pytest.mark.parametrize("size", [None, (64, 48), (20, 30)])
+def test_both_layouts_are_alike(tmp_path, size, normalize):
+    put_folder(tmp_path / "a" / "orl")
+    put_npz(tmp_path / "b" / "orl" / "faces.npz")
+    one, other = (orl.load(tmp_path / part, size=size, normalize=normalize) for part in "ab")
+    np.testing.assert_array_equal(one.x, other.x)
+    np.testing.assert_array_equal(one.y, other.y)
+    assert one.classes == other.classes
+
+
+# The middle part by hand: 4:3 keeps all rows and 84 columns; 2:3 all columns and 61 rows (61.33), 25 above, 26 below.
+PARTS = {(64, 48): (slice(0, 112), slice(4, 88)), (20, 30): (slice(25, 86), slice(0, 92))}
+
+
+@pytest.mark.parametrize("size", PARTS)
+def test_the_middle_part_is_resized_with_antialiasing(tmp_path, size):
+    # Away from black and white, where Pillow clips between the two directions of its filter.
+    pixels = 64 + PIXELS // 2
+    put_npz(tmp_path / "faces.npz", X=pixels)
+    data = orl.load(tmp_path, size=size, normalize="none")
+    part = torch.from_numpy(pixels[:, *PARTS[size]].astype(np.float64))[:, None]
+    wanted = torch.nn.functional.interpolate(part, size, mode="bicubic", antialias=True, align_corners=False)
+    # Rounded to whole numbers after each direction of the filter, and in the filter's weights.
+    np.testing.assert_allclose(data.x * 255, wanted.numpy(), atol=2)
+
+
+@pytest.mark.parametrize(("size", "part"), [((112, 84), np.s_[:, :, 4:88]), ([92, 92], np.s_[:, 10:102])])
+def test_a_part_of_the_wanted_size_is_not_resized(tmp_path, size, part):
+    put_npz(tmp_path / "faces.npz")
+    x = orl.load(tmp_path, size=size, normalize="none").x
+    np.testing.assert_allclose(x[:, 0], PIXELS[part] / 255, rtol=1e-6)
+
+
+def test_a_long_thin_size_keeps_at_least_a_line(tmp_path):
+    put_npz(tmp_path / "faces.npz")
+    x = orl.load(tmp_path, size=(1, 400), normalize="none").x
+    assert x.shape == (12, 1, 1, 400)
+    # Row 55, the first pixel of which stands four times.
+    np.testing.assert_allclose(x[:, 0, 0, 0] * 255, PIXELS[:, 55, 0], atol=30)
+
+
+def test_normalize_image_is_the_z_score_of_each_image(tmp_path):
+    pixels = PIXELS.copy()
+    pixels[7] = 33
+    put_npz(tmp_path / "faces.npz", X=pixels)
+    scaled = orl.load(tmp_path, size=None).x[:, 0]
+    mean = pixels.mean(axis=(1, 2), keepdims=True)
+    deviation = pixels.std(axis=(1, 2), keepdims=True)
+    deviation[7] = 1
+    np.testing.assert_allclose(scaled, (pixels - mean) / deviation, atol=1e-5)
+    assert not scaled[7].any()
+
+
+def test_what_is_no_image_of_a_person_is_skipped(tmp_path):
+    folder = put_folder(tmp_path / "orl")
+    (folder / "s3").mkdir()
+    put(folder / "README", b"The files are in PGM format")
+    put(folder / "s2" / "._1.pgm", b"left by a file manager")
+    put(folder / "spare" / "1.pgm", pgm(PIXELS[0]))
+    data = orl.load(tmp_path)
+    assert len(data.x) == 12 and data.classes == ("s2", "s10")
+
+
+def test_original_images_go_before_the_npz_file(tmp_path):
+    put_npz(tmp_path / "orl" / "faces.npz")
+    for place in reversed(["orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "orl"]):
+        folder = put_folder(tmp_path / place)
+        assert orl.locate(tmp_path) == f"folders of images {folder}"
+
+
+DAMAGES = {
+    "empty": (b"", "to be a whole PPM image but got: cannot identify image file"),
+    "text": (b"<html>404</html>", "to be a whole PPM image but got: cannot identify image file"),
+    "cut short": (pgm(PIXELS[0])[:-1], "to be a whole PPM image but got: image file is truncated"),
+    "a header of letters": (b"P5\nab cd\n255\n", "to be a whole PPM image but got: "),
+    "a bomb": (b"P5\n60000 60000\n255\n", "to be a whole PPM image but got: Image size (3600000000 pixels) exceeds"),
+    "another size": (
+        pgm(PIXELS[0].T),
+        "to be an image of height 112 and width 92 with 8 bits of grey or colour, as all of the original data, but got "
+        "92 x 112 in Pillow's mode 'L'.",
+    ),
+    "16 bits": (b"P5\n92 112\n65535\n" + bytes(2 * 92 * 112), "but got 112 x 92 in Pillow's mode 'I"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_images_are_named(tmp_path, damage):
+    content, message = DAMAGES[damage]
+    path = put(put_folder(tmp_path / "orl") / "s2" / "3.pgm", content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        orl.load(tmp_path)
+    assert str(caught.value).startswith(f"Expected {path} to be ") and REMEDY in str(caught.value)
+
+
+NPZ_DAMAGES = {
+    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
+    "no y": ({"y": None}, "to hold an array 'y' but it does not."),
+    "another shape": ({"X": PIXELS[:, :64, :48]}, "of shape (12, 112, 92) but got uint8 of shape (12, 64, 48)."),
+    "64 bits": ({"X": PIXELS.astype(np.uint64)}, "to hold uint8 images but got 12 of uint64."),
+    "nothing": ({"X": PIXELS[:0], "y": PERSON[:0]}, "to hold uint8 images but got 0 of uint8."),
+    "a person 41": ({"y": PERSON + 30}, "to be between 0 and 39 but got 40 in sample 10."),
+    "y of floats": ({"y": PERSON / 2}, "of shape (12,) but got float64 of shape (12,)."),
+}
+
+
+@pytest.mark.parametrize("damage", NPZ_DAMAGES)
+def test_damaged_npz_is_named(tmp_path, damage):
+    changes, message = NPZ_DAMAGES[damage]
+    path = put_npz(tmp_path / "faces.npz", **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        orl.load(tmp_path)
+    assert str(path) in str(caught.value) and REMEDY in str(caught.value)
+
+
+def test_half_an_npz_is_named(tmp_path):
+    path = put_npz(tmp_path / "faces.npz")
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file")):
+        orl.load(tmp_path)
+
+
+def test_nothing_there_says_what_to_do(tmp_path):
+    message = (
+        f"Expected the ORL faces below `root` but found none in {tmp_path}. Download the archive by hand from "
+        f"https://cam-orl.co.uk/facedatabase.html and unpack it to {tmp_path / 'orl'}, so that "
+        f"{tmp_path / 'orl' / 's1' / '1.pgm'} is there"
+    )
+    for call in (orl.load, orl.locate, orl.fetch):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+def test_fetch_gives_what_is_there(tmp_path):
+    path = put_npz(tmp_path / "orl" / "faces.npz")
+    assert orl.fetch(tmp_path) == path
+    folder = put_folder(tmp_path / "orl")
+    assert orl.fetch(tmp_path) == folder
+
+
+@pytest.mark.parametrize("size", [64, (64,), (64, 0), (64, 48.0), (48, False), "ab"])
+def test_wrong_size(tmp_path, size):
+    message = f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        orl.load(tmp_path, size=size)
+
+
+def test_wrong_normalize(tmp_path):
+    with pytest.raises(ValueError, match=r"Expected `normalize` to be 'none' or 'image' but got 'user'\."):
+        orl.load(tmp_path, normalize="user")
+
+
+@pytest.mark.data
+def test_the_real_faces(data_folder):
+    try:
+        data = orl.load(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert data.x.shape == (400, 1, 64, 48)
+    assert np.bincount(data.y).tolist() == [10] * 40
+    assert data.classes == tuple(f"s{person}" for person in range(1, 41))
+    np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
+    assert orl.load(data_folder, size=None).x.shape == (400, 1, 112, 92)
+    # People look like themselves: with five images each as examples, the nearest neighbour knows nearly all others.
+    flat, odd = data.x.reshape(400, -1), np.arange(400) % 2 == 1
+    distance = (flat[odd] ** 2).sum(1)[:, None] + (flat[~odd] ** 2).sum(1) - 2 * flat[odd] @ flat[~odd].T
+    assert (data.y[~odd][distance.argmin(1)] == data.y[odd]).mean() > 0.85

@@ -1,0 +1,331 @@
+"""The TinyImageNet loader gives the pixels of both layouts, normalises them, and names what is wrong with a copy."""
+
+import io
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_fcl.data.datasets import tinyimagenet
+
+REMEDY = "Delete this copy and run `lightning-fcl data fetch tinyimagenet`."
+# In the order of the original's wnids.txt, which is not sorted; two cranes, and one class without a name.
+WNIDS = ("n03126707", "n01443537", "n02012849", "n99999999")
+WORDS = (
+    "n00001740\tentity\nn01443537\tgoldfish, Carassius auratus\nn02012849\tcrane\nn03126707\tcrane\nn03976657\tpole\n"
+)
+CLASSES = ("goldfish", "crane (n02012849)", "crane (n03126707)", "n99999999")
+TRAIN = 12  # of each class: numbers that sort otherwise as text
+VAL = ("n02012849", "n99999999", "n01443537", "n02012849")
+
+
+def photograph(seed: int, mode: str = "RGB", size: int = 64) -> bytes:
+    """A JPEG file, smooth but for one sharp edge."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(256, size=(5, 5, 3), dtype=np.uint8)
+    pixels = np.array(Image.fromarray(coarse).resize((size, size), Image.Resampling.BILINEAR))
+    pixels[size // 2 :, size // 4 : size // 2] //= 2
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
+def files() -> dict[str, bytes]:
+    """The original folder's files, the unlabelled test images among them."""
+    content = {
+        f"train/{wnid}/images/{wnid}_{n}.JPEG": photograph(100 * c + n, "L" if n == 3 else "RGB")
+        for c, wnid in enumerate(WNIDS)
+        for n in range(TRAIN)
+    }
+    for wnid in WNIDS:
+        content[f"train/{wnid}/{wnid}_boxes.txt"] = b"".join(b"%s_0.JPEG\t0\t10\t63\t58\n" % wnid.encode() for _ in "a")
+    content |= {f"val/images/val_{n}.JPEG": photograph(1000 + n) for n in range(len(VAL))}
+    annotations = [f"val_{n}.JPEG\t{wnid}\t0\t32\t44\t62\n" for n, wnid in enumerate(VAL)]
+    texts = {"val/val_annotations.txt": "".join(annotations), "wnids.txt": "\n".join(WNIDS) + "\n", "words.txt": WORDS}
+    return content | {name: text.encode() for name, text in texts.items()} | {"test/images/test_0.JPEG": photograph(9)}
+
+
+FILES = files()
+ORDER = [f"train/{wnid}/images/{wnid}_{n}.JPEG" for wnid in sorted(WNIDS) for n in range(TRAIN)]
+ORDER += [f"val/images/val_{n}.JPEG" for n in range(len(VAL))]
+PIXELS = np.stack([np.asarray(Image.open(io.BytesIO(FILES[name])).convert("RGB")) for name in ORDER])
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path, content: dict[str, bytes] = FILES) -> Path:
+    for name, data in content.items():
+        put(folder / name, data)
+    return folder
+
+
+def put_npz(path: Path, **changes) -> Path:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "X_train": rng.integers(256, size=(6, 32, 32, 3), dtype=np.uint8),
+        "y_train": np.array([0, 0, 1, 1, 2, 2], np.uint8),
+        "X_val": rng.integers(256, size=(3, 32, 32, 3), dtype=np.uint8),
+        "y_val": np.array([2, 0, 1], np.uint8),
+        "wnids": np.array(["n01443537", "n02012849", "n03126707"]),
+        "names": np.array(["goldfish, Carassius auratus", "crane", "crane"]),
+    } | changes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+PLACES = ["tinyimagenet/tiny-imagenet-200", "tiny-imagenet-200", "tinyimagenet", "."]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_original_folder(tmp_path, place):
+    folder = put_folder(tmp_path / place)
+    assert tinyimagenet.locate(tmp_path) == f"folder of images {folder}"
+    data = tinyimagenet.load(tmp_path, size=64, normalize="none")
+    assert data.x.dtype == np.uint8 and data.samples().dtype == np.float32
+    np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
+    np.testing.assert_allclose(data.samples(), PIXELS.transpose(0, 3, 1, 2) / 255, rtol=1e-6)
+    assert data.classes == CLASSES
+    assert data.y.tolist() == [c for c in range(4) for _ in range(TRAIN)] + [1, 3, 0, 1]
+    assert data.official_test.tolist() == [False] * 4 * TRAIN + [True] * 4
+    assert data.client is None and data.group is None
+
+
+@pytest.mark.parametrize("place", ["tinyimagenet32", "tinyimagenet", "."])
+def test_the_npz_file(tmp_path, place):
+    path = put_npz(tmp_path / place / "100classes.npz")
+    assert tinyimagenet.locate(tmp_path) == f"npz file {path}"
+    data = tinyimagenet.load(tmp_path)
+    arrays = np.load(path)
+    np.testing.assert_array_equal(data.x, np.concatenate([arrays["X_train"], arrays["X_val"]]).transpose(0, 3, 1, 2))
+    assert data.y.tolist() == [0, 0, 1, 1, 2, 2, 2, 0, 1] and data.official_test.tolist() == [False] * 6 + [True] * 3
+    assert data.classes == CLASSES[:3]
+
+
+def test_the_original_images_go_before_the_npz_file(tmp_path):
+    put_npz(tmp_path / "tinyimagenet32" / "100classes.npz")
+    folder = put_folder(tmp_path / "tinyimagenet" / "tiny-imagenet-200")
+    assert tinyimagenet.locate(tmp_path) == f"folder of images {folder}"
+
+
+@pytest.mark.parametrize("size", [32, 48, 80])
+def test_resizing_is_antialiased(tmp_path, size):
+    put_folder(tmp_path)
+    pixels = tinyimagenet.load(tmp_path, size=size).x
+    wanted = torch.nn.functional.interpolate(
+        torch.from_numpy(PIXELS.astype(np.float64)).permute(0, 3, 1, 2), (size, size), mode="bicubic", antialias=True
+    ).clamp(0, 255)
+    assert pixels.shape == (52, 3, size, size)
+    # Rounded to whole numbers, and clipped, after each direction of the filter.
+    np.testing.assert_allclose(pixels, wanted.numpy(), atol=4)
+    assert np.abs(pixels - wanted.numpy()).mean() < 0.5
+
+
+def test_normalize_channel_is_the_z_score_of_the_training_images(tmp_path):
+    put_folder(tmp_path)
+    data = tinyimagenet.load(tmp_path, normalize="channel")
+    training = data.x[~data.official_test].astype(np.float64)
+    mean, std = training.mean(axis=(0, 2, 3), keepdims=True), training.std(axis=(0, 2, 3), keepdims=True)
+    np.testing.assert_allclose(data.samples(), (data.x - mean) / std, atol=1e-5)
+
+
+def test_normalize_imagenet_is_that_of_torchvision(tmp_path):
+    put_folder(tmp_path)
+    transforms = pytest.importorskip("torchvision.transforms.functional")
+    data = tinyimagenet.load(tmp_path)
+    wanted = transforms.normalize(
+        torch.from_numpy(data.x).float() / 255, mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]
+    )
+    np.testing.assert_allclose(data.samples(), wanted.numpy(), atol=1e-5)
+
+
+def test_a_constant_channel_is_only_centred(tmp_path):
+    put_npz(tmp_path / "100classes.npz", X_train=np.full((6, 32, 32, 3), 7, np.uint8))
+    data = tinyimagenet.load(tmp_path, normalize="channel")
+    assert not data.samples(~data.official_test).any() and np.isfinite(data.samples()).all()
+
+
+DAMAGES = {
+    "empty": (b"", "to be a whole JPEG image but got: cannot identify image file"),
+    "cut short": (FILES[ORDER[0]][:500], "to be a whole JPEG image but got: "),
+    "another size": (
+        photograph(0, size=84),
+        "to be an image of height 64 and width 64 with 8 bits of grey or colour, as all of the original data, but got "
+        "84 x 84 in Pillow's mode 'RGB'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [ORDER[5], ORDER[-1]])
+def test_damaged_images_are_named(tmp_path, damage, name):
+    content, message = DAMAGES[damage]
+    path = put(put_folder(tmp_path) / name, content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        tinyimagenet.load(tmp_path)
+    assert str(caught.value).startswith(f"Expected {path} to be ")
+
+
+def test_a_missing_image_of_the_validation_set(tmp_path):
+    path = put_folder(tmp_path) / "val/images/val_2.JPEG"
+    path.unlink()
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole JPEG image but got: [Errno 2]")):
+        tinyimagenet.load(tmp_path)
+
+
+@pytest.mark.parametrize(("removed", "left"), [(range(8, 12), 8), (range(12), 0)])
+def test_half_an_unpacked_archive(tmp_path, removed, left):
+    folder = put_folder(tmp_path) / "train" / "n02012849" / "images"
+    for n in removed:
+        (folder / f"n02012849_{n}.JPEG").unlink()
+    message = (
+        f"Expected {folder} to hold 12 images, as the other classes do, but got {left}: the archive is not wholly "
+        f"unpacked. {REMEDY}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tinyimagenet.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["words.txt", "val/val_annotations.txt"])
+def test_texts_that_are_missing_empty_or_no_text(tmp_path, name):
+    path = put_folder(tmp_path) / name
+    for content, kind, message in (
+        (b"\n \n", ValueError, f"Expected {path} to have lines but it is empty. {REMEDY}"),
+        (b"\xff\xfe\x00", ValueError, f"Expected {path} to be a text file but got: 'utf-8' codec"),
+        (None, FileNotFoundError, f"Expected the file {path} but it is missing. {REMEDY}"),
+    ):
+        put(path, content) if content is not None else path.unlink()
+        with pytest.raises(kind, match=re.escape(message)):
+            tinyimagenet.load(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["val_1.JPEG\tn00000001\t0\t0\t1\t1", "../val_1.JPEG\tn01443537\t0", "val_1.JPEG"])
+def test_wrong_annotations_are_named(tmp_path, line):
+    path = put_folder(tmp_path) / "val" / "val_annotations.txt"
+    put(path, f"val_0.JPEG\tn01443537\t0\t0\t1\t1\n{line}\n".encode())
+    message = (
+        f"Expected line 2 of {path} to name an image such as `val_0.JPEG` and a class of `wnids.txt` but got {line!r}. "
+    )
+    with pytest.raises(ValueError, match=re.escape(message + REMEDY)):
+        tinyimagenet.load(tmp_path)
+
+
+NPZ_DAMAGES = {
+    "no names": ({"names": None}, "to hold an array 'names' but it does not."),
+    "another shape": ({"X_val": np.zeros((3, 64, 64, 3), np.uint8)}, "of shape (3, 32, 32, 3) but got uint8"),
+    "fewer labels": ({"y_train": np.zeros(5, np.uint8)}, "of shape (6,) but got uint8 of shape (5,)."),
+    "16 bits": ({"X_train": np.zeros((6, 32, 32, 3), np.uint16)}, "to hold uint8 images but got 6 of uint16."),
+    "no images": (
+        {"X_val": np.zeros((0, 32, 32, 3), np.uint8), "y_val": np.zeros(0, int)},
+        "to hold uint8 images but got 0 of uint8.",
+    ),
+    "a label too many": ({"y_val": np.array([0, 3, 1])}, "to be between 0 and 2 but got 3 in sample 1."),
+}
+
+
+@pytest.mark.parametrize("damage", NPZ_DAMAGES)
+def test_damaged_npz_is_named(tmp_path, damage):
+    changes, message = NPZ_DAMAGES[damage]
+    path = put_npz(tmp_path / "100classes.npz", **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        tinyimagenet.load(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_nothing_there_says_what_to_do(tmp_path):
+    message = (
+        f"Expected TinyImageNet below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch "
+        "tinyimagenet`, or point LIGHTNING_FCL_DATA at the folder that holds `tiny-imagenet-200` or "
+        "`tinyimagenet32/100classes.npz`."
+    )
+    for call in (tinyimagenet.load, tinyimagenet.locate):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, -1, 32.0, True, (32, 32), "32"])
+def test_wrong_size(tmp_path, size):
+    message = f"Expected `size` to be a positive whole number, height and width in pixels, but got {size!r}. Pass"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tinyimagenet.load(tmp_path, size=size)
+
+
+def test_wrong_normalize(tmp_path):
+    message = "Expected `normalize` to be 'imagenet', 'channel' or 'none' but got 'image'. Choose one of these."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tinyimagenet.load(tmp_path, normalize="image")
+
+
+def zipped(content: dict[str, bytes], prefix: str = "tiny-imagenet-200/") -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(prefix + name, data)
+    return buffer.getvalue()
+
+
+def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
+    _, asked = serve(tinyimagenet, "small.zip", zipped(FILES))
+    root = tmp_path / "data"
+    put_npz(root / "tinyimagenet32" / "100classes.npz")
+    folder = tinyimagenet.fetch(root)
+    assert folder == root / "tinyimagenet" / "tiny-imagenet-200"
+    assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == FILES
+    assert [p.name for p in folder.parent.iterdir()] == ["tiny-imagenet-200"]
+    assert len(tinyimagenet.load(root).x) == 52
+    assert tinyimagenet.fetch(root) == folder
+    assert asked == ["/small.zip"]
+
+
+def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, monkeypatch):
+    serve(tinyimagenet, "small.zip", zipped(FILES))
+    monkeypatch.setattr(tinyimagenet, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        tinyimagenet.fetch(tmp_path / "data")
+    assert list((tmp_path / "data" / "tinyimagenet").iterdir()) == []
+
+
+ARCHIVES = {
+    "cut short": zipped(FILES)[:20000],
+    "no archive": b"hello",
+    "another folder": zipped({"wnids.txt": b"n1"}, "imagenet/"),
+    "a way out": zipped({"../../../out.txt": b"out"}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
+    serve(tinyimagenet, "small.zip", ARCHIVES[kind])
+    folder = tmp_path / "data" / "tinyimagenet"
+    archive = folder / "tiny-imagenet-200.zip"
+    with pytest.raises(OSError, match=re.escape(f"Expected to unpack {archive} to {folder / 'tiny-imagenet-200'} but")):
+        tinyimagenet.fetch(tmp_path / "data")
+    assert [path.name for path in folder.iterdir()] == ["tiny-imagenet-200.zip"]
+    assert not list(tmp_path.rglob("out.txt"))
+
+
+@pytest.mark.data
+def test_the_real_photographs(data_folder):
+    try:
+        where = tinyimagenet.locate(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    if not where.startswith("npz"):
+        pytest.skip("the counts are those of the npz file")
+    data = tinyimagenet.load(data_folder, normalize="channel")
+    assert data.x.shape == (17000, 3, 32, 32) and len(set(data.classes)) == 100
+    assert np.bincount(data.y[~data.official_test]).tolist() == [120] * 100
+    assert np.bincount(data.y[data.official_test]).tolist() == [50] * 100
+    # Near the statistics of all 100,000 training images at 64 x 64 that are widely used.
+    np.testing.assert_allclose(data.mean.ravel() / 255, [0.480, 0.448, 0.398], atol=0.01)
+    # Goldfish are orange: red, then green, then blue.
+    fish = data.x[data.y == data.classes.index("goldfish")].mean(axis=(0, 2, 3))
+    assert fish[0] - fish[2] > 30 > (data.mean[0] - data.mean[2]).item() and fish[0] > fish[1] > fish[2]

@@ -1,0 +1,445 @@
+"""The UCI HAR loader reads its three layouts alike, and names what is wrong with a damaged copy."""
+
+import functools
+import io
+import os
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_fcl.data.datasets import ucihar
+
+FOLDER = "UCI HAR Dataset"
+OUTER = "human+activity+recognition+using+smartphones.zip"
+FILES = [f"{prefix}_{axis}" for prefix in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
+NAMES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
+Y = {"train": [5, 5, 1, 2, 6], "test": [3, 4, 4]}
+SUBJECT = {"train": [1, 1, 3, 3, 30], "test": [2, 2, 24]}
+REMEDY = "Delete this copy and run `lightning-fcl data fetch ucihar`"
+
+
+def tokens(part: str) -> dict[str, list[list[str]]]:
+    """Numbers as the publishers print them, with three digits in the exponent."""
+    values = np.random.default_rng(len(part)).normal(size=(9, len(Y[part]), 128)) * 0.3
+    shown = [
+        [[f"{v:.7e}".replace("e-0", "e-00").replace("e+0", "e+00") for v in row] for row in file] for file in values
+    ]
+    return dict(zip(FILES, shown, strict=True))
+
+
+TOKENS = {part: tokens(part) for part in Y}
+
+
+@functools.cache
+def original() -> dict[str, bytes]:
+    """The files of the original folder, by their names in it."""
+    files = {
+        "activity_labels.txt": "".join(f"{i} {name}\n" for i, name in enumerate(NAMES, 1)),
+        "README.txt": "Hello\n",
+    }
+    for part in Y:
+        files[f"{part}/y_{part}.txt"] = "".join(f"{label}\n" for label in Y[part])
+        files[f"{part}/subject_{part}.txt"] = "".join(f"{who}\n" for who in SUBJECT[part])
+        for name, rows in TOKENS[part].items():
+            lines = ("".join(f"{token:>16}" for token in row) + "\n" for row in rows)
+            files[f"{part}/Inertial Signals/{name}_{part}.txt"] = "".join(lines)
+    return {name: text.encode() for name, text in files.items()}
+
+
+def expected(sensors: list[str]) -> np.ndarray:
+    """The raw windows, straight from the printed numbers."""
+    parts = [
+        [
+            [[float(t) for t in TOKENS[part][f"{s}_{axis}"][i]] for s in sensors for axis in "xyz"]
+            for i in range(len(Y[part]))
+        ]
+        for part in ("train", "test")
+    ]
+    return np.array(parts[0] + parts[1]).astype(np.float32)
+
+
+def zipped(files: dict[str, bytes], prefix: str = f"{FOLDER}/") -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(prefix + name, content)
+    return buffer.getvalue()
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        put(folder / name, content)
+    return folder
+
+
+def npz(**changes) -> dict[str, np.ndarray]:
+    arrays = {
+        "X": expected(["body_acc", "body_gyro", "total_acc"]),
+        "y": np.array(Y["train"] + Y["test"], dtype=np.uint8) - np.uint8(1),
+        "subject": np.array(SUBJECT["train"] + SUBJECT["test"], dtype=np.uint8),
+        "official_test": np.array([0] * 5 + [1] * 3, dtype=np.uint8),
+    }
+    return arrays | changes
+
+
+def put_npz(path: Path, **changes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **{key: value for key, value in npz(**changes).items() if value is not None})
+    return path
+
+
+LAYOUTS = {
+    "npz": lambda root: put_npz(root / "inertial.npz"),
+    "npz below ucihar": lambda root: put_npz(root / "ucihar" / "inertial.npz"),
+    "folder": lambda root: put_folder(root / FOLDER, original()),
+    "folder below ucihar": lambda root: put_folder(root / "ucihar" / FOLDER, original()),
+    "root is the folder": lambda root: put_folder(root, original()),
+    "zip": lambda root: put(root / f"{FOLDER}.zip", zipped(original())),
+    "zip below ucihar": lambda root: put(root / "ucihar" / f"{FOLDER}.zip", zipped(original())),
+    "zip in zip": lambda root: put(root / "ucihar" / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, "")),
+    "zip from the unpacked outer zip": lambda root: put(root / OUTER[:-4] / f"{FOLDER}.zip", zipped(original())),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_printed_numbers(tmp_path, layout):
+    LAYOUTS[layout](tmp_path)
+    data = ucihar.load(tmp_path, standardize=None)
+    np.testing.assert_array_equal(data.x, expected(["total_acc", "body_gyro"]))
+    assert data.x.dtype == np.float32
+    assert data.y.tolist() == [4, 4, 0, 1, 5, 2, 3, 3]
+    assert data.client.tolist() == [1, 1, 3, 3, 30, 2, 2, 24]
+    assert data.official_test.tolist() == [False] * 5 + [True] * 3
+    assert data.classes == tuple(name.lower() for name in NAMES)
+
+
+@pytest.mark.parametrize("layout", ["npz", "folder", "zip"])
+def test_sensors_come_in_the_order_asked_for(tmp_path, layout):
+    LAYOUTS[layout](tmp_path)
+    data = ucihar.load(tmp_path, sensors=("gyro", "body_acc", "total_acc"), standardize=None)
+    np.testing.assert_array_equal(data.x, expected(["body_gyro", "body_acc", "total_acc"]))
+
+
+def test_layouts_are_found_in_the_documented_order(tmp_path):
+    put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, ""))
+    assert ucihar.locate(tmp_path) == f"zip file {tmp_path / OUTER}"
+    put(tmp_path / f"{FOLDER}.zip", zipped(original()))
+    assert ucihar.locate(tmp_path) == f"zip file {tmp_path / FOLDER}.zip"
+    put_folder(tmp_path / FOLDER, original())
+    assert ucihar.locate(tmp_path) == f"folder {tmp_path / FOLDER}"
+    put_npz(tmp_path / "inertial.npz")
+    assert ucihar.locate(tmp_path) == f"npz file {tmp_path / 'inertial.npz'}"
+    put_npz(tmp_path / "ucihar" / "inertial.npz")
+    assert ucihar.locate(tmp_path) == f"npz file {tmp_path / 'ucihar' / 'inertial.npz'}"
+
+
+def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path):
+    put_npz(tmp_path / "inertial.npz", X=expected(["body_acc", "body_gyro", "total_acc"]) * 3 + 1)
+    raw = ucihar.load(tmp_path, standardize=None).x.astype(np.float64)
+    scaled = ucihar.load(tmp_path).x
+    for sensor in (slice(0, 3), slice(3, 6)):
+        flat = raw[:, sensor].ravel()
+        wanted = (raw[:, sensor] - flat.sum() / flat.size) / np.sqrt(((flat - flat.sum() / flat.size) ** 2).mean())
+        np.testing.assert_allclose(scaled[:, sensor], wanted, rtol=1e-5, atol=1e-6)
+    # Not each axis by itself: that is the other option.
+    assert abs(scaled[:, 0].mean()) > 1e-3
+
+
+def test_standardize_channel_scales_each_axis(tmp_path):
+    put_npz(tmp_path / "inertial.npz")
+    scaled = ucihar.load(tmp_path, standardize="channel").x.astype(np.float64)
+    np.testing.assert_allclose(scaled.mean(axis=(0, 2)), np.zeros(6), atol=1e-6)
+    np.testing.assert_allclose(scaled.std(axis=(0, 2)), np.ones(6), atol=1e-6)
+
+
+def test_a_constant_sensor_becomes_zero(tmp_path):
+    windows = expected(["body_acc", "body_gyro", "total_acc"])
+    windows[:, 6:] = 0.1
+    put_npz(tmp_path / "inertial.npz", X=windows)
+    data = ucihar.load(tmp_path)
+    np.testing.assert_allclose(data.x[:, :3], 0, atol=1e-7)
+    assert data.x[:, 3:].std() == pytest.approx(1, abs=1e-5)
+
+
+def edited(name: str, edit) -> dict[str, bytes]:
+    """The original files with the lines of one of them edited."""
+    files = dict(original())
+    files[name] = b"".join(edit(files[name].splitlines(keepends=True)))
+    return files
+
+
+def replaced(lines: list[bytes], index: int, line: bytes) -> list[bytes]:
+    return [*lines[:index], line, *lines[index + 1 :]]
+
+
+SIGNAL = "train/Inertial Signals/total_acc_y_train.txt"
+DAMAGES = {
+    "last line cut off": (
+        SIGNAL,
+        lambda lines: replaced(lines, 4, lines[4][:800]),
+        f"Expected 128 values on line 5 of `{SIGNAL}` but got 50.",
+    ),
+    "a value too many": (
+        SIGNAL,
+        lambda lines: replaced(lines, 1, b" 1.0" + lines[1]),
+        f"Expected 128 values on line 2 of `{SIGNAL}` but got 129.",
+    ),
+    "a blank line inside": (
+        SIGNAL,
+        lambda lines: replaced(lines, 1, b"\n"),
+        f"Expected 128 values on line 2 of `{SIGNAL}` but got 0.",
+    ),
+    "a line lost": (
+        SIGNAL,
+        lambda lines: lines[:4],
+        f"Expected `{SIGNAL}` and `train/y_train.txt` to have equally many lines but got 4 and 5",
+    ),
+    "an empty signal": (
+        SIGNAL,
+        lambda lines: [],
+        f"Expected `{SIGNAL}` and `train/y_train.txt` to have equally many lines but got 0 and 5",
+    ),
+    "a word among the numbers": (
+        SIGNAL,
+        lambda lines: replaced(lines, 2, b" ".join([b"abc", *lines[2].split()[1:]]) + b"\n"),
+        f"Expected `{SIGNAL}` to hold numbers only but got: could not convert string to float: ",
+    ),
+    "a NaN": (
+        SIGNAL,
+        lambda lines: replaced(lines, 2, b" ".join([b"nan", *lines[2].split()[1:]]) + b"\n"),
+        "Expected `x` to be finite but got 1 NaN or infinite values of 768 in sample 2 (1 of 8 samples",
+    ),
+    "a label 7": (
+        "test/y_test.txt",
+        lambda lines: replaced(lines, 1, b"7\n"),
+        "Expected `test/y_test.txt` to be between 1 and 6 but got 7 in line 2.",
+    ),
+    "a label 0": (
+        "train/y_train.txt",
+        lambda lines: replaced(lines, 0, b"0\n"),
+        "Expected `train/y_train.txt` to be between 1 and 6 but got 0 in line 1.",
+    ),
+    "a label that is no number": (
+        "train/y_train.txt",
+        lambda lines: replaced(lines, 2, b"1.5\n"),
+        "Expected one whole number on line 3 of `train/y_train.txt` but got '1.5'.",
+    ),
+    "no labels": (
+        "train/y_train.txt",
+        lambda lines: [],
+        "Expected one whole number on line 1 of `train/y_train.txt` but got ''.",
+    ),
+    "a subject 31": (
+        "train/subject_train.txt",
+        lambda lines: replaced(lines, 3, b"31\n"),
+        "Expected `train/subject_train.txt` to be between 1 and 30 but got 31 in line 4.",
+    ),
+    "a subject lost": (
+        "test/subject_test.txt",
+        lambda lines: lines[:2],
+        "Expected `test/subject_test.txt` and `test/y_test.txt` to have equally many lines but got 2 and 3",
+    ),
+    "activities in another order": (
+        "activity_labels.txt",
+        lambda lines: [b"1 SITTING\n", *lines[1:]],
+        "Expected `activity_labels.txt` to list 1 WALKING to 6 LAYING but got [['1', 'sitting'],",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(tmp_path, damage):
+    name, edit, message = DAMAGES[damage]
+    put_folder(tmp_path / FOLDER, edited(name, edit))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        ucihar.load(tmp_path)
+    assert REMEDY in str(caught.value) or "Mend or drop these samples" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["activity_labels.txt", "test/y_test.txt", "train/subject_train.txt", SIGNAL])
+def test_missing_files_are_named(tmp_path, name):
+    files = {key: content for key, content in original().items() if key != name}
+    put_folder(tmp_path / "a" / FOLDER, files)
+    path = put(tmp_path / "b" / f"{FOLDER}.zip", zipped(files))
+    for root, place in ((tmp_path / "a", tmp_path / "a" / FOLDER), (tmp_path / "b", path)):
+        message = f"Expected the file `{name}` in {place} but it is missing. {REMEDY}"
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            ucihar.load(root)
+
+
+def test_sensors_not_asked_for_need_no_files(tmp_path):
+    put_folder(tmp_path / FOLDER, {name: content for name, content in original().items() if "body_acc" not in name})
+    assert ucihar.load(tmp_path).x.shape == (8, 6, 128)
+    with pytest.raises(FileNotFoundError, match="body_acc_x_train"):
+        ucihar.load(tmp_path, sensors=["body_acc"])
+
+
+def test_a_truncated_zip_is_named(tmp_path):
+    whole = zipped({f"{FOLDER}.zip": zipped(original())}, "")
+    path = put(tmp_path / OUTER, whole[: len(whole) // 2])
+    with pytest.raises(
+        ValueError, match=re.escape(f"Expected {path} to be a sound zip file but got: File is not a zip")
+    ):
+        ucihar.load(tmp_path)
+
+
+def test_a_zip_with_a_broken_zip_inside_is_named(tmp_path):
+    path = put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())[:1000]}, ""))
+    with pytest.raises(
+        ValueError, match=re.escape(f"Expected {path} to be a sound zip file but got: File is not a zip")
+    ):
+        ucihar.load(tmp_path)
+
+
+def test_a_zip_with_a_flipped_byte_is_named(tmp_path):
+    content = bytearray(zipped(original()))
+    with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
+        content[archive.getinfo(f"{FOLDER}/{SIGNAL}").header_offset + 2000] ^= 0xFF
+    path = put(tmp_path / f"{FOLDER}.zip", bytes(content))
+    with pytest.raises(
+        ValueError, match=re.escape(f"Expected `{SIGNAL}` in {path} to be readable but got: ")
+    ) as caught:
+        ucihar.load(tmp_path)
+    assert REMEDY in str(caught.value)
+
+
+def test_another_zip_of_that_name_is_named(tmp_path):
+    path = put(tmp_path / f"{FOLDER}.zip", zipped({"hello.txt": b"hello"}, ""))
+    with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file `activity_labels.txt` in {path}")):
+        ucihar.load(tmp_path)
+
+
+NPZ_DAMAGES = {
+    "no X": ({"X": None}, "to hold an array 'X' but it does not."),
+    "no subject": ({"subject": None}, "to hold an array 'subject' but it does not."),
+    "X of 6 channels": (
+        {"X": np.zeros((8, 6, 128), np.float32)},
+        "to hold floats of shape (8, 9, 128) but got float32 of shape (8, 6, 128).",
+    ),
+    "X of integers": (
+        {"X": np.zeros((8, 9, 128), np.int8)},
+        "to hold floats of shape (8, 9, 128) but got int8 of shape (8, 9, 128).",
+    ),
+    "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape (0, 9, 128) but got float32 of shape ()."),
+    "y too short": ({"y": np.zeros(7, int)}, "to hold integers of shape (8,) but got int64 of shape (7,)."),
+    "y of floats": ({"y": np.zeros(8)}, "to hold integers of shape (8,) but got float64 of shape (8,)."),
+    "y out of range": ({"y": np.arange(8)}, "to be between 0 and 5 but got 6 in sample 6."),
+    "subject 0": ({"subject": np.zeros(8, int)}, "to be between 1 and 30 but got 0 in sample 0."),
+    "official_test 2": ({"official_test": np.full(8, 2)}, "to be between 0 and 1 but got 2 in sample 0."),
+    "pickles": ({"y": np.array([object()] * 8)}, "without pickles but got: Object arrays cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("damage", NPZ_DAMAGES)
+def test_damaged_npz_is_named(tmp_path, damage):
+    changes, message = NPZ_DAMAGES[damage]
+    path = put_npz(tmp_path / "inertial.npz", **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        ucihar.load(tmp_path)
+    assert str(path) in str(caught.value)
+    assert REMEDY in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["empty", "text", "half", "npy", "flipped"])
+def test_a_file_that_is_no_npz_is_named(tmp_path, content):
+    path = put_npz(tmp_path / "inertial.npz")
+    whole = path.read_bytes()
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    flipped = bytearray(whole)
+    flipped[5000] ^= 0xFF
+    kinds = {"empty": b"", "text": b"hello", "half": whole[: len(whole) // 2], "npy": buffer.getvalue()}
+    path.write_bytes(kinds.get(content, bytes(flipped)))
+    with pytest.raises(
+        ValueError, match=re.escape(f"Expected {path} to be a sound npz file without pickles")
+    ) as caught:
+        ucihar.load(tmp_path)
+    assert REMEDY in str(caught.value)
+
+
+def test_nothing_there(tmp_path):
+    message = (
+        f"Expected the UCI HAR data below `root` but found none in {tmp_path}. Run `lightning-fcl data fetch ucihar`"
+    )
+    for call in (ucihar.load, ucihar.locate):
+        with pytest.raises(FileNotFoundError, match=re.escape(message)):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("sensors", ["gyro", (), ("gyro", "gyro"), ("gyro", "body_gyro")])
+def test_wrong_sensors(tmp_path, sensors):
+    message = f"Expected `sensors` to be different names among 'body_acc', 'gyro', 'total_acc' but got {sensors!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ucihar.load(tmp_path, sensors=sensors)
+
+
+def test_wrong_standardize(tmp_path):
+    with pytest.raises(ValueError, match="Expected `standardize` to be 'sensor', 'channel' or None but got 'axis'"):
+        ucihar.load(tmp_path, standardize="axis")
+
+
+@pytest.fixture
+def served(serve):
+    """The small zip in the place of UCI's; the file and the paths asked for."""
+    return serve(ucihar, "small.zip", zipped({f"{FOLDER}.zip": zipped(original())}, ""))
+
+
+def test_fetch_downloads_once_what_load_reads(tmp_path, served):
+    root = tmp_path / "data"
+    path = ucihar.fetch(root)
+    assert path == root / "ucihar" / OUTER
+    assert path.read_bytes() == served[0].read_bytes()
+    np.testing.assert_array_equal(ucihar.load(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
+    assert ucihar.fetch(root) == path
+    assert served[1] == ["/small.zip"]
+
+
+def test_fetch_replaces_a_damaged_copy(tmp_path, served):
+    path = put(tmp_path / "data" / "ucihar" / OUTER, b"half a zip")
+    ucihar.fetch(tmp_path / "data")
+    assert path.read_bytes() == served[0].read_bytes()
+
+
+def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, served, monkeypatch):
+    monkeypatch.setattr(ucihar, "SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        ucihar.fetch(tmp_path / "data")
+    assert list((tmp_path / "data" / "ucihar").iterdir()) == []
+
+
+def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, served, monkeypatch):
+    monkeypatch.setattr(ucihar, "URL", ucihar.URL.replace("small", "missing"))
+    place = tmp_path / "data" / "ucihar" / OUTER
+    with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place}.")) as caught:
+        ucihar.fetch(tmp_path / "data")
+    assert "404" in str(caught.value)
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not os.environ.get("LIGHTNING_FCL_DATA"), reason="LIGHTNING_FCL_DATA is not set")
+def test_the_real_data_have_the_published_counts():
+    try:
+        data = ucihar.load()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert data.x.shape == (10299, 6, 128)
+    assert np.bincount(data.y).tolist() == [1722, 1544, 1406, 1777, 1906, 1944]
+    assert np.unique(data.client).tolist() == list(range(1, 31))
+    assert int(data.official_test.sum()) == 2947
+    assert not set(data.client[data.official_test]) & set(data.client[~data.official_test])
+    for sensor in (data.x[:, :3], data.x[:, 3:]):
+        assert sensor.mean(dtype=np.float64) == pytest.approx(0, abs=1e-6)
+        assert sensor.std(dtype=np.float64) == pytest.approx(1, abs=1e-6)
+    # Gravity is in total_acc and not in body_acc: lying and walking people differ in the mean of the x axis.
+    raw = ucihar.load(sensors=("total_acc", "body_acc"), standardize=None)
+    assert raw.x[raw.y == 0, 0].mean() > 0.8 > 0.3 > raw.x[raw.y == 5, 0].mean()
+    assert abs(raw.x[:, 3:].mean()) < 0.05

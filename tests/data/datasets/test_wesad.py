@@ -1,0 +1,445 @@
+"""The WESAD loader reads its four layouts, calls nothing a pickle asks for, and names what is wrong with a copy."""
+
+import builtins
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_fcl.data.datasets import archives, empatica, series, wesad
+
+SECONDS = 60
+WIDTHS = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
+FOUR = dict(zip(("baseline", "stress", "amusement", "meditation"), range(4), strict=True))
+
+
+def signals(seed=0, seconds=SECONDS):
+    """Chest and wrist as the publishers pickle them."""
+    rng = np.random.default_rng(seed)
+    wrist = {n: rng.normal(size=(seconds * r, 3 if n == "ACC" else 1)) for n, r in empatica.RATES.items()}
+    wrist["ACC"] = np.clip(np.round(wrist["ACC"] * 40), -128, 127)
+    return {"chest": {n: rng.normal(size=(seconds * 700, w)) for n, w in WIDTHS.items()}, "wrist": wrist}
+
+
+def labels(seconds=SECONDS):
+    """Ten seconds of each label 0..5."""
+    return np.repeat(np.arange(6, dtype=np.int32), seconds * 700 // 6)
+
+
+def put_pickle(root, subject=2, protocol=2, **changes):
+    content = {"signal": signals(subject), "label": labels(), "subject": f"S{subject}", **changes}
+    path = root / "WESAD" / f"S{subject}" / f"S{subject}.pkl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    return path
+
+
+PROTOCOL = """# Subj;S2;;;;;;;
+# ORDER;Base;TSST;Medi 1;Fun;Medi 2;sRead;fRead;;
+# START;0.08;1.1;2.2;3.25;4.38;1.52;3.0;;
+# END;0.5;1.5;3.1;4.1;5.15;2.07;3.1;;
+;;;;
+# PANAS;1;1;3
+"""
+# Label, start and end in seconds, 10 s inside of what the protocol says.
+WANTED = [(0, 18, 40), (1, 80, 100), (3, 150, 180), (2, 215, 240), (3, 288, 305)]
+HEADER = {"00:07:80": {"sensor": ["ECG"], "time": "9:39:1.0", "date": "2017-5-22", "sampling rate": 700}}
+
+
+def put_csv(root, subject=2, seconds=400, offset=20.5, **changes):
+    """The wrist's files, started `offset` seconds before the chest's, whose clock is two hours ahead."""
+    folder = root / "WESAD" / f"S{subject}"
+    (folder / f"S{subject}_E4_Data").mkdir(parents=True, exist_ok=True)
+    start = 1495438741 - offset  # 2017-05-22 07:39:01 UTC
+    wrist = signals(subject, seconds)["wrist"]
+    files = {}
+    for name, rate in empatica.RATES.items():
+        width = 3 if name == "ACC" else 1
+        lines = [", ".join([f"{start:.6f}"] * width), ", ".join([f"{rate:.6f}"] * width)]
+        lines += [",".join(f"{v:g}" for v in row) for row in wrist[name]]
+        files[f"S{subject}_E4_Data/{name}.csv"] = "\n".join(lines) + "\n"
+    files[f"S{subject}_quest.csv"] = PROTOCOL
+    header = f"# OpenSignals Text File Format\n# {json.dumps(HEADER)}\n# EndOfHeader\n0\t0\t32948\n"
+    files[f"S{subject}_respiban.txt"] = header
+    for name, text in {**files, **changes}.items():
+        if text is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            (folder / name).write_text(text)
+    return folder
+
+
+def put_stream(root, subject=2, **changes):
+    wrist = signals(subject)["wrist"]
+    path = root / "wesad_wrist" / "streams" / f"S{subject}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {n.lower(): wrist[n][:, 0].astype(np.float32) for n in ("BVP", "EDA", "TEMP")}
+    arrays |= {"acc": wrist["ACC"].astype(np.int8), "label32": np.repeat(np.arange(6, dtype=np.uint8), 320)}
+    np.savez(path, **{k: v for k, v in (arrays | changes).items() if v is not None})
+    return path
+
+
+def at_32(wrist):
+    """The wrist at 32 Hz, sample by sample."""
+    rows = []
+    for i in range(len(wrist["ACC"])):
+        pulse = (wrist["BVP"][2 * i, 0] + wrist["BVP"][2 * i + 1, 0]) / 2
+        rows.append([*wrist["ACC"][i] / 64, pulse, wrist["EDA"][i // 8, 0], wrist["TEMP"][i // 8, 0]])
+    return np.array(rows, dtype=np.float32)
+
+
+@pytest.mark.parametrize("layout", ["pickle", "python 3 pickle", "stream"])
+def test_the_wrist_of_pickles_and_streams(tmp_path, layout):
+    for subject in (10, 2):
+        put_stream(tmp_path, subject) if layout == "stream" else put_pickle(
+            tmp_path, subject, protocol=2 if layout == "pickle" else 4
+        )
+    data = wesad.load(tmp_path, chunk=64, normalize="none")
+    assert data.client.tolist() == [2] * 20 + [10] * 20
+    assert data.y.tolist() == [label for label in range(4) for _ in range(5)] * 2
+    for subject in (2, 10):
+        wanted = at_32(signals(subject)["wrist"])[320:1600].reshape(20, 64, 6)
+        np.testing.assert_allclose(data.x[data.client == subject], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_the_chest_in_the_papers_order(tmp_path, protocol):
+    put_pickle(tmp_path, protocol=protocol)
+    data = wesad.load(tmp_path, device="chest", chunk=700, normalize="none")
+    chest = np.concatenate([signals(2)["chest"][name] for name in WIDTHS], axis=1)
+    np.testing.assert_array_equal(data.x, chest[7000:35000].reshape(40, 700, 8).astype(np.float32))
+    assert np.bincount(data.y).tolist() == [10] * 4
+
+
+def test_rests_are_dropped_at_the_end_of_each_stretch(tmp_path):
+    put_stream(tmp_path)
+    data = wesad.load(tmp_path, chunk=100, normalize="none")
+    wanted = at_32(signals(2)["wrist"])
+    starts = [320 * label + 100 * k for label in (1, 2, 3, 4) for k in range(3)]
+    np.testing.assert_allclose(data.x, np.stack([wanted[s : s + 100] for s in starts]), atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [20.5, 0, 100])
+def test_the_wrist_csv_files_are_labelled_from_the_protocol(tmp_path, offset):
+    put_csv(tmp_path, offset=offset, seconds=400 + int(offset))
+    data = wesad.load(tmp_path, chunk=1, normalize="none")
+    x = at_32(signals(2, 400 + int(offset))["wrist"])
+    spans = [(label, round((offset + a) * 32), round((offset + b) * 32)) for label, a, b in WANTED]
+    assert data.y.tolist() == [label for label, a, b in spans for _ in range(a, b)]
+    np.testing.assert_allclose(data.x[:, 0], np.concatenate([x[a:b] for _, a, b in spans]), rtol=1e-4, atol=1e-5)
+
+
+def test_windows_are_cut_in_time_order(tmp_path):
+    windows = np.random.default_rng(0).normal(size=(3, 6, 320)).astype(np.float32)
+    np.savez(tmp_path / "windows_10s.npz", X=windows, y=[1, 0, 3], subject=[2, 2, 17], start=[50.0, 10.0, 3.0])
+    data = wesad.load(tmp_path, chunk=160, normalize="none")
+    np.testing.assert_array_equal(data.x.reshape(3, 320, 6), windows[[1, 0, 2]].transpose(0, 2, 1))
+    assert data.y.tolist() == [0, 0, 1, 1, 3, 3]
+    with pytest.raises(ValueError, match=r"Expected `chunk` to divide 320.* but got 33"):
+        wesad.load(tmp_path, chunk=33)
+
+
+def test_layouts_are_found_in_the_documented_order(tmp_path):
+    np.savez(tmp_path / "windows_10s.npz", X=0)
+    assert wesad.locate(tmp_path) == f"wrist windows {tmp_path / 'windows_10s.npz'}"
+    put_stream(tmp_path)
+    assert wesad.locate(tmp_path) == f"wrist streams {tmp_path / 'wesad_wrist' / 'streams'}"
+    put_csv(tmp_path, seconds=1)
+    assert wesad.locate(tmp_path) == f"wrist CSV files {tmp_path / 'WESAD'}"
+    put_pickle(tmp_path)
+    assert wesad.locate(tmp_path) == f"pickles {tmp_path / 'WESAD'}"
+    assert wesad.fetch(tmp_path) == tmp_path / "WESAD"
+
+
+def test_nothing_there(tmp_path):
+    place = tmp_path / "wesad" / "WESAD" / "S2" / "S2.pkl"
+    for call in (wesad.load, wesad.locate, wesad.fetch):
+        with pytest.raises(FileNotFoundError, match=re.escape("archive.ics.uci.edu/dataset/465")) as caught:
+            call(tmp_path)
+        assert str(place) in str(caught.value)
+
+
+def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
+    put_stream(tmp_path, 2)
+    put_stream(tmp_path, 3, temp=np.full(240, 33.3, np.float32))
+    data, raw = wesad.load(tmp_path), wesad.load(tmp_path, normalize="none")
+    for subject in (2, 3):
+        flat = raw.x[raw.client == subject].reshape(-1, 6).astype(np.float64)
+        std = flat.std(axis=0)
+        if subject == 3:
+            std[5] = 1
+        wanted = (flat - flat.mean(axis=0)) / std
+        np.testing.assert_allclose(data.x[data.client == subject].reshape(-1, 6), wanted, atol=1e-5)
+    assert abs(data.x[data.client == 3][..., 5]).max() < 1e-5
+
+
+def test_the_causal_z_score_is_that_of_the_chunks_before():
+    x = np.random.default_rng(0).normal(1000, 0.5, size=(7, 5, 3)).astype(np.float32)
+    x[:4, :, 2] = 7  # constant so far
+    scaled = series.normalized(x, "causal")
+    for i in range(7):
+        past = x[: max(i, 1)].reshape(-1, 3).astype(np.float64)
+        std = past.std(axis=0)
+        wanted = (x[i] - past.mean(axis=0)) / np.where(std == 0, 1, std)
+        np.testing.assert_allclose(scaled[i], wanted, rtol=1e-4, atol=1e-4)
+    assert np.isfinite(scaled).all()
+
+
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_the_causal_z_score_never_sees_the_future(at):
+    x = np.random.default_rng(0).normal(size=(7, 5, 3)).astype(np.float32)
+    changed = x.copy()
+    changed[at:] = changed[at:] * 1e6 + 5
+    np.testing.assert_array_equal(series.normalized(x, "causal")[:at], series.normalized(changed, "causal")[:at])
+    assert not np.array_equal(series.normalized(x, "user")[:at], series.normalized(changed, "user")[:at])
+
+
+class Evil:
+    """Pickles as a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def mark(path):
+    """Runs if a pickle may call what it likes."""
+    path.write_text("here")
+
+
+def object_array(evil):
+    array = np.empty(1, dtype=object)
+    array[0] = evil
+    return array
+
+
+ATTACKS = {
+    "os.system": lambda path: Evil(os.system, f"touch '{path}'"),
+    "eval": lambda path: Evil(builtins.eval, f"open({str(path)!r}, 'w')"),
+    "our own function": lambda path: Evil(mark, path),
+    "in an object array": lambda path: object_array(Evil(os.system, f"touch '{path}'")),
+    "numpy's loader": lambda path: Evil(np.load, str(path)),
+    "getattr": lambda path: Evil(getattr, np.ndarray, "tofile"),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
+    place = tmp_path / "was here"
+    evil = ATTACKS[attack](place)
+    if attack in ("os.system", "eval"):  # the attack would work
+        pickle.loads(pickle.dumps(evil, protocol))
+        assert place.exists()
+        place.unlink()
+    path = put_pickle(tmp_path, protocol=protocol, extra=evil)
+    message = rf"Expected {re.escape(str(path))} to hold arrays of numbers only but it asks for `\S+`, which could run"
+    with pytest.raises(ValueError, match=message):
+        wesad.load(tmp_path)
+    assert not place.exists()
+
+
+def test_arrays_of_objects_are_refused_even_when_harmless(tmp_path):
+    path = put_pickle(tmp_path, extra=np.array([None, "a"], dtype=object))
+    with pytest.raises(ValueError, match=re.escape(f"{path} to hold arrays of numbers only but it holds an array of")):
+        wesad.load(tmp_path)
+
+
+def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
+    path = tmp_path / "a.pkl"
+    path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
+    with pytest.raises(ValueError, match="a bare ndarray"):
+        archives.read_pickle(path)
+
+
+def test_numbers_survive_the_careful_reader(tmp_path):
+    path = tmp_path / "a.pkl"
+    for dtype in ("f4", ">f8", "i1", "u2", "?", "i8"):
+        content = {
+            "a": np.asfortranarray(np.arange(6).reshape(2, 3)).astype(dtype),
+            "s": np.dtype(dtype).type(1),
+            "e": [],
+        }
+        for protocol in (0, 1, 2, 3, 4):
+            path.write_bytes(pickle.dumps(content, protocol))
+            read = archives.read_pickle(path)
+            np.testing.assert_array_equal(read["a"], content["a"])
+            assert (read["s"], read["e"], read["a"].dtype) == (1, [], content["a"].dtype)
+
+
+@pytest.mark.parametrize("content", ["empty", "half", "text"])
+def test_a_damaged_pickle_is_named(tmp_path, content):
+    path = put_pickle(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[content])
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole pickle but got")):
+        wesad.load(tmp_path)
+
+
+def without(place, name):
+    found = signals(2)
+    del found[place][name]
+    return found
+
+
+def shorter(place, name, rows):
+    found = signals(2)
+    found[place][name] = found[place][name][:rows]
+    return found
+
+
+BAD = {
+    "no label": ({"label": None}, "wrist", "Expected `label` of {path} to be a row of integers but got object"),
+    "label 9": ({"label": np.full(42000, 9)}, "wrist", "Expected the labels of {path} to be between 0 and 7 but got 9"),
+    "no BVP": (
+        {"signal": without("wrist", "BVP")},
+        "wrist",
+        "Expected {path} to hold the wrist's signals but it lacks",
+    ),
+    "no ECG": (
+        {"signal": without("chest", "ECG")},
+        "chest",
+        "Expected {path} to hold the chest's signals but it lacks",
+    ),
+    "short EDA": ({"signal": shorter("wrist", "EDA", 100)}, "wrist", "to last equally long but got 25.0 s of `EDA`"),
+    "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "Expected `ECG` of {path} to have a row for each"),
+    "short label": ({"label": labels()[:700]}, "wrist", "to last equally long but got 1.0 s of `label`"),
+    "one axis": ({"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}}, "wrist", "3 numbers a sample"),
+    "text": ({"signal": "hello"}, "wrist", "Expected {path} to hold the wrist's signals but it lacks"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_pickles_are_named(tmp_path, case):
+    changes, device, message = BAD[case]
+    path = put_pickle(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message.format(path=path))):
+        wesad.load(tmp_path, device=device)
+
+
+def test_values_that_are_not_finite_are_named(tmp_path):
+    path = put_stream(tmp_path, eda=np.where(np.arange(240) == 50, np.nan, 1).astype(np.float32))
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to hold finite signals but got")) as caught:
+        wesad.load(tmp_path)
+    assert "at step 400" in str(caught.value)
+
+
+def test_a_subject_without_its_pickle(tmp_path):
+    path = put_pickle(tmp_path, 3)
+    put_pickle(tmp_path, 2)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing.")):
+        wesad.load(tmp_path)
+
+
+CSV = {
+    "ends early": ({"seconds": 200}, "to last until 'meditation' ends, in second 210, but got 200 seconds"),
+    "a word": ({"S2_E4_Data/EDA.csv": "1\n4\nabc\n"}, "EDA.csv to hold 1 numbers a line but got: could not convert"),
+    "cut line": ({"S2_E4_Data/ACC.csv": "1,1,1\n32,32,32\n1,2\n"}, "ACC.csv to hold 3 numbers a line but got"),
+    "wrong rate": ({"S2_E4_Data/BVP.csv": "1\n32\n1\n"}, "BVP.csv to hold a start time, the rate 64 and then"),
+    "wrong columns": ({"S2_E4_Data/ACC.csv": "1,1\n32,32\n1,2\n"}, "ACC.csv to hold a start time, the rate 32"),
+    "no order": ({"S2_quest.csv": "hello"}, "S2_quest.csv to give start and end of Base, TSST"),
+    "bad time": ({"S2_quest.csv": PROTOCOL.replace("2.2", "2.75")}, "minutes.seconds in"),
+    "no header": ({"S2_respiban.txt": "0\t0\n"}, "S2_respiban.txt to begin with a header"),
+    "no time": ({"S2_respiban.txt": '# {"a": {}}\n'}, "S2_respiban.txt to begin with a header"),
+}
+
+
+@pytest.mark.parametrize("case", CSV)
+def test_wrong_csv_files_are_named(tmp_path, case):
+    changes, message = CSV[case]
+    put_csv(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wesad.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["S2_E4_Data/TEMP.csv", "S2_quest.csv", "S2_respiban.txt"])
+def test_missing_csv_files_are_named(tmp_path, name):
+    put_csv(tmp_path, **{name: None})
+    with pytest.raises(FileNotFoundError, match=re.escape(name)):
+        wesad.load(tmp_path)
+
+
+NPZ = {
+    "no eda": ({"eda": None}, "to hold an array 'eda' but it does not"),
+    "acc of one axis": ({"acc": np.zeros((9, 1), np.int8)}, "Expected `acc` of"),
+    "labels of floats": ({"label32": np.zeros(9)}, "Expected `label32` of"),
+    "pickled": ({"bvp": np.array([None])}, "without pickles but got: Object arrays cannot be loaded"),
+    "short": ({"label32": np.zeros(9, np.uint8)}, "`label32` and 60.0 s of `signals`: the shorter one is truncated"),
+}
+
+
+@pytest.mark.parametrize("case", NPZ)
+def test_wrong_streams_are_named(tmp_path, case):
+    changes, message = NPZ[case]
+    path = put_stream(tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        wesad.load(tmp_path)
+    assert str(path) in str(caught.value)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a sound npz file without pickles")):
+        wesad.load(tmp_path)
+
+
+OPTIONS = {
+    "device": ({"device": "ankle"}, "Expected `device` to be 'wrist' or 'chest' but got 'ankle'."),
+    "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
+    "chunk 0": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
+    "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 1.5."),
+    "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
+    "normalize": ({"normalize": "all"}, "Expected `normalize` to be 'user', 'causal' or 'none' but got 'all'."),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_are_checked(tmp_path, case):
+    options, message = OPTIONS[case]
+    put_stream(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wesad.load(tmp_path, **options)
+
+
+@pytest.fixture
+def real(data_folder):
+    try:
+        wesad.locate(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return data_folder
+
+
+@pytest.mark.data
+def test_the_real_wrist_streams_have_the_known_counts(real):
+    if "wrist streams" not in wesad.locate(real):
+        pytest.skip("another layout of WESAD comes first")
+    data = wesad.load(real)
+    assert data.x.shape == (44958, 32, 6)
+    assert np.bincount(data.y).tolist() == [17611, 9966, 5575, 11806]
+    assert np.unique(data.client).tolist() == [*range(2, 12), *range(13, 18)]
+    own = data.x[data.client == 7].reshape(-1, 6).astype(np.float64)
+    np.testing.assert_allclose(own.mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose(own.std(axis=0), 1, atol=1e-4)
+    assert np.isfinite(wesad.load(real, normalize="causal").x).all()
+
+
+@pytest.mark.data
+def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
+    windows = Path(real) / "wesad_wrist" / "windows_10s.npz"
+    if "wrist streams" not in wesad.locate(real) or not windows.is_file():
+        pytest.skip("not both layouts of the wrist are there")
+    shutil.copy(windows, tmp_path)
+    cut, whole = (wesad.load(root, chunk=320, normalize="none") for root in (tmp_path, real))
+    assert len(cut.x) == 4449
+    # Acceleration is not resampled, so it finds its window again, and with it the label and the person.
+    place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}
+    found = [place[own.tobytes()] for own in np.ascontiguousarray(cut.x[..., :3])]
+    np.testing.assert_array_equal(whole.y[found], cut.y)
+    np.testing.assert_array_equal(whole.client[found], cut.client)
+    assert np.median(abs(whole.x[found][..., 3] - cut.x[..., 3])) < 1e-4

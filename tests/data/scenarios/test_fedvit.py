@@ -1,0 +1,283 @@
+"""Every client learns every block of classes, in its own order, with few samples that it shares with few."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.scenarios import fedvit
+from lightning_fcl.evaluation.metrics import summarize
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+# 100 classes of 80 to 179 samples, in no order; a fifth of each is for tests.
+SIZES = np.arange(80, 180)
+Y = np.random.default_rng(0).permutation(np.repeat(np.arange(100), SIZES))
+TEST = np.sort(np.concatenate([np.flatnonzero(c == Y)[::5] for c in range(100)]))
+TRAIN = np.setdiff1d(np.arange(len(Y)), TEST)
+OF_CLASS = np.bincount(Y[TRAIN])
+
+
+def draw(**kwargs):
+    return fedvit(Y, **{"train": TRAIN, "test": TEST, "seed": 3, **kwargs})
+
+
+def rows(plan):
+    """The samples of every client in each of its tasks, once."""
+    step = plan.rounds // len(plan.tasks[plan.clients[0]])
+    return {client: [current[client] for current in plan.train[::step]] for client in plan.clients}
+
+
+def text(plan):
+    return str([{c: i.tolist() for c, i in current.items()} for current in plan.train] + [plan.tasks, plan.blocks])
+
+
+def copies(plan):
+    """How many clients have each sample."""
+    return np.bincount(np.concatenate([part for own in rows(plan).values() for part in own]), minlength=len(Y))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return draw()
+
+
+def test_it_is_the_papers_plan(plan):
+    assert plan.rounds == 100 and plan.clients == tuple(str(client) for client in range(20))
+    assert plan.test is TEST and len(plan.validation) == len(plan.pretrain) == len(plan.base) == 0
+    assert plan.groups.tolist() == Y.tolist() and plan.of_classes and plan.order is None
+    for client in plan.clients:
+        assert plan.experiences[client] == tuple(r // 10 for r in range(100))
+        assert all(np.array_equal(plan.train[r][client], plan.train[r // 10 * 10][client]) for r in range(100))
+
+
+def test_every_client_has_every_block_once_in_an_order_of_its_own(plan):
+    blocks = sorted(plan.blocks["0"])
+    assert sorted(c for block in blocks for c in block) == list(range(100)) and {len(b) for b in blocks} == {10}
+    assert blocks != [tuple(range(first, first + 10)) for first in range(0, 100, 10)]
+    assert all(sorted(plan.blocks[client]) == blocks for client in plan.clients)
+    assert len(set(plan.blocks.values())) == 20
+    assert plan.block("7", 4) == plan.blocks["7"][4]
+
+
+def test_classes_and_shares_are_in_their_ranges(plan):
+    numbers, shares = [], []
+    for client, parts in rows(plan).items():
+        for e, part in enumerate(parts):
+            own = plan.tasks[client][e]
+            assert tuple(np.unique(Y[part])) == own and set(own) <= set(plan.block(client, e))
+            numbers.append(len(own))
+            for label in own:
+                count, whole = (Y[part] == label).sum(), OF_CLASS[label]
+                assert 0.05 * whole - 0.5 <= count <= 0.1 * whole + 0.5
+                shares.append(count / whole)
+    # Uniform: 200 numbers from 2 to 5, some 700 shares.
+    assert np.bincount(numbers, minlength=6)[2:].min() > 30 and np.bincount(numbers)[:2].sum() == 0
+    assert np.mean(shares) == pytest.approx(0.075, abs=0.002) and np.std(shares) == pytest.approx(0.0144, abs=0.002)
+
+
+def test_no_sample_is_shared_while_there_are_enough(plan):
+    number = copies(plan)
+    assert not number[TEST].any() and number.max() == 1
+    for parts in rows(plan).values():
+        everything = np.concatenate(parts)
+        assert len(everything) == len(set(everything.tolist()))
+
+
+def test_where_there_are_not_enough_all_samples_of_a_class_go_around_equally_often():
+    plan = draw(clients=100, rounds_per_task=1)
+    number = copies(plan)
+    assert not number[TEST].any()
+    several = 0
+    for label in range(100):
+        own = number[TRAIN[Y[TRAIN] == label]]
+        assert own.max() - own.min() <= 1
+        several += own.max() > 1
+    assert several > 90
+    for parts in rows(plan).values():
+        assert all(len(part) == len(np.unique(part)) for part in parts)
+
+
+def test_all_of_a_class_for_all():
+    plan = fedvit(np.repeat([0, 1], [10, 15]), tasks=1, clients=4, classes_per_client=[2, 2], share=[1, 1.0])
+    assert all(part.tolist() == list(range(25)) for own in rows(plan).values() for part in own)
+
+
+def test_the_seed_draws_everything(plan):
+    assert text(draw()) == text(plan)
+    other = draw(seed=4)
+    assert sorted(other.blocks["0"]) != sorted(plan.blocks["0"]) and text(other) != text(plan)
+
+
+def test_more_clients_change_nothing_for_the_first(plan):
+    few = draw(clients=6)
+    for r in range(100):
+        assert all(np.array_equal(few.train[r][client], plan.train[r][client]) for client in few.clients)
+    assert few.tasks == {client: plan.tasks[client] for client in few.clients}
+    assert few.blocks == {client: plan.blocks[client] for client in few.clients}
+
+
+def test_an_order_for_all_leaves_each_client_its_samples(plan):
+    shared = draw(order_per_client=False)
+    assert len(set(shared.blocks.values())) == 1
+    assert sorted(shared.blocks["0"]) == sorted(plan.blocks["0"])
+    for client in plan.clients:
+        one, other = (np.sort(np.concatenate(rows(p)[client])) for p in (shared, plan))
+        assert np.array_equal(one, other)
+
+
+def test_the_order_of_the_classes_can_be_given():
+    plan = draw(class_order="ascending", order_per_client=False, tasks=25, classes_per_client=(2, 4))
+    assert plan.blocks["3"] == tuple(tuple(range(first, first + 4)) for first in range(0, 100, 4))
+    order = list(range(99, -1, -1))
+    plan = draw(class_order=order, order_per_client=False)
+    assert plan.blocks["3"][0] == tuple(range(90, 100)) and plan.blocks["3"][9] == tuple(range(10))
+
+
+def test_blocks_of_one_class_may_be_given_whole():
+    plan = draw(tasks=100, classes_per_client=(1, 1), clients=2, rounds_per_task=1)
+    assert plan.tasks == plan.blocks and {len(block) for block in plan.blocks["1"]} == {1}
+
+
+def test_labels_need_not_be_those_of_all_classes():
+    y = np.repeat([2, 5, 7, 30], 40)
+    plan = fedvit(y, tasks=2, clients=3, classes_per_client=(2, 2))
+    assert sorted(c for block in plan.blocks["0"] for c in block) == [2, 5, 7, 30]
+    assert plan.classes(0)[1] == () and set(plan.classes(19)[0] + plan.classes(19)[1]) == {2, 5, 7, 30}
+
+
+CLASSES = "two whole numbers from 2 to 10, fewest and most of the 10 classes of a task"
+SHARES = "two numbers above 0 and at most 1, smallest and largest"
+REFUSED = [
+    ({"tasks": 0}, "Expected `tasks` to be a whole number of at least 1 but got 0. Raise it."),
+    ({"clients": True}, "Expected `clients` to be a whole number of at least 1 but got True. Raise it."),
+    ({"rounds_per_task": 0.5}, "Expected `rounds_per_task` to be a whole number of at least 1 but got 0.5. Raise it."),
+    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it, in `scenario_args`."),
+    (
+        {"tasks": 200},
+        "Expected `tasks` to divide the number of classes, 100, but got 200. Change it, in `scenario_args`.",
+    ),
+    (
+        {"history": "seen"},
+        'Expected `history` to be "round" but got "seen": samples of several tasks have no block of classes in common. '
+        "Use a class-incremental stream for offline learning.",
+    ),
+    *(
+        (
+            {"classes_per_client": given},
+            f"Expected `classes_per_client` to be {CLASSES}, but got {given!r}. Pass, for example, (2, 5).",
+        )
+        for given in [(1, 5), (2, 11), (5, 2), (2.0, 5), (2,), 3, "25"]
+    ),
+    (
+        {"tasks": 25},
+        "Expected `classes_per_client` to be two whole numbers from 2 to 4, fewest and most of the 4 classes of a "
+        "task, but got (2, 5). Pass, for example, (2, 4), or fewer `tasks`.",
+    ),
+    (
+        {"tasks": 100},
+        "Expected `classes_per_client` to be two whole numbers from 1 to 1, fewest and most of the 1 classes of a "
+        "task, but got (2, 5). Pass, for example, (1, 1), or fewer `tasks`.",
+    ),
+    *(
+        ({"share": given}, f"Expected `share` to be {SHARES}, but got {given!r}. Pass, for example, (0.05, 0.1).")
+        for given in [(0, 0.1), (0.1, 0.05), (0.5, 1.1), (0.1,), 0.1, ("a", "b"), (float("nan"), 0.1)]
+    ),
+    (
+        {"share": (0.005, 0.1)},
+        "Expected the smallest `share` to leave a client one sample of every class but got 0.005 of the 64 training "
+        "samples of class 0. Raise `share`.",
+    ),
+    (
+        {"class_order": "sorted"},
+        "Expected `class_order` to be \"ascending\" or a list of classes but got 'sorted'. Leave it out.",
+    ),
+    (
+        {"class_order": [0, 1]},
+        f"Expected `class_order` to order all classes {list(range(100))} but got [0, 1].",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        draw(**options)
+
+
+def prepared(**kwargs):
+    y = Y.astype(np.int64)
+    x = np.arange(len(y), dtype=np.float32)[:, None]
+    arrays = Arrays(x, y, None, tuple(map(str, range(100))), np.isin(np.arange(len(y)), TEST))
+    stream = FederatedStream(arrays, "fedvit", **{"test": "official", "seed": 3, **kwargs})
+    stream.setup("fit")
+    return stream
+
+
+def test_the_stream_hands_over_its_parts_and_its_seed(plan):
+    stream = prepared()
+    assert text(stream.plan) == text(plan) and stream.plan.test.tolist() == TEST.tolist()
+    stream = prepared(validation=0.25, scenario_args={"clients": 2, "share": [0.1, 0.2]})
+    assert stream.plan.clients == ("0", "1") and len(stream.plan.validation) == pytest.approx(len(TRAIN) / 4, rel=0.02)
+    used = np.concatenate([part for own in rows(stream.plan).values() for part in own])
+    assert not np.isin(used, np.concatenate([stream.plan.validation, TEST])).any()
+
+
+def test_turns_name_the_block_of_the_clients_task(plan):
+    stream = prepared()
+    for client, round in (("0", 0), ("0", 10), ("13", 99)):
+        client_round = stream.client_round(client, round)
+        assert client_round.experience == round // 10 and client_round.last_round == (round % 10 == 9)
+        assert client_round.block == plan.blocks[client][round // 10]
+        assert set(client_round.labels.tolist()) == set(plan.tasks[client][round // 10]) <= set(client_round.block)
+
+
+def test_other_streams_have_no_blocks():
+    stream = FederatedStream("digits", seed=0)
+    stream.setup("fit")
+    assert stream.client_round("0", 0).block == () and stream.plan.block("0", 3) == ()
+
+
+def test_the_streams_own_arguments_are_refused_among_the_scenarios():
+    with pytest.raises(ValueError, match=r"Expected `scenario_args` to be among tasks, .* but got `train`\."):
+        prepared(scenario_args={"train": [1]})
+    with pytest.raises(ValueError, match=r"Did you mean `classes_per_client`\?"):
+        prepared(scenario_args={"class_per_client": (2, 3)})
+
+
+def test_a_federation_learns_it(fit):
+    metrics = ContinualMetrics()
+    options = {"tasks": 2, "clients": 3, "share": [0.2, 0.3], "rounds_per_task": 2}
+    stream = FederatedStream("digits", "fedvit", scenario_args=options, seed=0)
+    task = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), 10)
+    fit(task, stream, [metrics])
+    summary, y = summarize(metrics.record), stream.y[stream.plan.test]
+    assert len(metrics.record["rounds"]) == 4
+    for client, tasks in stream.plan.tasks.items():
+        # After the last task: the mean over the tasks of the accuracy on the test samples of the client's own classes.
+        correct = np.array(metrics.record["rounds"][-1]["correct"][client])
+        wanted = np.mean([correct[list(own)].sum() / np.isin(y, own).sum() for own in tasks])
+        assert summary[f"average_accuracy/{client}"] == pytest.approx(wanted)
+
+
+@pytest.mark.data
+def test_real_photographs(data_folder):
+    from lightning_fcl.data.datasets import tinyimagenet
+
+    try:
+        tinyimagenet.locate(data_folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    stream = FederatedStream("tinyimagenet", "fedvit", test="official", root=data_folder, seed=0)
+    stream.setup("fit")
+    assert stream.num_classes % 10 == 0 and stream.plan.rounds == 100
+    x, y = stream.take(stream.plan.train[0]["0"])
+    assert x.shape[1:] == (3, 32, 32) and x.dtype == torch.float32
+    assert set(y.tolist()) == set(stream.plan.tasks["0"][0])

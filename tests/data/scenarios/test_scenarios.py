@@ -1,0 +1,425 @@
+"""Who sees which samples when."""
+
+import re
+
+import numpy as np
+import pytest
+
+from lightning_fcl.data.scenarios import (
+    class_experiences,
+    domain_experiences,
+    flwf,
+    incremental,
+    odfcl,
+    rounds_of,
+    split,
+)
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def counts(y, indices):
+    """Samples of each class among ``indices``."""
+    return {int(c): int(n) for c, n in zip(*np.unique(y[indices], return_counts=True), strict=True)}
+
+
+def test_split_is_stratified_and_complete():
+    y = rng().permutation(np.repeat([0, 1, 5], [40, 20, 10]))
+    rest, part = split(y, 0.3, rng())
+    assert counts(y, part) == {0: 12, 1: 6, 5: 3}
+    assert sorted([*rest, *part]) == list(range(70))
+    assert not np.array_equal(part, split(y, 0.3, rng(1))[1])
+    assert np.array_equal(part, split(y, 0.3, rng())[1])
+
+
+def test_split_of_nothing():
+    rest, part = split(np.array([1, 0]), 0.0, rng())
+    assert rest.tolist() == [0, 1] and part.tolist() == []
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 1.5])
+def test_wrong_fraction(fraction):
+    message = f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}."
+    with pytest.raises(ValueError, match=exactly(message)):
+        split(np.array([0, 1]), fraction, rng())
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4, 5], [2, 3, 5, 7, 11, 13]])
+def test_class_experiences_share_out_the_samples_by_class(labels):
+    y = rng().permutation(np.repeat(labels, 7))
+    indices = np.sort(rng(1).permutation(len(y))[:30])
+    samples, groups = class_experiences(indices, y, 3, None, seed=4)
+    assert [len(group) for group in groups] == [2, 2, 2]
+    assert sorted(c for group in groups for c in group) == labels
+    assert sorted(np.concatenate(samples)) == indices.tolist()
+    for members, group in zip(samples, groups, strict=True):
+        assert members.tolist() == [i for i in indices if y[i] in group]
+
+
+def test_class_experiences_follow_a_given_order():
+    y = np.repeat([2, 3, 5, 7], 3)
+    _, groups = class_experiences(np.arange(12), y, 2, [7, 2, 9, 3, 5], seed=0)
+    assert groups == [(2, 7), (3, 5)]
+    _, groups = class_experiences(np.arange(12), y, 4, [7, 2, 3, 5], seed=0)
+    assert groups == [(7,), (2,), (3,), (5,)]
+
+
+def test_class_order_comes_from_the_seed():
+    y = np.repeat(np.arange(10), 2)
+    orders = [class_experiences(np.arange(20), y, 10, None, seed)[1] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("experiences", [0, -1, 4, 7])
+def test_classes_that_cannot_be_divided(experiences):
+    message = f"Expected `experiences` to divide the number of classes, 6, but got {experiences}."
+    with pytest.raises(ValueError, match=exactly(message)):
+        class_experiences(np.arange(6), np.arange(6), experiences, None, 0)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 2, 2]])
+def test_class_order_that_is_none(order):
+    message = f"Expected `class_order` to order all classes [0, 1, 2] but got {order}."
+    with pytest.raises(ValueError, match=exactly(message)):
+        class_experiences(np.arange(3), np.arange(3), 3, order, 0)
+
+
+def test_domain_experiences():
+    group = np.array([3, 1, 3, 2, 1, 3])
+    indices = np.array([0, 1, 2, 4, 5])
+    samples, groups = domain_experiences(indices, group, None)
+    assert [s.tolist() for s in samples] == [[1, 4], [0, 2, 5]] and groups == [(1,), (3,)]
+    samples, groups = domain_experiences(indices, group, [3, 2, 1])
+    assert [s.tolist() for s in samples] == [[0, 2, 5], [], [1, 4]] and groups == [(3,), (2,), (1,)]
+
+
+@pytest.mark.parametrize("order", [[1], [1, 3, 3], [10, 30]])
+def test_domain_order_that_is_none(order):
+    message = f"Expected `class_order` to order all domains [1, 3] but got {order}."
+    with pytest.raises(ValueError, match=exactly(message)):
+        domain_experiences(np.arange(2), np.array([1, 3]), order)
+
+
+PARTS = {"a": [np.arange(10), np.arange(10, 20)], "b": [np.arange(20, 26), np.arange(26, 26)]}
+
+
+def test_every_round_has_all_samples_of_its_experience():
+    rounds = rounds_of(PARTS, 2, None, "round", rng())
+    assert [sorted(current) for current in rounds] == [["a", "b"], ["a", "b"], ["a"], ["a"]]
+    for r, current in enumerate(rounds):
+        for client, indices in current.items():
+            assert indices.tolist() == PARTS[client][r // 2].tolist()
+
+
+def test_samples_per_round_are_never_reused():
+    rounds = rounds_of(PARTS, 2, 3, "round", rng())
+    used = [i for current in rounds for indices in current.values() for i in indices]
+    assert [{c: len(i) for c, i in current.items()} for current in rounds] == [{"a": 3, "b": 3}] * 2 + [{"a": 3}] * 2
+    assert len(used) == len(set(used)) == 18
+    for r, current in enumerate(rounds):
+        assert all(set(indices) <= set(PARTS[client][r // 2]) for client, indices in current.items())
+
+
+def test_too_few_samples_for_the_rounds():
+    message = (
+        "Expected `samples_per_round` to leave enough samples for 3 rounds of experience 0 of client b, which has 6, "
+        "but got 3."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        rounds_of(PARTS, 3, 3, "round", rng())
+
+
+@pytest.mark.parametrize("samples", [0, -2])
+def test_wrong_samples_per_round(samples):
+    message = f"Expected `samples_per_round` to be at least 1 but got {samples}."
+    with pytest.raises(ValueError, match=exactly(message)):
+        rounds_of(PARTS, 1, samples, "round", rng())
+
+
+def test_history():
+    single = rounds_of(PARTS, 2, 3, "round", rng())
+    seen, everything = (rounds_of(PARTS, 2, 3, history, rng()) for history in ("seen", "all"))
+    for r in range(4):
+        assert seen[r].keys() == everything[r].keys() == single[r].keys()
+        for client in single[r]:
+            past, ever = ([i for c in part for i in c.get(client, [])] for part in (single[: r + 1], single))
+            assert seen[r][client].tolist() == sorted(past)
+            assert everything[r][client].tolist() == sorted(ever)
+
+
+def test_wrong_history():
+    with pytest.raises(
+        ValueError, match=exactly('Expected `history` to be "round", "seen" or "all" but got `future`.')
+    ):
+        rounds_of(PARTS, 1, None, "future", rng())
+
+
+def stream(kind, y, group=None, order=None, order_per_client=False, experiences=2, seed=0):
+    owners = {"a": np.arange(0, len(y), 2), "b": np.arange(1, len(y), 2)}
+    options = {"rounds_per_experience": 2, "samples_per_round": None, "history": "round"}
+    return owners, incremental(
+        kind,
+        y,
+        owners,
+        group,
+        experiences=experiences,
+        order=order,
+        order_per_client=order_per_client,
+        seed=seed,
+        **options,
+    )
+
+
+def test_clients_share_an_order_and_keep_their_samples():
+    y = rng().permutation(np.repeat(np.arange(4), 10))
+    owners, plan = stream("class-incremental", y, order=[3, 0, 1, 2])
+    assert plan["tasks"] == {"a": ((0, 3), (1, 2)), "b": ((0, 3), (1, 2))}
+    assert plan["experiences"] == {"a": (0, 0, 1, 1), "b": (0, 0, 1, 1)}
+    for r, current in enumerate(plan["train"]):
+        for client, indices in current.items():
+            assert indices.tolist() == [i for i in owners[client] if y[i] in plan["tasks"][client][r // 2]]
+
+
+def test_clients_with_orders_of_their_own():
+    y = rng().permutation(np.repeat(np.arange(8), 20))
+    owners, plan = stream("class-incremental", y, order_per_client=True, experiences=8)
+    assert plan["tasks"]["a"] != plan["tasks"]["b"]
+    assert sorted(plan["tasks"]["a"]) == sorted(plan["tasks"]["b"]) == [(c,) for c in range(8)]
+    for client in "ab":
+        seen = np.concatenate([current[client] for current in plan["train"]])
+        assert counts(y, seen) == {c: 2 * n for c, n in counts(y, owners[client]).items()}  # two rounds each
+
+
+def test_domains_are_the_groups_of_the_test():
+    y, group = np.zeros(12, dtype=np.int64), np.repeat([0, 1, 2], 4)
+    _, plan = stream("domain-incremental", y, group, order=[2, 0, 1])
+    assert plan["tasks"]["a"] == ((2,), (0,), (1,)) and plan["groups"] is group
+    assert [np.unique(group[current["b"]]).tolist() for current in plan["train"]] == [[2], [2], [0], [0], [1], [1]]
+
+
+def test_domains_need_a_group():
+    message = "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
+    with pytest.raises(ValueError, match=exactly(message)):
+        stream("domain-incremental", np.zeros(4, dtype=np.int64))
+
+
+Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 1944]))  # UCI HAR's classes
+
+
+def test_flwf_is_the_papers_plan():
+    plan = flwf(Y)
+    assert plan.rounds == 8 and plan.clients == ("client1", "generalized")
+    assert plan.experiences == {"client1": (0, 0, 0, 0, 1, 1, 1, 1), "generalized": (0,) * 8}
+    assert plan.tasks == {"client1": ((1,), (2,)), "generalized": ((0, 1, 2, 3, 4, 5),)}
+    for r, current in enumerate(plan.train):
+        assert counts(Y, current["client1"]) == {1 if r < 4 else 2: 120}
+        assert counts(Y, current["generalized"]) == dict.fromkeys(range(6), 20)
+    assert counts(Y, plan.test) == dict.fromkeys(range(6), 100)
+    assert counts(Y, plan.pretrain) == dict.fromkeys(range(6), 10)
+    assert plan.groups.tolist() == Y.tolist() and len(plan.validation) == 0
+
+
+def test_flwf_uses_no_sample_twice():
+    plan = flwf(Y)
+    used = [*plan.test, *plan.pretrain, *(i for current in plan.train for part in current.values() for i in part)]
+    assert len(used) == len(set(used)) == 600 + 60 + 8 * 2 * 120
+
+
+def test_flwf_comes_from_the_seed():
+    def parts(seed):
+        plan = flwf(Y, seed=seed)
+        return [p.tolist() for p in (plan.test, plan.pretrain, *(i for c in plan.train for i in c.values()))]
+
+    assert parts(0) == parts(0)
+    assert all(left != right for left, right in zip(parts(0), parts(1), strict=True))
+
+
+def test_flwf_takes_other_tasks():
+    plan = flwf(Y, rounds=6, samples_per_round=12, tasks={"x": [[0, 3], [1], [5, 2, 4]]}, history="seen")
+    assert plan.experiences == {"x": (0, 0, 1, 1, 2, 2)}
+    assert counts(Y, plan.train[5]["x"]) == {0: 12, 3: 12, 1: 24, 5: 8, 2: 8, 4: 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"test_per_class": 500, "samples_per_round": 240},
+            "Expected at least 46 more samples of class 1. Lower `rounds`, `samples_per_round` (240), `test_per_class` "
+            "or `pretrain_per_class`.",
+        ),
+        (
+            {"tasks": {"a": [[9]]}},
+            "Expected at least 120 more samples of class 9. Lower `rounds`, `samples_per_round` (120), "
+            "`test_per_class` or `pretrain_per_class`.",
+        ),
+        ({"rounds": 7}, "Expected `rounds` to be a multiple of client client1's 2 tasks."),
+        ({"samples_per_round": 100}, "Expected `samples_per_round` to be a multiple of 6 classes."),
+    ],
+)
+def test_flwf_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        flwf(Y, **options)
+
+
+# Ten people with enough images, two that have 35 but for one, and two with few.
+PEOPLE = rng(3).permutation(np.repeat(np.arange(16), [40] * 10 + [35] * 2 + [34] * 2 + [5, 1]))
+
+
+def held(plan, session, rounds=20):
+    """What each node trains on in a session, the same in each of its rounds."""
+    for current in plan.train[session * rounds : (session + 1) * rounds]:
+        assert {node: part.tolist() for node, part in current.items()} == {
+            node: part.tolist() for node, part in plan.train[session * rounds].items()
+        }
+    return plan.train[session * rounds]
+
+
+def test_odfcl_is_the_papers_plan():
+    plan = odfcl(PEOPLE)
+    numbers = np.argsort(plan.order)[PEOPLE]
+    assert plan.rounds == 40 and plan.clients == ("node1", "node2", "node3") and plan.outputs == 10
+    assert sorted(plan.order) == list(range(16)) and set(plan.order[:10]) <= set(range(12))
+    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
+    assert len(plan.validation) == 0
+    sizes = np.bincount(PEOPLE)[plan.order]
+    assert counts(numbers, plan.pretrain) == {c: sizes[c] for c in range(10, 16)}
+    for session in (0, 1):
+        for n, (node, part) in enumerate(held(plan, session).items()):
+            assert node == f"node{n + 1}"
+            assert counts(numbers, part) == {4 + 3 * session + n: 28}
+            assert plan.tasks[node][session + 1] == (4 + 3 * session + n,)
+    assert plan.experiences == dict.fromkeys(plan.clients, (1,) * 20 + (2,) * 20)
+    assert {tasks[0] for tasks in plan.tasks.values()} == {(0, 1, 2, 3)}
+    assert plan.classes(0) == plan.classes(19) == ((4, 5, 6), (0, 1, 2, 3))
+    assert plan.classes(20) == plan.classes(39) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+    assert plan.groups[plan.test].tolist() == numbers[plan.test].tolist()
+
+
+@pytest.mark.parametrize("validation", [0, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 10])
+def test_odfcl_uses_every_sample_once(nodes, validation):
+    plan = odfcl(PEOPLE, nodes=nodes, validation_per_class=validation)
+    sessions = [np.concatenate(list(held(plan, session).values())) for session in (0, 1)]
+    numbers = np.argsort(plan.order)[PEOPLE]
+    for session, samples in enumerate(sessions):
+        assert counts(numbers, samples) == dict.fromkeys(range(4 + 3 * session, 7 + 3 * session), 28 - validation)
+    parts = [*sessions, plan.base, plan.test, plan.validation, plan.pretrain]
+    used = np.concatenate(parts)
+    assert len(used) == len(set(used.tolist())) == 10 * 35 + int((numbers >= 10).sum())
+    assert counts(numbers, plan.validation) == ({c: validation for c in range(10)} if validation else {})
+    for node in plan.clients:
+        for session in (0, 1):
+            assert set(numbers[plan.train[20 * session][node]]) == set(plan.tasks[node][session + 1])
+    assert plan.classes(25) == ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5])
+def test_odfcl_history(nodes):
+    """Joint training: what a node has seen, and its share of the base session."""
+    plain, seen, everything = (odfcl(PEOPLE, nodes=nodes, history=h) for h in ("round", "seen", "all"))
+    shares = [np.concatenate(list(plan.train[0].values())) for plan in (seen, everything)]
+    assert sorted(shares[0]) == sorted([*plain.base, *np.concatenate(list(plain.train[0].values()))])
+    for node in plain.clients:
+        first, second = plain.train[0][node].tolist(), plain.train[20][node].tolist()
+        base = set(seen.train[0][node]) - set(first)
+        assert base <= set(plain.base)
+        assert set(seen.train[20][node]) == {*base, *first, *second} == set(everything.train[0][node])
+    assert len(shares[1]) == len(set(shares[1])) == 280
+    assert seen.classes(25) == plain.classes(25)
+
+
+def test_odfcl_comes_from_the_seed():
+    def parts(seed):
+        plan = odfcl(PEOPLE, validation_per_class=5, seed=seed)
+        return [p.tolist() for p in (plan.order, plan.base, plan.test, plan.validation, *held(plan, 0).values())]
+
+    assert parts(0) == parts(0)
+    assert all(left != right for left, right in zip(parts(0), parts(1), strict=True))
+
+
+def test_odfcl_of_other_sizes():
+    plan = odfcl(
+        PEOPLE, people=8, base=2, sessions=3, nodes=2, train_per_class=6, test_per_class=2, pretrain_per_class=3,
+        rounds_per_session=4,
+    )  # fmt: skip
+    numbers = np.argsort(plan.order)[PEOPLE]
+    assert plan.rounds == 12 and plan.outputs == 8
+    assert plan.tasks == {"node1": ((0, 1), (2,), (4,), (6,)), "node2": ((0, 1), (3,), (5,), (7,))}
+    assert counts(numbers, plan.pretrain) == {c: min(3, n) for c, n in counts(numbers, np.arange(422)).items() if c > 7}
+    assert plan.classes(11) == ((6, 7), (0, 1, 2, 3, 4, 5))
+    assert len(odfcl(PEOPLE, pretrain_per_class=0).pretrain) == 0
+
+
+def test_odfcl_does_not_mind_labels_that_nobody_has():
+    y = np.where(PEOPLE > 3, PEOPLE + 2, PEOPLE)  # nobody is 4 or 5
+    plan = odfcl(y)
+    numbers = np.argsort(plan.order)[y]
+    assert counts(numbers, plan.base) == dict.fromkeys(range(4), 28)
+    assert counts(numbers, plan.test) == dict.fromkeys(range(10), 7)
+    assert set(numbers[plan.pretrain]) == {c for c in range(10, 18) if (y == plan.order[c]).any()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": 0}, "Expected `base` to be at least 1 but got 0."),
+        ({"sessions": 0}, "Expected `sessions` to be at least 1 but got 0."),
+        ({"nodes": 0}, "Expected `nodes` to be at least 1 but got 0."),
+        ({"rounds_per_session": 0}, "Expected `rounds_per_session` to be at least 1 but got 0."),
+        ({"pretrain_per_class": -1}, "Expected `pretrain_per_class` to be at least 0 but got -1."),
+        (
+            {"people": 9},
+            "Expected `people` to leave as many classes for each of 2 sessions but got 9, 4 of them in the base "
+            "session. Set `people` to 4 and a multiple of `sessions`.",
+        ),
+        (
+            {"people": 4},
+            "Expected `people` to leave as many classes for each of 2 sessions but got 4, 4 of them in the base "
+            "session. Set `people` to 4 and a multiple of `sessions`.",
+        ),
+        (
+            {"people": 14},
+            "Expected at least 14 people with 35 samples but the data set has 12. Lower `people`, `train_per_class` or "
+            "`test_per_class`.",
+        ),
+        (
+            {"train_per_class": 40},
+            "Expected at least 10 people with 47 samples but the data set has 0. Lower `people`, `train_per_class` or "
+            "`test_per_class`.",
+        ),
+        (
+            {"validation_per_class": 28},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "28, 28 and 7.",
+        ),
+        (
+            {"validation_per_class": -1},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "-1, 28 and 7.",
+        ),
+        (
+            {"test_per_class": 0},
+            "Expected `validation_per_class` to be below `train_per_class` and `test_per_class` at least 1 but got "
+            "0, 28 and 0.",
+        ),
+        ({"history": "none"}, 'Expected `history` to be "round", "seen" or "all" but got `none`.'),
+    ],
+)
+def test_odfcl_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        odfcl(PEOPLE, **options)
+
+
+def test_new_and_old_classes_of_other_scenarios():
+    """New is what nobody has learnt before; a client may be ahead of another."""
+    plan = flwf(Y, tasks={"a": [[0], [1]], "b": [[1, 2], [0, 3]]}, samples_per_round=12)
+    assert plan.classes(0) == ((0, 1, 2), ()) and plan.classes(7) == ((3,), (0, 1, 2))
+    assert flwf(Y).classes(7) == ((0, 2, 3, 4, 5), (1,))

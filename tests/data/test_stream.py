@@ -1,0 +1,473 @@
+"""Data sets as federated streams."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.randomness import seed_of
+from lightning_fcl.simulation.loader import plan_batches
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+def arrays(samples=120, classes=4):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(samples, 6)).astype(np.float32), rng.permutation(np.arange(samples) % classes)
+
+
+class Pairs(Dataset):
+    """A torch data set of samples, labels and something else."""
+
+    def __init__(self, x, y):
+        self.x, self.targets = torch.from_numpy(x), y.tolist()
+
+    def __getitem__(self, index):
+        return self.x[index], self.targets[index], -index
+
+    def __len__(self):
+        return len(self.targets)
+
+
+def prepared(*args, **kwargs):
+    stream = FederatedStream.from_arrays(*args, **{"experiences": 2, "seed": 0, **kwargs})
+    stream.setup("fit")
+    return stream
+
+
+def used(stream):
+    """All training samples, client by client."""
+    return {c: np.concatenate([r[c] for r in stream.plan.train if c in r]) for c in stream.plan.clients}
+
+
+def test_numpy_torch_and_datasets_make_the_same_stream():
+    x, y = arrays()
+    streams = [prepared(x, y), prepared(torch.from_numpy(x), torch.from_numpy(y)), prepared(Pairs(x, y))]
+    for stream in streams:
+        for current, first in zip(stream.plan.train, streams[0].plan.train, strict=True):
+            assert {c: i.tolist() for c, i in current.items()} == {c: i.tolist() for c, i in first.items()}
+        indices = stream.plan.train[1]["3"]
+        taken = stream.take(indices)
+        assert type(taken) is list and taken[1].dtype == torch.int64
+        assert torch.equal(taken[0], torch.from_numpy(x[indices])) and taken[1].tolist() == y[indices].tolist()
+        assert stream.classes == ("0", "1", "2", "3") and stream.num_classes == 4
+    assert taken[2].tolist() == (-indices).tolist()
+
+
+def test_owners_keep_their_samples():
+    x, y = arrays()
+    owner = np.array(["ann", "bob", "zoë"])[np.arange(120) % 3]
+    for client in (owner, owner.tolist()):
+        stream = prepared(x, y, client)
+        assert stream.plan.clients == ("ann", "bob", "zoë")
+        for name, indices in used(stream).items():
+            assert sorted(indices) == sorted(set(np.flatnonzero(owner == name)) - set(stream.plan.test))
+
+
+def test_numbers_as_owners_are_in_numeric_order():
+    x, y = arrays()
+    assert prepared(x, y, torch.arange(120) % 12).plan.clients == tuple(map(str, range(12)))
+
+
+def test_owners_do_not_bind_another_partition():
+    x, y = arrays()
+    assert len(prepared(x, y, np.arange(120) % 3, partition="iid", clients=5).plan.clients) == 5
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "class-subsets"])
+def test_every_partition_uses_each_training_sample_once(partition):
+    x, y = arrays(240)
+    stream = prepared(x, y, partition=partition, clients=4, test=0.25, validation=0.2)
+    everything = np.concatenate([stream.plan.test, stream.plan.validation, *used(stream).values()])
+    assert sorted(everything) == list(range(240))
+    assert len(stream.plan.test) == 60 and len(stream.plan.validation) == 36
+
+
+def test_arguments_of_the_partitioner():
+    x, y = arrays(240)
+    options = {"clients": 4, "experiences": 1, "partition_args": {"classes_per_client": 1}}
+    stream = prepared(x, y, partition="class-subsets", **options)
+    assert [len(np.unique(y[indices])) for indices in used(stream).values()] == [1, 1, 1, 1]
+
+
+NAMES = np.array(["ann", "bob", "cem", "dua", "eve"])[np.arange(120) % 5]
+
+
+@pytest.mark.parametrize("partition", ["natural", "iid"])
+def test_owners_may_be_set_aside_by_name(partition):
+    x, y = arrays()
+    options = {"test": ["eve"], "validation": ["dua", "ann"], "partition": partition, "clients": 2}
+    stream = prepared(x, y, NAMES, **options)
+    assert stream.plan.test.tolist() == np.flatnonzero(NAMES == "eve").tolist()
+    assert stream.plan.validation.tolist() == np.flatnonzero(np.isin(NAMES, ["ann", "dua"])).tolist()
+    left = np.flatnonzero(np.isin(NAMES, ["bob", "cem"])).tolist()
+    assert sorted(np.concatenate([*used(stream).values()])) == left
+    assert stream.plan.clients == (("bob", "cem") if partition == "natural" else ("0", "1"))
+
+
+def test_owners_that_are_trained_on():
+    x, y = arrays()
+    stream = prepared(x, y, NAMES, test=["eve"], owners=["cem", "ann"])
+    assert stream.plan.clients == ("ann", "cem")
+    assert sorted(np.concatenate([*used(stream).values()])) == np.flatnonzero(np.isin(NAMES, ["ann", "cem"])).tolist()
+    # The fractions of a split are of all owners: who is trained on is chosen among what is left.
+    both = [prepared(x, y, NAMES, test=0.2, owners=owners) for owners in (["ann"], None)]
+    assert both[0].plan.test.tolist() == both[1].plan.test.tolist()
+    assert used(both[0])["ann"].tolist() == used(both[1])["ann"].tolist() and len(both[0].plan.clients) == 1
+
+
+def test_owners_that_are_numbers():
+    x, y = arrays()
+    owner = np.arange(120) % 12
+    for names in (["3", "10"], [3, 10]):
+        stream = prepared(x, y, owner, test=names)
+        assert stream.plan.test.tolist() == np.flatnonzero(np.isin(owner, [3, 10])).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"test": ["ann", "zoë"]},
+            "Expected `test` to be among the owners ann, bob, cem, dua, eve but got zoë.",
+        ),
+        (
+            {"test": ["eve"], "validation": ["eve"]},
+            "Expected `validation` to be among the owners ann, bob, cem, dua but got eve.",
+        ),
+        (
+            {"test": ["eve"], "validation": ["dua"], "owners": ["dua", "ann", "eve"]},
+            "Expected `owners` to be among the owners ann, bob, cem but got dua, eve.",
+        ),
+    ],
+)
+def test_unknown_owners_are_named(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays(), NAMES, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"test": [*"ab"], "validation": 0.0, "owners": None},
+        {"test": ["a"], "validation": ["b"], "owners": None},
+        {"test": 0.2, "validation": 0.0, "owners": []},
+    ],
+)
+def test_somebody_must_be_left_to_train(options):
+    message = (
+        "Expected `test`, `validation` and `owners` to leave samples to train on but "
+        f"{options['test']}, {options['validation']} and {options['owners']} leave none."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], **options)
+
+
+@pytest.mark.parametrize("option", ["test", "validation", "owners"])
+def test_data_without_owners(option):
+    for source, name in ((FederatedStream("digits", **{option: ["ann"]}), "digits"),
+                         (FederatedStream.from_arrays(*arrays(), **{option: ["ann"]}), "the data")):  # fmt: skip
+        message = f"Expected `{option}` to be a fraction but got ['ann']: {name} names no owners."
+        if option == "owners":
+            message = f"Expected no `owners` but got ['ann']: {name} names no owners."
+        with pytest.raises(ValueError, match=exactly(message)):
+            source.setup("fit")
+
+
+def test_official_test():
+    x, y = arrays()
+    official = np.arange(120) >= 90
+    stream = FederatedStream(Arrays(x, y, None, tuple("abcd"), official), test="official", experiences=2, seed=0)
+    stream.setup("fit")
+    assert stream.plan.test.tolist() == list(range(90, 120))
+    assert sorted(np.concatenate([*used(stream).values()])) == list(range(90))
+
+
+def test_loaders_hold_what_the_plan_says():
+    x, y = arrays()
+    for data in ((x, y), (Pairs(x, y),)):
+        stream = prepared(*data, validation=0.25, batch_size=4)
+        for loader, indices in (
+            (stream.val_dataloader(), stream.plan.validation),
+            (stream.test_dataloader(), stream.plan.test),
+        ):
+            loaded = [torch.cat(column) for column in list(zip(*loader, strict=True))[:2]]
+            assert torch.equal(loaded[0], torch.from_numpy(x[indices])) and loaded[1].tolist() == y[indices].tolist()
+    assert prepared(x, y).val_dataloader() == []
+
+
+def test_pretraining_samples():
+    x, y = arrays(1200)
+    kwargs = {"scenario": "flwf", "scenario_args": {"samples_per_round": 12, "test_per_class": 5, "rounds": 4}}
+    stream = prepared(x, y, **kwargs)
+    xs, ys = (torch.cat(column) for column in zip(*stream.pretrain_dataloader(), strict=True))
+    expected = stream.take(stream.plan.pretrain)
+    assert ys.bincount().tolist() == [10] * 4
+    assert torch.equal(xs[xs[:, 0].argsort()], expected[0][expected[0][:, 0].argsort()])
+
+
+def test_no_pretraining_samples():
+    message = 'Expected a scenario with samples for pre-training but "class-incremental" has none.'
+    with pytest.raises(ValueError, match=exactly(message)):
+        prepared(*arrays()).pretrain_dataloader()
+
+
+def test_turn():
+    x, y = arrays()
+    stream = prepared(x, y, rounds_per_experience=2, clients=3)
+    client_rounds = [stream.client_round("1", round) for round in range(4)]
+    assert [(t.client, t.round, t.experience, t.last_round) for t in client_rounds] == [
+        ("1", 0, 0, False),
+        ("1", 1, 0, True),
+        ("1", 2, 1, False),
+        ("1", 3, 1, True),
+    ]
+    for client_round in client_rounds:
+        indices = stream.plan.train[client_round.round]["1"]
+        assert client_round.labels.tolist() == y[indices].tolist()
+        assert client_round.samples == len(indices) and client_round.num_classes == 4
+        assert client_round.stream_samples == len(set(used(stream)["1"])) == len(used(stream)["1"]) / 2
+
+
+def test_turn_of_a_client_without_data():
+    x, y = arrays()
+    stream = prepared(x, y, y // 2, class_order=[0, 1, 2, 3])  # each owner has the classes of one experience
+    client_round = stream.client_round("0", 1)
+    assert client_round.samples == 0 and client_round.labels.tolist() == [] and "0" not in stream.plan.train[1]
+
+
+def test_domains_get_numbers():
+    x, y = arrays()
+    group = np.array(["watch", "phone", "glasses"])[np.arange(120) % 3]
+    stream = prepared(x, y, group=group, scenario="domain-incremental", class_order=[2, 0, 1], clients=2)
+    names = [np.unique(group[np.concatenate(list(current.values()))]).tolist() for current in stream.plan.train]
+    assert names == [["watch"], ["glasses"], ["phone"]]
+
+
+def test_seeds(monkeypatch):
+    x, y = arrays()
+
+    def tests(**kwargs):
+        return prepared(x, y, **kwargs).plan.test.tolist()
+
+    assert tests(seed=3) == tests(seed=3) != tests(seed=4)
+    assert tests(seed=None) == tests(seed=0)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")
+    assert tests(seed=None) == tests(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
+        ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
+        ({"rounds_per_experience": 0}, "Expected `rounds_per_experience` to be at least 1 but got 0."),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"partition": "fair"},
+            "Expected `partition` to be one of natural, iid, dirichlet, shards, class-subsets but got fair.",
+        ),
+        (
+            {"data": "digits", "partition": "natural"},
+            'Expected `partition` other than "natural": digits names no clients.',
+        ),
+        (
+            {"data": "digits", "test": "official"},
+            'Expected `test` to be a fraction but got "official", which digits has not.',
+        ),
+        ({"test": 1.0}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
+        ({"experiences": 3}, "Expected `experiences` to divide the number of classes, 10, but got 3."),
+    ],
+)
+def test_arguments_that_do_not_fit_the_data(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream(**options).setup("fit")
+
+
+def test_labels_are_needed():
+    message = "Expected `y`, the labels, or a data set with `targets` but got neither."
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(arrays()[0])
+
+
+@pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])
+def test_labels_are_whole_numbers(of):
+    message = "Expected `y` to be whole numbers, the classes from 0 on, but got 0.5. Number them."
+    x = arrays(samples=8)[0]
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(x, of([0.0, 1.0, 0.5, 1.0] * 2))
+    assert prepared(x, of([0.0, 1.0] * 4), clients=1, test=0.25).y.tolist() == [0, 1] * 4
+
+
+@pytest.mark.parametrize("scenario", ["fedvit", "flwf", "odfcl"])
+def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
+    message = (
+        f'Expected no `client` for scenario="{scenario}", which deals the samples to clients itself, but got owners. '
+        'Leave them out, or use scenario="class-incremental".'
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        FederatedStream.from_arrays(*arrays()[:2], np.arange(len(arrays()[1])) % 3, scenario=scenario)
+
+
+def fit_plainly(task, stream, max_epochs):
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", enable_model_summary=False, max_epochs=max_epochs, **options)
+    trainer.fit(task, datamodule=stream)
+
+
+def test_a_plain_trainer_refuses_many_clients(make_task):
+    message = (
+        'Expected a Trainer with `strategy="federated"` for a stream of 3 clients but got a plain one, which trains a '
+        "single client."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit_plainly(make_task(), prepared(*arrays(), clients=3), 2)
+
+
+def test_a_plain_trainer_refuses_more_epochs_than_rounds(make_task):
+    message = "Expected `max_epochs` to be at most the stream's 2 rounds but got 3."
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit_plainly(make_task(), prepared(*arrays(), clients=1), 3)
+
+
+def test_a_plain_trainer_trains_one_client(make_task):
+    stream, task, by_hand = prepared(*arrays(), clients=1, batch_size=8), make_task(), make_task()
+    fit_plainly(task, stream, 2)
+    optimizer = by_hand.configure_optimizers()
+    for round, current in enumerate(stream.plan.train):
+        x, y = stream.take(current["0"])
+        generator = torch.Generator().manual_seed(seed_of(0, "0", round, "batches"))
+        for indices in plan_batches(len(y), 8, 1, True, generator):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
+            optimizer.step()
+    torch.testing.assert_close(task.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
+
+
+def faces(people=8, images=12, size=16, seed=0):
+    """Images whose people are in no order."""
+    rng = np.random.default_rng(seed)
+    y = rng.permutation(np.repeat(np.arange(people), images))
+    x = rng.normal(size=(len(y), 1, size, size)).astype(np.float32) + y[:, None, None, None]
+    return Arrays(x.astype(np.float32), y, None, tuple(f"person {c}" for c in range(people)))
+
+
+SMALL = {
+    "people": 6, "base": 2, "sessions": 2, "nodes": 2, "train_per_class": 6, "test_per_class": 3,
+    "validation_per_class": 2, "rounds_per_session": 2,
+}  # fmt: skip
+
+
+def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
+    arrays = faces()
+    stream = FederatedStream(arrays, "odfcl", scenario_args=SMALL, seed=0)
+    stream.setup("fit")
+    assert stream.num_classes == len(stream.classes) == 6 and stream.group_names == list(stream.classes)
+    names = [*stream.classes, *(arrays.classes[c] for c in stream.plan.order[6:])]
+    assert sorted(names) == sorted(arrays.classes) and names != list(arrays.classes)
+    x, y = stream.take(np.arange(len(arrays.y)))
+    assert torch.equal(x, torch.from_numpy(arrays.x))
+    assert [names[label] for label in y] == [arrays.classes[label] for label in arrays.y]
+    for round, classes in enumerate([(2, 3), (2, 3), (4, 5), (4, 5)]):
+        for node, label in zip(("node1", "node2"), classes, strict=True):
+            client_round = stream.client_round(node, round)
+            assert client_round.labels.tolist() == [label] * 4 and client_round.num_classes == 6
+            assert client_round.new_classes == classes and client_round.old_classes == tuple(range(classes[0]))
+            assert client_round.experience == 1 + round // 2 and client_round.last_round == (round % 2 == 1)
+            assert client_round.samples == 4 and client_round.stream_samples == 8
+    for loader, number in ((stream.test_dataloader(), 3), (stream.val_dataloader(), 2)):
+        assert torch.cat([y for _, y in loader]).bincount().tolist() == [number] * 6
+    assert set(torch.cat([y for _, y in stream.pretrain_dataloader()]).tolist()) == {6, 7}
+
+
+def test_odfcl_takes_seed_history_and_arguments():
+    def plan(**kwargs):
+        stream = FederatedStream(faces(), "odfcl", **{"scenario_args": SMALL, "seed": 0, **kwargs})
+        stream.setup("fit")
+        return stream.plan
+
+    assert plan().order.tolist() == plan().order.tolist() != plan(seed=1).order.tolist()
+    assert len(plan(history="seen").train[-1]["node1"]) == 4 + 2 * 4
+    message = "Expected `scenario_args` to be among people, base, sessions, nodes"
+    with pytest.raises(ValueError, match=f"^{message}.*but got `node`. Did you mean `nodes`?"):
+        plan(scenario_args={"node": 3})
+
+
+def test_turns_know_which_classes_are_new_and_old():
+    x, y = arrays()
+    stream = prepared(x, y, class_order=[3, 1, 0, 2], clients=3, rounds_per_experience=2)
+    client_rounds = [stream.client_round("1", round) for round in range(4)]
+    assert [client_round.new_classes for client_round in client_rounds] == [(1, 3)] * 2 + [(0, 2)] * 2
+    assert [client_round.old_classes for client_round in client_rounds] == [()] * 2 + [(1, 3)] * 2
+    stream = prepared(x, y, group=y % 2, scenario="domain-incremental", clients=3)
+    assert [
+        (client_round.new_classes, client_round.old_classes)
+        for client_round in (stream.client_round("1", 0), stream.client_round("1", 1))
+    ] == [((), ())] * 2
+
+
+def test_map_replaces_every_sample_by_what_is_made_of_it():
+    x, y = arrays(samples=600)
+    for data in (x, Pairs(x, y)):
+        stream, sizes = prepared(data, y), []
+
+        def double(batch, sizes=sizes):
+            sizes.append(len(batch))
+            assert not torch.is_grad_enabled()
+            return 2 * batch[:, :3]
+
+        stream.map(double)
+        assert sum(sizes) == 600 and max(sizes) < 600  # in batches
+        assert not stream.draws
+        taken = stream.take(np.array([5, 599, 0]))
+        assert (
+            torch.equal(taken[0], torch.from_numpy(2 * x[[5, 599, 0], :3]))
+            and taken[1].tolist() == y[[5, 599, 0]].tolist()
+        )
+        assert torch.cat([batch for batch, _ in stream.test_dataloader()]).shape[1] == 3
+        stream.map(lambda batch: batch + 1)
+        assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(2 * x[[7], :3] + 1))
+        for _ in range(2):
+            stream.unmap()
+            assert torch.equal(stream.take(np.array([7]))[0], torch.from_numpy(x[[7]]))
+
+
+def test_a_stream_in_words():
+    stream = FederatedStream("digits", scenario="class-incremental", clients=3)
+    assert str(stream) == 'FederatedStream of digits, scenario="class-incremental"'
+    assert str(prepared(*arrays())) == 'FederatedStream of the data, scenario="class-incremental"'
+
+
+def test_pixels_are_normalised_batch_by_batch():
+    rng = np.random.default_rng(0)
+    pixels, y = rng.integers(256, size=(600, 3, 4, 4), dtype=np.uint8), rng.permutation(np.arange(600) % 4)
+    mean, std = (rng.uniform(50, 150, (3, 1, 1)).astype(np.float32) for _ in range(2))
+    data = Arrays(pixels, y, None, tuple("abcd"), mean=mean, std=std)
+    stream = FederatedStream(data, experiences=2, seed=0)
+    stream.setup("fit")
+    indices = np.array([5, 599, 0])
+    x, labels = stream.take(indices)
+    assert torch.equal(x, torch.from_numpy(data.samples(indices))) and labels.tolist() == y[indices].tolist()
+    tested = torch.cat([batch for batch, _ in stream.test_dataloader()])
+    assert torch.equal(tested, torch.from_numpy(data.samples(stream.plan.test)))
+    stream.map(lambda batch: batch.flatten(1))
+    assert torch.equal(stream.take(indices)[0], x.flatten(1))
+    stream.map(lambda batch: batch + 1)
+    stream.unmap()
+    assert torch.equal(stream.take(indices)[0], x)

@@ -1,0 +1,46 @@
+"""Volume and time of the communication, against sums by hand."""
+
+import numpy as np
+import pytest
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, communication_times, volumes
+from lightning_fcl.federation.compression import TopK
+
+RECORD = {
+    "rounds": [
+        {"upload_bytes": {"a": 10, "b": 40}, "download_bytes": {"a": 100, "b": 60}},
+        {"upload_bytes": {"a": 10}, "download_bytes": {"a": 10, "b": 50}},  # b was dropped
+        {"upload_bytes": {}, "download_bytes": {}},
+        {"upload_bytes": {"a": 0}},
+    ]
+}
+
+
+def test_by_hand():
+    np.testing.assert_array_equal(volumes(RECORD), [[50, 10, 0, 0], [160, 60, 0, 0]])
+    np.testing.assert_allclose(communication_times(RECORD, 10), [11, 5, 0, 0])
+    assert communication_time(RECORD, 10) == pytest.approx(16)
+    assert communication_time({"rounds": []}, 10) == 0 and volumes({"rounds": []}).shape == (2, 0)
+
+
+def test_a_federation(fit, make_stream, make_task):
+    times = {}
+    for code in (None, TopK(0.1)):
+        metrics, task = ContinualMetrics(), make_task()
+        fit(task, make_stream(), [metrics], compression=code, participation=2)
+        down = sum(value.nbytes for value in task.state_dict().values())
+        up = sum(code.nbytes(p.numel(), 4) for p in task.parameters()) if code else down
+        np.testing.assert_array_equal(volumes(metrics.record), [[2 * up] * 2, [2 * down] * 2])
+        np.testing.assert_allclose(communication_times(metrics.record, 1e5), [(up + down) / 1e5] * 2)
+        times[code] = communication_time(metrics.record, BANDWIDTHS[0])
+    assert times[code] < 0.7 * times[None]
+    assert (BANDWIDTHS[0], len(BANDWIDTHS), BANDWIDTHS[-1]) == (1e5, 6, 1e7)
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, float("nan"), float("inf")])
+def test_what_is_no_bandwidth(bandwidth):
+    with pytest.raises(
+        ValueError, match=f"`bandwidth` to be a positive number of bytes per second but got {bandwidth}"
+    ):
+        communication_time(RECORD, bandwidth)

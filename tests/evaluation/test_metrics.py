@@ -1,0 +1,335 @@
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lightning_fcl.evaluation.metrics import (
+    accuracy_matrix,
+    average_accuracy,
+    backward_transfer,
+    curves,
+    forgetting,
+    general_accuracy,
+    matrices,
+    personal_accuracy,
+    stream_accuracies,
+    stream_accuracy,
+    summarize,
+    task_curves,
+)
+
+CLIENTS = ("client1", "7", "generalized")
+
+
+def fine_tuning_record():
+    """One client learns class 1 in rounds 0-3 and class 2 in rounds 4-7 and each time forgets all else but class 5."""
+    rounds = []
+    for r in range(8):
+        learnt = 1 if r < 4 else 2
+        rounds.append(
+            {
+                "round": r,
+                "experience": {"client1": r // 4, "generalized": 0, "server": r // 4},
+                "correct": {
+                    "client1": [100 if group in (learnt, 5) else 0 for group in range(6)],
+                    "generalized": [80] * 6,
+                    "server": [60] * 6,
+                },
+                "upload_bytes": {"client1": 7, "generalized": 5},
+                "download_bytes": {"client1": 11, "generalized": 13},
+                "dropped": {},
+                "seconds": 0.5,
+            }
+        )
+    everything = list(range(6))
+    return {
+        "groups": ["walking", "upstairs", "downstairs", "sitting", "standing", "laying"],
+        "totals": [100] * 6,
+        "tasks": {"client1": [[1], [2]], "generalized": [everything], "server": [everything, everything]},
+        "rounds": rounds,
+    }
+
+
+def random_record(seed):
+    """Unequal groups, one without test samples; three tasks that overlap; clients that miss rounds or a whole task."""
+    rng = np.random.default_rng(seed)
+    totals = [7, 12, 0, 30, 5]
+    tasks = {
+        "client1": [[0, 1], [2, 3], [1, 4]],
+        "7": [[4], [3], [0, 2]],
+        "generalized": [[0, 1, 2, 3, 4]],
+        "server": [[0, 1, 4], [2, 3], [0, 1, 2, 4]],
+    }
+    rounds = []
+    for r in range(12):
+        present = [c for c in CLIENTS if rng.random() < 0.5 and not (c == "7" and r // 4 == seed % 3)]
+        rounds.append(
+            {
+                "round": r,
+                "experience": {model: 0 if model == "generalized" else r // 4 for model in (*CLIENTS, "server")},
+                "correct": {model: [int(rng.integers(n + 1)) for n in totals] for model in (*present, "server")},
+                "upload_bytes": {c: int(rng.integers(1000)) for c in present},
+                "download_bytes": {c: int(rng.integers(1000)) for c in present},
+                "dropped": {},
+                "seconds": 1.0,
+            }
+        )
+    return {"groups": list("abcde"), "totals": totals, "tasks": tasks, "rounds": rounds}
+
+
+# The slow reference: plain loops over the record with the definitions of the paper's section 4.3, in its 1-based terms.
+
+
+def mean(values):
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def accuracy_on(record, entry, model, groups):
+    groups = set(groups)
+    samples = sum(record["totals"][g] for g in groups)
+    return sum(entry["correct"][model][g] for g in groups) / samples if samples else None
+
+
+def slow_summary(record):
+    result, everything = {}, range(len(record["groups"]))
+    for model, tasks in record["tasks"].items():
+        entries = [e for e in record["rounds"] if model in e["correct"]]
+        if not entries:
+            continue
+        result[f"A_gen/{model}"] = mean([accuracy_on(record, e, model, everything) for e in entries])
+        result[f"final_accuracy/{model}"] = accuracy_on(record, entries[-1], model, everything)
+        if model != "server":
+            personal = []
+            for position in range(len(entries)):
+                seen = [g for e in entries[: position + 1] for g in tasks[e["experience"][model]]]
+                personal.append(accuracy_on(record, entries[position], model, seen))
+            result[f"A_per/{model}"] = mean(personal)
+        seen = [g for i in range(entries[-1]["experience"][model] + 1) for g in tasks[i]]
+        result[f"stream_accuracy/{model}"] = accuracy_on(record, entries[-1], model, seen)
+        if len(tasks) > 1:
+            result.update(slow_task_metrics(record, model, tasks, entries))
+    for name in {n.split("/")[0] for n in result}:
+        values = [result.get(f"{name}/{c}") for c in CLIENTS]
+        if any(v is not None for v in values):
+            result[f"{name}/clients"] = mean(values)
+    result = {name: value for name, value in result.items() if value is not None}
+    for way in ("upload_bytes", "download_bytes"):
+        result[f"{way}/total"] = sum(n for e in record["rounds"] for n in e[way].values())
+    return result
+
+
+def slow_task_metrics(record, model, tasks, entries):
+    number = len(tasks)
+
+    def a(t, d, last):
+        rounds = [e for e in entries if e["experience"][model] == t - 1]
+        return mean([accuracy_on(record, e, model, tasks[d - 1]) for e in (rounds[-1:] if last else rounds)])
+
+    def lost(d, last):
+        now, before = a(number, d, last), [a(i, d, last) for i in range(d, number)]
+        before = [v for v in before if v is not None]
+        return max(before) - now if before and now is not None else None
+
+    def transferred(d):
+        now, then = a(number, d, True), a(d, d, True)
+        return None if now is None or then is None else now - then
+
+    def seen_so_far(t):
+        rounds = [e for e in entries if e["experience"][model] == t - 1]
+        return accuracy_on(record, rounds[-1], model, [g for i in range(t) for g in tasks[i]]) if rounds else None
+
+    return {
+        **{f"stream_accuracy_{t - 1}/{model}": seen_so_far(t) for t in range(1, number + 1)},
+        f"A_{number}/{model}": mean([a(number, d, False) for d in range(1, number + 1)]),
+        f"F_{number}/{model}": mean([lost(d, False) for d in range(1, number)]),
+        f"average_accuracy/{model}": mean([a(number, d, True) for d in range(1, number + 1)]),
+        f"forgetting/{model}": mean([lost(d, True) for d in range(1, number)]),
+        f"learning_accuracy/{model}": mean([a(d, d, True) for d in range(1, number + 1)]),
+        f"BWT/{model}": mean([transferred(d) for d in range(1, number)]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_summary_equals_slow_reference(seed):
+    record = random_record(seed)
+    expected = slow_summary(record)
+    ours = summarize(record)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert ours[name] == pytest.approx(value, abs=1e-12), name
+
+
+def test_fine_tuning_forgets_everything_as_in_the_paper():
+    # Tables 2 and 3, row CL-FT: A_gen .338, A_per .75, A_2 .5, F_2 1.
+    summary = summarize(fine_tuning_record())
+    assert summary["A_2/client1"] == 0.5
+    assert summary["F_2/client1"] == 1.0
+    assert summary["A_per/client1"] == 0.75
+    assert summary["A_gen/client1"] == pytest.approx(1 / 3)
+    assert summary["BWT/client1"] == -1.0
+    assert summary["stream_accuracy/client1"] == 0.5
+
+
+def test_single_task_has_no_task_metrics_and_means_are_over_those_that_have_one():
+    summary = summarize(fine_tuning_record())
+    assert not any(name in summary for name in ("A_1/generalized", "F_1/generalized", "BWT/generalized"))
+    assert summary["A_2/clients"] == summary["A_2/client1"]
+    assert summary["A_gen/clients"] == pytest.approx((1 / 3 + 0.8) / 2)
+    assert "A_per/server" not in summary
+    assert summary["final_accuracy/server"] == pytest.approx(0.6)
+    assert (summary["upload_bytes/total"], summary["download_bytes/total"]) == (96.0, 192.0)
+
+
+def test_matrix_by_hand():
+    # Two groups of 10 and 30 samples in task 1, one of 20 in task 2; task 1 lasts two rounds.
+    correct = [[10, 0, 20], [0, 30, 0], [5, 15, 10]]
+    arguments = (correct, [10, 30, 20], [0, 0, 1], [[0, 1], [2]])
+    np.testing.assert_allclose(accuracy_matrix(*arguments), [[0.5, 0.5], [0.5, 0.5]])
+    np.testing.assert_allclose(accuracy_matrix(*arguments, rounds="last"), [[0.75, 0.0], [0.5, 0.5]])
+    np.testing.assert_allclose(stream_accuracy(*arguments), [0.75, 0.5])
+    assert general_accuracy(*arguments[:2]) == pytest.approx(0.5)
+    assert personal_accuracy(*arguments) == pytest.approx((0.25 + 0.75 + 0.5) / 3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stream_accuracies_equal_slow_reference(seed):
+    record = random_record(seed)
+    for model, tasks in record["tasks"].items():
+        ours, expected = stream_accuracies(record, model), []
+        for number in range(len(tasks)):
+            rounds = [e for e in record["rounds"] if model in e["correct"] and e["experience"][model] == number]
+            seen = {group for groups in tasks[: number + 1] for group in groups}
+            right = sum(rounds[-1]["correct"][model][group] for group in seen) if rounds else math.nan
+            expected.append(right / sum(record["totals"][group] for group in seen))
+        np.testing.assert_allclose(ours, expected, atol=1e-12)
+        if np.isfinite(ours).any():
+            last = ours[np.isfinite(ours)][-1]
+            assert summarize(record)[f"stream_accuracy/{model}"] == pytest.approx(last)
+
+
+def test_the_start_is_experience_0_of_the_server_alone():
+    """By hand: a base session of two groups, then one more in each of two sessions of two rounds."""
+    correct = [[4, 2, 3, 0], [3, 3, 4, 0], [1, 0, 4, 1], [2, 1, 1, 5]]
+    rounds = [
+        {"round": r, "experience": {"node": 1 + r // 2, "server": 1 + r // 2}, "correct": {"node": row, "server": row}}
+        for r, row in enumerate(correct)
+    ]
+    tasks = {model: [[0, 1], [2], [3]] for model in ("node", "server")}
+    record = {"groups": list("abcd"), "totals": [5, 5, 5, 5], "tasks": tasks, "rounds": rounds, "start": [5, 3, 0, 0]}
+    summary = summarize(record)
+    expected = {"stream_accuracy_0": 8 / 10, "stream_accuracy_1": 10 / 15, "stream_accuracy_2": 9 / 20}
+    for name, value in {**expected, "stream_accuracy": 9 / 20, "final_accuracy": 9 / 20}.items():
+        assert summary[f"{name}/server"] == pytest.approx(value), name
+    assert summary["A_gen/server"] == summary["A_gen/node"] == pytest.approx((9 + 10 + 6 + 9) / 80)  # of rounds
+    assert summary["average_accuracy/server"] == pytest.approx((3 / 10 + 1 / 5 + 5 / 5) / 3)
+    assert summary["forgetting/server"] == pytest.approx((8 / 10 - 3 / 10 + 4 / 5 - 1 / 5) / 2)
+    assert "stream_accuracy_0/node" not in summary and "forgetting/node" in summary
+    assert summary["stream_accuracy_1/node"] == pytest.approx(10 / 15)
+    np.testing.assert_allclose(stream_accuracies(record), [8 / 10, 10 / 15, 9 / 20])
+    np.testing.assert_allclose(matrices(record, "last")["server"][0], [8 / 10, 0, 0])
+    assert [len(curve.rounds) for curve in curves(record).values()] == [4, 4]
+    del record["start"]
+    assert "stream_accuracy_0/server" not in summarize(record)
+
+
+def test_stream_accuracies_of_a_model_that_was_not_tested():
+    record = {**fine_tuning_record(), "rounds": []}
+    assert np.isnan(stream_accuracies(record)).tolist() == [True, True]
+    with pytest.raises(ValueError, match="`model` to be one of client1, generalized, server but got client2"):
+        stream_accuracies(record, "client2")
+
+
+def test_a_group_counts_once_however_often_it_is_listed():
+    assert accuracy_matrix([[10, 0]], [10, 10], [0], [[0, 0, 1]]).item() == 0.5
+    assert stream_accuracy([[10, 0], [10, 0]], [10, 10], [0, 1], [[0], [0, 1]])[1] == 0.5
+
+
+def test_forgetting_takes_the_best_since_the_task_was_learnt():
+    # Task 1 is best after task 2; what task 2 scored before it was learnt (.9) does not count.
+    matrix = [[0.6, 0.9, 0.0], [0.8, 0.7, 0.0], [0.5, 0.6, 1.0]]
+    assert forgetting(matrix, 3) == pytest.approx(((0.8 - 0.5) + (0.7 - 0.6)) / 2)
+    assert forgetting(matrix, 2) == pytest.approx(0.6 - 0.8)
+    assert average_accuracy(matrix, 3) == pytest.approx(0.7)
+    assert average_accuracy(matrix, 2) == pytest.approx(0.75)
+    assert backward_transfer(matrix) == pytest.approx(((0.5 - 0.6) + (0.6 - 0.7)) / 2)
+
+
+def test_what_was_never_learnt_is_left_out():
+    matrix = accuracy_matrix([[4, 2], [1, 3]], [4, 4], [0, 0], [[0], [1]])
+    assert np.isnan(matrix[1]).all() and not np.isnan(matrix[0]).any()
+    assert math.isnan(average_accuracy(matrix, 2)) and math.isnan(forgetting(matrix, 2))
+    record = fine_tuning_record()
+    record["rounds"] = record["rounds"][:4]
+    summary = summarize(record)
+    assert "A_2/client1" not in summary and "F_2/clients" not in summary
+    assert summary["stream_accuracy/client1"] == 1.0
+    json.dumps(summary, allow_nan=False)
+
+
+def test_record_without_rounds():
+    summary = summarize({**fine_tuning_record(), "rounds": []})
+    assert summary == {"upload_bytes/total": 0.0, "download_bytes/total": 0.0}
+
+
+def test_curves_and_matrices_put_the_server_first_and_skip_missing_rounds():
+    record = random_record(3)
+    models = curves(record)
+    assert next(iter(models)) == "server" and next(iter(matrices(record))) == "server"
+    assert "generalized" not in matrices(record)
+    there = [entry for entry in record["rounds"] if "7" in entry["correct"]]
+    assert 0 < len(there) < len(record["rounds"])
+    assert models["7"].rounds.tolist() == [entry["round"] for entry in there]
+    assert models["7"].accuracy[0, 3] == there[0]["correct"]["7"][3] / 30
+    assert np.isnan(models["7"].accuracy[:, 2]).all()
+    assert models["7"].overall[0] == pytest.approx(sum(there[0]["correct"]["7"]) / 54)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: general_accuracy([[1, 2]], [1, 1]), r"`correct` to be between 0 and `totals` but got 2 of 1 in row 0"),
+        (lambda: general_accuracy([[1, 2]], [3]), r"`correct` to have one row per round and 1 columns"),
+        (lambda: general_accuracy([[0]], [0]), r"`totals` to count the test samples"),
+        (lambda: personal_accuracy([[1]], [1], [1], [[0]]), r"`experience` to number the 1 `tasks` from 0 .* \[1\]"),
+        (lambda: personal_accuracy([[1]], [1], [0, 0], [[0]]), r"`experience` to have one entry per row"),
+        (lambda: accuracy_matrix([[1]], [1], [0], [[0]], rounds="best"), r'`rounds` to be .* but got "best"'),
+        (lambda: average_accuracy([[1.0]], 2), r"`t` to be a number of tasks between 1 and 1 but got 2"),
+        (lambda: forgetting([[1.0, 0.0], [0.0, 1.0]], 1), r"`t` to be a number of tasks between 2 and 2 but got 1"),
+        (lambda: backward_transfer([[1.0, 2.0]]), r"`matrix` to be square"),
+    ],
+)
+def test_errors_name_argument_and_value(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_module_needs_no_torch():
+    source = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    path = sys.modules["lightning_fcl.evaluation.metrics"].__file__
+    assert subprocess.run([sys.executable, "-c", source, path], check=False).returncode == 0
+
+
+def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
+    # a learns x, y, z; b learns y, x and has no third task; c, too, but was not tested after its second.
+    correct = {
+        "a": [[9, 0, 0], [5, 8, 0], [6, 2, 7]],
+        "b": [[0, 6, 0], [10, 7, 0]],
+        "c": [[0, 4, 0]],
+        "server": [[1, 1, 1]] * 3,
+    }
+    rounds = []
+    for e in range(3):
+        now = {model: rows[e] for model, rows in correct.items() if e < len(rows)}
+        entry = {"round": 2 * e, "experience": dict.fromkeys(now, e), "correct": {model: [0, 0, 0] for model in now}}
+        rounds += [entry, {**entry, "round": 2 * e + 1, "correct": now}]  # the last round of a task counts
+    tasks = {"a": [[0], [1], [2]], "b": [[1], [0]], "c": [[1], [0]], "server": [[0, 1], [0, 1], [2]]}
+    record = {"groups": ["x", "y", "z"], "totals": [10] * 3, "tasks": tasks, "rounds": rounds}
+    accuracy, forgotten = task_curves(record)
+    np.testing.assert_allclose(accuracy, [(0.9 + 0.6 + 0.4) / 3, (0.65 + 0.85) / 2, 0.5])
+    np.testing.assert_allclose(forgotten, [np.nan, (0.4 - 0.1) / 2, (0.3 + 0.6) / 2])
+    alone = {**record, "tasks": {model: parts[:1] for model, parts in tasks.items()}, "rounds": rounds[:2]}
+    assert [len(values) for values in task_curves(alone)] == [0, 0]

@@ -1,0 +1,390 @@
+"""Compressed uploads: what is sent and kept adds up, bytes are exact, and cohorts and resumed fits give the same."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import FederatedStrategy
+from lightning_fcl.callbacks import ContinualMetrics, FedProx
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import Quantize, TopK, transmit
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.federation.swarm import Swarm
+
+CODES = {
+    "topk": TopK(0.2),
+    "quantize": Quantize(8),
+    "quantize to 3 bits": Quantize(3),
+    "both": TopK(0.3, bits=4),
+}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def largest(row, k):
+    """The k numbers of largest size, in NumPy."""
+    kept = np.argsort(-np.abs(row), kind="stable")[:k]
+    return np.where(np.isin(np.arange(len(row)), kept), row, 0)
+
+
+def multiples(row, bits):
+    levels = 2 ** (bits - 1) - 1
+    scale = np.abs(row).max() / levels
+    return np.round(row / scale) * scale
+
+
+def test_codes_by_hand():
+    update = torch.randn(3, 50, dtype=torch.float64)
+    decoded = [code.decoded(update).numpy() for code in (TopK(0.13), Quantize(8), TopK(0.13, 5))]
+    for row, top, whole, both in zip(update.numpy(), *decoded, strict=True):
+        np.testing.assert_array_equal(top, largest(row, 7))
+        np.testing.assert_allclose(whole, multiples(row, 8), rtol=0, atol=1e-15)
+        np.testing.assert_allclose(both, multiples(largest(row, 7), 5), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+def test_no_number_is_off_by_more_than_half_a_step_and_zeros_stay(code, dtype):
+    update = torch.cat([torch.randn(4, 30), torch.zeros(1, 30), 1e-40 * torch.ones(1, 30)]).to(dtype)
+    sent = CODES[code].decoded(update)
+    assert sent.dtype == dtype and sent.shape == update.shape and torch.isfinite(sent).all()
+    assert not sent[4].any()
+    bits = CODES[code].bits
+    if isinstance(CODES[code], Quantize):
+        step = update.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
+        assert bool(((sent - update).abs() <= 0.5 * step * (1.01 if dtype != torch.bfloat16 else 1.6) + 1e-39).all())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_is_sent_and_what_is_left_add_up_to_the_update_exactly(code):
+    server = {"w": torch.zeros(10, 7), "b": torch.zeros(5)}
+    states = {name: torch.randn(3, *value.shape) for name, value in server.items()}
+    left = [{name: torch.zeros_like(value) for name, value in server.items()} for _ in range(3)]
+    for _ in range(5):
+        update = {name: states[name] + torch.stack([one[name] for one in left]) for name in states}
+        received, left, _ = transmit(CODES[code], server, states, left)
+        for name in server:
+            residual = torch.stack([one[name] for one in left])
+            assert torch.equal(received[name] + residual, update[name])
+            assert residual.any()
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_error_feedback_makes_the_mean_over_rounds_the_true_one(code):
+    server, update = {"w": torch.zeros(40)}, torch.randn(2, 40) + 0.3
+    without = (CODES[code].decoded(update) - update).abs().max()
+    total, left, off = torch.zeros(2, 40), [{}, {}], {}
+    for round in range(1, 401):
+        received, left, _ = transmit(CODES[code], server, {"w": update}, left)
+        total += received["w"]
+        off[round] = float((total / round - update).abs().max())
+    assert off[400] < 12 / 400 and off[400] < 0.2 * off[40] + 1e-5 and off[400] < 0.1 * without
+
+
+@pytest.mark.parametrize(
+    ("code", "n", "itemsize", "expected"),
+    [
+        (TopK(0.1), 1000, 4, 100 * 4 + 125),  # places as a bit each
+        (TopK(0.01), 1000, 4, 10 * 4 + 10 * 4),  # places as 4 bytes each
+        (TopK(0.07), 100, 4, 7 * 4 + 13),
+        (TopK(0.1), 1001, 8, 101 * 8 + 126),
+        (TopK(1.0), 1000, 4, 4000),
+        (TopK(0.001), 10, 4, 4 + 2),
+        (Quantize(8), 1000, 4, 1004),
+        (Quantize(3), 1001, 4, math.ceil(3003 / 8) + 4),
+        (TopK(0.1, bits=8), 1000, 4, 100 + 4 + 125),
+        (TopK(0.01, bits=4), 1000, 4, 5 + 4 + 40),
+    ],
+)
+def test_bytes(code, n, itemsize, expected):
+    assert code.nbytes(n, itemsize) == expected
+
+
+def make_federation(code, store="memory", **kwargs):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    module[1].weight.requires_grad_(False)
+    federation = FederatedServer(ClientStore(store), compression=code, **kwargs)
+    federation.begin(module, kwargs.pop("rules", None))
+    return federation, module
+
+
+def uploads(federation, clients, round):
+    generator = torch.Generator().manual_seed(round)
+    changed = {}
+    for name, value in federation.state.items():
+        noise = torch.randn(clients, *value.shape, generator=generator)
+        changed[name] = value + (noise if value.is_floating_point() else (10 * noise).long().abs())
+    return changed
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("code", CODES)
+def test_a_federation_aggregates_what_it_decodes(code, store):
+    federation, module = make_federation(CODES[code], store)
+    learnt = {name for name, p in module.named_parameters() if p.requires_grad}
+    sizes, left = [3, 1, 2], [{} for _ in range(3)]
+    for round in range(3):
+        federation.begin_round(module)
+        server, states = federation.state, uploads(federation, 3, round)
+        federation.upload([ClientRound(c, round, samples=n) for c, n in zip("abc", sizes, strict=True)], states)
+        for row, client in enumerate("abc"):
+            federation.keep(client, {name: value[row] for name, value in states.items()}, {})
+        result = federation.finish_round()
+        nbytes = 0
+        for name, value in server.items():
+            coded = name in learnt and CODES[code].nbytes(value.numel(), 4) < value.nbytes
+            nbytes += CODES[code].nbytes(value.numel(), 4) if coded else value.nbytes
+            decoded = []
+            for row in range(3):
+                update = states[name][row] - value + left[row].get(name, 0)
+                sent = CODES[code].decoded(update.reshape(1, -1)).view_as(update) if coded else update
+                if coded:
+                    left[row][name] = update - sent
+                decoded.append(value + sent)
+            mean = sum(n * one.double() for n, one in zip(sizes, decoded, strict=True)) / 6
+            expected = mean.to(value.dtype) if value.is_floating_point() else mean.round().to(value.dtype)
+            torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-6)
+        assert federation.record.upload_bytes == dict.fromkeys("abc", nbytes)
+        for row, client in enumerate("abc"):
+            assert equal(federation.store[client]["residual"], left[row])
+        module.load_state_dict(result)
+    assert set(left[0]) < set(federation.state)  # a single bias, a buffer, and what is frozen travel as they are
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_clients_side_by_side_are_one_by_one(code):
+    results = []
+    for groups in ([[0, 1, 2]], [[2], [0, 1]], [[0], [1], [2]]):
+        federation, module = make_federation(CODES[code])
+        for round in range(3):
+            federation.begin_round(module)
+            states = uploads(federation, 3, round)
+            for rows in groups:
+                part = {name: value[rows] for name, value in states.items()}
+                federation.upload([ClientRound("abc"[row], round, samples=2) for row in rows], part)
+                for row in rows:
+                    federation.keep("abc"[row], {name: value[row] for name, value in states.items()}, {})
+            module.load_state_dict(federation.finish_round())
+        results.append((federation.state, [federation.store[client]["residual"] for client in "abc"]))
+    for state, left in results[1:]:
+        torch.testing.assert_close(state, results[0][0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(left, results[0][1], rtol=0, atol=1e-6)
+
+
+def test_a_refused_upload_leaves_what_was_left_over():
+    federation, module = make_federation(TopK(0.2))
+    for round in range(2):
+        federation.begin_round(module)
+        states = uploads(federation, 2, round)
+        if round:
+            states["0.weight"][0, 0, 0] = float("nan")
+        client_rounds = [ClientRound(client, round, samples=1) for client in "ab"]
+        taken = federation.upload(client_rounds, states)
+        for row, client in enumerate("ab"):
+            if taken[row]:
+                federation.keep(client, {name: value[row] for name, value in states.items()}, {})
+        if not round:
+            kept = federation.store["a"]["residual"], federation.store["b"]["residual"]
+    assert taken == [False, True] and "a" in federation.record.dropped
+    assert equal(federation.store["a"]["residual"], kept[0]) and not equal(federation.store["b"]["residual"], kept[1])
+
+
+def run(fit, make_stream, make_task, compression, callbacks=(), path=None, seed=0, **options):
+    task, metrics = make_task(seed=seed), ContinualMetrics()
+    stream = make_stream(rounds_per_experience=2, clients=4, partition="dirichlet")
+    trainer = fit(task, stream, [*callbacks, metrics], compression=compression, ckpt_path=path, seed=0, **options)
+    return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.store
+
+
+@pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
+@pytest.mark.parametrize("cohort_size", [1, 4])
+def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, cohort_size):
+    plain, code = (
+        run(fit, make_stream, make_task, one, cohort_size=cohort_size) for one in (None, code)
+    )  # places would cost more than they save
+    assert equal(plain[0], code[0])
+    assert [entry["upload_bytes"] for entry in plain[1]] == [entry["upload_bytes"] for entry in code[1]]
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_training_with_compression(fit, make_stream, make_task, code):
+    plain, compressed = (run(fit, make_stream, make_task, one, local_epochs=3) for one in (None, CODES[code]))
+    expected = sum(
+        CODES[code].nbytes(v.numel(), 4) if CODES[code].nbytes(v.numel(), 4) < v.nbytes else v.nbytes
+        for v in plain[0].values()
+    )
+    for left, right in zip(plain[1], compressed[1], strict=True):
+        assert set(right["upload_bytes"].values()) == {expected}
+        assert left["download_bytes"] == right["download_bytes"]
+    assert expected < 0.55 * sum(value.nbytes for value in plain[0].values())
+    correct = [sum(record[-1]["correct"]["server"]) for _, record, _ in (plain, compressed)]
+    assert correct[1] > 0.8 * correct[0] and not equal(plain[0], compressed[0])
+
+
+@pytest.mark.parametrize(("code", "tolerance"), [("topk", 1e-5), ("quantize", 5e-3)])
+def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, tolerance):
+    # A number that lies between two steps may go either way, as the cohort's sums have another order.
+    one, many = (run(fit, make_stream, make_task, CODES[code], cohort_size=size) for size in (1, 4))
+    torch.testing.assert_close(dict(one[0]), dict(many[0]), rtol=0, atol=tolerance)
+    assert [entry["upload_bytes"] for entry in one[1]] == [entry["upload_bytes"] for entry in many[1]]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("cohort_size", [1, 4])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
+    def again(path, **change):
+        saver = [ModelCheckpoint(tmp_path, "round-{epoch}", save_top_k=-1)] if path is None else []
+        options = {"client_store": store, "cohort_size": cohort_size, "participation": 2, "compression": TopK(0.1, 6)}
+        return run(fit, make_stream, make_task, callbacks=[FedProx(0.1), *saver], path=path, seed=9 * bool(path),
+                   trainer_args={"enable_checkpointing": path is None}, **{**options, **change})  # fmt: skip
+
+    whole, resumed = again(None), again(tmp_path / "round-epoch=1.ckpt")
+    assert equal(whole[0], resumed[0])
+    for client in "0123":
+        assert equal(whole[2][client]["residual"], resumed[2][client]["residual"])
+    for other in (None, TopK(0.2, 6), Quantize(6)):
+        with pytest.raises(
+            ValueError, match=r"another: compression was \{'class': 'TopK', 'fraction': 0.1, 'bits': 6\}"
+        ):
+            again(tmp_path / "round-epoch=1.ckpt", compression=other)
+
+
+def test_only_means_of_floating_point_entries_are_coded(fit, make_stream, make_task):
+    rules = {"model.1.weight": "median", "model.1.bias": "krum", "model.3.bias": "none"}
+    plain, coded = (run(fit, make_stream, make_task, one, reductions=rules, max_epochs=1) for one in (None, TopK(0.2)))
+    differ = {name for name in plain[0] if not torch.equal(plain[0][name], coded[0][name])}
+    assert differ == {"model.3.weight"} == set(coded[2]["0"]["residual"])
+    assert set(coded[2]["0"]["model"]) == {"model.3.bias"}
+
+
+def test_what_is_left_over_waits_while_an_entry_does_not_travel():
+    federation, module = make_federation(TopK(0.2))
+    for rules in ({}, {"0.weight": "fixed"}, {}):
+        federation.begin_round(module, rules)
+        states = {name: value[None] for name, value in federation.state.items()}
+        states["0.weight"] = states["0.weight"] + torch.arange(72.0).view(1, 8, 9)
+        federation.upload([ClientRound("a", round=0, samples=1)], states)
+        federation.keep("a", {name: value[0] for name, value in states.items()}, {})
+        module.load_state_dict(federation.finish_round())
+    # Twice the update, and the largest twice: 15 are sent in the first round, and 15 in the third.
+    update = torch.arange(72.0)
+    left = torch.where(update >= 57, 0, update) + update
+    expected = left - TopK(0.2).decoded(left[None])[0]
+    torch.testing.assert_close(federation.store["a"]["residual"]["0.weight"].flatten(), expected, rtol=0, atol=1e-5)
+
+
+def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_task):
+    states = []
+    for callbacks in ([], [ContinualMetrics()]):
+        task = make_task()
+        fit(task, make_stream(rounds_per_experience=2), callbacks, compression=TopK(0.1), seed=0, cohort_size=1)
+        states.append(task.state_dict())
+    assert equal(*states)
+
+
+def test_statistics_travel_whole(fit, make_stream, make_task):
+    class Watch(Callback):
+        def __init__(self):
+            self.sent, self.rounds = [], 0
+
+        def on_client_end(self, trainer, pl_module, client_round):
+            self.sent.append((client_round.samples, {n: v.clone() for n, v in pl_module.named_buffers() if v.dim()}))
+
+        def on_round_end(self, trainer, pl_module):
+            total = sum(n for n, _ in self.sent)
+            for name in self.sent[0][1]:
+                mean = sum(n * sent[name].double() for n, sent in self.sent) / total
+                torch.testing.assert_close(pl_module.get_buffer(name), mean.float(), rtol=0, atol=1e-6)
+            assert bool((pl_module.model[1].running_var >= 0).all())
+            assert torch.isfinite(pl_module.eval()(x)).all()
+            pl_module.train()
+            self.sent, self.rounds = [], self.rounds + 1
+
+    net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    stream, watch = make_stream(rounds_per_experience=15, partition="dirichlet", drop_last=True), Watch()
+    stream.setup("fit")
+    x = stream.take(stream.plan.test)[0]
+    trainer = fit(make_task(model=net), stream, [watch], compression=TopK(0.1), local_epochs=2)
+    assert watch.rounds == 30
+    left = trainer.strategy.server.store["0"]["residual"]
+    assert "model.0.weight" in left and not any("running" in name for name in left)
+
+
+class Scaled(nn.Module):
+    """A layer that stays, and a number that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("code", [Quantize(8), TopK(0.1, bits=4)])
+def test_a_single_number_is_its_own_scale(fit, make_stream, make_task, code):
+    tasks = []
+    for one in (None, code):
+        torch.manual_seed(1)
+        tasks.append(make_task(model=Scaled()))
+        fit(tasks[-1], make_stream(), compression=one, trainer_args={"precision": "64-true"}, cohort_size=1)
+    scales = [task.model.scale.detach() for task in tasks]
+    assert code.saves(scales[0]) and abs(float(scales[0]) - 0.5) > 0.01
+    assert float(scales[1]) == pytest.approx(float(scales[0]), rel=1e-12)
+
+
+def test_swarms(fit, make_stream, make_task):
+    server, swarm = (
+        run(fit, make_stream, make_task, TopK(0.2), swarm=swarm) for swarm in (None, Swarm(leaves={"3": 3}))
+    )
+    assert [entry["correct"]["server"] for entry in server[1][:3]] == [e["correct"]["server"] for e in swarm[1][:3]]
+    for settings in ({"dropout": 0.1}, {"missing": {"1": [0]}}):
+        with pytest.raises(ValueError, match="Expected a `swarm` without `dropout` and `missing` beside `compression`"):
+            FederatedStrategy(swarm=Swarm(**settings), compression=TopK())
+
+
+def test_refusals():
+    for fraction in (0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=f"`fraction` to be above 0 and up to 1 but got {fraction}"):
+            TopK(fraction)
+    for make in (Quantize, lambda bits: TopK(0.1, bits)):
+        with pytest.raises(ValueError, match="`bits` to be a whole number between 2 and 16 but got 1"):
+            make(1)
+    for what in ("topk", TopK):
+        with pytest.raises(
+            TypeError, match=f"to be a `Compression`, such as `TopK\\(0.1\\)`, or None but got {re.escape(repr(what))}"
+        ):
+            FederatedStrategy(compression=what)
+
+
+def test_a_recipe_names_it(tmp_path):
+    strategy = {
+        "class_path": "lightning_fcl.FederatedStrategy",
+        "init_args": {
+            "compression": {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
+        },
+    }
+    tiny = {
+        "trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": strategy},
+        "data": {"clients": 3, "experiences": 2, "rounds_per_experience": 1},
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    recipe = ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(tmp_path / "tiny.yaml")]
+    main(["fit", *recipe, "--out", str(tmp_path / "out")])
+    rows = [line.split(",") for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()]
+    up = {row[-2] for row in rows[1:] if row[1] != "server"}
+    sizes = [64 * 64, 64, 64 * 10, 10]
+    assert up == {str(sum(4 * math.ceil(0.1 * n) + min(4 * math.ceil(0.1 * n), math.ceil(n / 8)) for n in sizes))}

@@ -1,0 +1,336 @@
+"""A swarm: who is its master, and what becomes of the weights of a node that is out of reach."""
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.randomness import seed_of
+from lightning_fcl.simulation.loader import plan_batches
+
+
+def snapshot(module):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same(left, right, tolerance=0.0):
+    torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
+
+
+def differ(left, right):
+    return any(not torch.equal(left[name], right[name]) for name in left)
+
+
+def local_training(task, state, stream, client, round, seed=0):
+    """A client's local training, written by hand."""
+    local = copy.deepcopy(task)
+    local.load_state_dict(state)
+    x, y = stream.take(stream.plan.train[round][client])
+    optimizer = local.configure_optimizers()
+    generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
+    for indices in plan_batches(len(y), stream.batch_size, 1, stream.shuffle, generator):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(local.model(x[indices]), y[indices]).backward()
+        optimizer.step()
+    return snapshot(local), len(y)
+
+
+def by_hand(task, stream, missing):
+    """The state after each round; ``missing`` names who is out of reach in which."""
+    server, own, states = snapshot(task), {}, []
+    for round, current in enumerate(stream.plan.train):
+        uploads = []
+        for client in current:
+            state, n = local_training(task, own.pop(client, server), stream, client, round)
+            if round in missing.get(client, ()):
+                own[client] = state
+            else:
+                uploads.append((n, state))
+        if uploads:
+            total = sum(n for n, _ in uploads)
+            server = {
+                name: (sum(n * state[name].double() for n, state in uploads) / total).to(value.dtype)
+                for name, value in server.items()
+            }
+        states.append(server)
+    return states
+
+
+class States(Callback):
+    """Keeps the server's state after each round."""
+
+    def __init__(self):
+        self.after = []
+
+    def on_round_end(self, trainer, pl_module):
+        self.after.append(snapshot(pl_module))
+
+
+STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "clients": 4}
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"1": [1]},
+        {"0": [0, 1], "3": [1, 4]},
+        {"2": [5]},
+        {"0": [2], "1": [2], "2": [2], "3": [2]},
+        {},
+    ],
+)
+def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_task, cohort_size, store, missing):
+    stream, task, states = make_stream(**STREAM), make_task(), States()
+    expected = by_hand(copy.deepcopy(task), (stream.setup("fit"), stream)[1], missing)
+    fit(task, stream, [states], swarm=Swarm(missing=missing), cohort_size=cohort_size, client_store=store, seed=0)
+    for ours, theirs in zip(states.after, expected, strict=True):
+        same(ours, theirs, 0.0 if cohort_size == 1 else 1e-5)
+    if missing:
+        assert differ(expected[-1], by_hand(make_task(), stream, {})[-1])
+
+
+def test_who_sends_and_receives_what(fit, make_stream, make_task):
+    stream, task, metrics = make_stream(**STREAM), make_task(), ContinualMetrics()
+    swarm = Swarm(missing={"0": [1], "2": [2, 3], "1": [5]})
+    fit(task, stream, [metrics], swarm=swarm, seed=0)
+    size = sum(value.nbytes for value in task.state_dict().values())
+    everybody = {"0", "1", "2", "3"}
+    # Who is out of reach has no upload, and no download in the next round; the master sends and receives nothing.
+    expected = [
+        ("0", everybody, everybody),
+        ("1", everybody - {"0"}, everybody),
+        ("0", everybody - {"2"}, everybody - {"0"}),
+        ("0", everybody - {"2"}, everybody - {"2"}),
+        ("0", everybody, everybody - {"2"}),
+        ("0", everybody - {"1"}, everybody),
+    ]
+    for entry, (master, up, down) in zip(metrics.record["rounds"], expected, strict=True):
+        assert entry["master"] == master
+        assert set(entry["missed"]) == everybody - up
+        assert entry["upload_bytes"] == {c: 0 if c == master else size for c in up}
+        assert {c: n for c, n in entry["download_bytes"].items() if n} == {c: size for c in down if c != master}
+
+
+def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make_stream, make_task, caplog):
+    stream, task, states, metrics = make_stream(**STREAM), make_task(), States(), ContinualMetrics()
+    everybody = {client: [0, 1] for client in "0123"}
+    start = snapshot(task)
+    fit(task, stream, [states, metrics], swarm=Swarm(missing=everybody), cohort_size=1, seed=0, max_epochs=3)
+    same(states.after[0], start)
+    same(states.after[1], start)
+    # In the third round everybody sends what three rounds of its own training have made.
+    ends = []
+    for client in stream.plan.clients:
+        state, n = start, 0
+        for round in range(3):
+            state, n = local_training(make_task(), state, stream, client, round)
+        ends.append((n, state))
+    total = sum(n for n, _ in ends)
+    expected = {name: (sum(n * s[name].double() for n, s in ends) / total).float() for name in start}
+    same(states.after[2], expected)
+    assert [entry["master"] for entry in metrics.record["rounds"]] == [None, None, "0"]
+    assert [entry["upload_bytes"] for entry in metrics.record["rounds"][:2]] == [{}, {}]
+    assert "the server state stays as it was" in caplog.text
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, cohort_size):
+    results = []
+    for swarm in (None, Swarm()):
+        task, metrics = make_task(), ContinualMetrics()
+        methods = [Replay(9, "class-balanced", "round"), FedProx(0.1), metrics]
+        options = {"swarm": swarm, "cohort_size": cohort_size, "seed": 3, "participation": 0.7}
+        fit(task, make_stream(**STREAM), methods, reductions={"model.3.bias": "none"}, **options)
+        results.append((snapshot(task), metrics.record["rounds"]))
+    same(results[0][0], results[1][0])
+    for plain, swarm in zip(results[0][1], results[1][1], strict=True):
+        assert plain["correct"] == swarm["correct"]
+        assert plain["master"] is None and plain["missed"] == swarm["missed"] == []
+        first = min(plain["upload_bytes"])
+        assert swarm["master"] == first
+        for way in ("upload_bytes", "download_bytes"):
+            assert swarm[way] == {**plain[way], first: 0} and plain[way][first] > 0
+
+
+def test_the_next_node_takes_over_from_a_master_that_leaves(fit, make_stream, make_task, caplog):
+    owner = np.array(["node1", "node2", "node3"])[np.arange(240) // 4 % 3]
+    task, metrics, states = make_task(), ContinualMetrics(), States()
+    stream = make_stream(owner, rounds_per_experience=2)
+    fit(task, stream, [metrics, states], swarm=Swarm(leaves={"node1": 2}), cohort_size=1, seed=0)
+    assert [entry["master"] for entry in metrics.record["rounds"]] == ["node1", "node1", "node2", "node2"]
+    assert [set(entry["download_bytes"]) for entry in metrics.record["rounds"]][2:] == [{"node2", "node3"}] * 2
+    assert [entry["missed"] for entry in metrics.record["rounds"]] == [[]] * 4
+    warnings = [r.message for r in caplog.records if "master" in r.message]
+    assert warnings == ["node1 is out of reach as the swarm's master: node2 takes over."]
+    # The same as if the others had been alone from then on.
+    server = snapshot(make_task())
+    for round in range(4):
+        uploads = []
+        for client in ("node1", "node2", "node3")[0 if round < 2 else 1 :]:
+            uploads.append(local_training(make_task(), server, stream, client, round))
+        total = sum(n for _, n in uploads)
+        server = {name: (sum(n * s[name].double() for s, n in uploads) / total).float() for name in server}
+        same(states.after[round], server)
+
+
+def test_a_master_that_comes_back_takes_over_again(fit, make_stream, make_task, caplog):
+    fit(make_task(), make_stream(**STREAM), swarm=Swarm(missing={"0": [2]}), seed=0)
+    warnings = [r.message for r in caplog.records if "master" in r.message]
+    assert warnings[0] == "0 is out of reach as the swarm's master: 1 takes over."
+    assert not any("1 is out of reach" in message for message in warnings)
+
+
+def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_task):
+    swarm = Swarm(dropout=0.3)
+    misses = [[swarm.misses(node, round, seed=0) for round in range(500)] for node in "ab"]
+    assert misses == [[Swarm(0.3).misses(node, round, seed=0) for round in range(500)] for node in "ab"]
+    assert misses[0] != misses[1] != [swarm.misses("b", round, seed=1) for round in range(500)]
+    assert all(0.24 < np.mean(row) < 0.36 for row in misses)
+    assert not any(Swarm().misses("a", round, seed=0) for round in range(100))
+    metrics, stream = ContinualMetrics(), make_stream(**STREAM)
+    fit(make_task(), stream, [metrics], swarm=swarm, seed=5)
+    missed = [[c for c in stream.plan.clients if swarm.misses(c, round, 5)] for round in range(6)]
+    assert [sorted(entry["missed"]) for entry in metrics.record["rounds"]] == missed
+    assert any(missed) and not all(missed)
+
+
+def test_cohort_is_one_by_one(fit, make_stream, make_task):
+    results = []
+    for size in (1, 2, "auto"):
+        task, metrics = make_task(), ContinualMetrics()
+        options = {"swarm": Swarm(dropout=0.4), "reductions": {"model.3.bias": "none"}, "cohort_size": size}
+        fit(
+            task,
+            make_stream(**STREAM),
+            [Replay(9, "class-balanced", "round"), FedProx(0.3), metrics],
+            seed=1,
+            **options,
+        )
+        rounds = metrics.record["rounds"]
+        bytes_sent = [(r["upload_bytes"], r["download_bytes"], r["master"], sorted(r["missed"])) for r in rounds]
+        results.append((snapshot(task), bytes_sent))
+    assert any(missed for *_, missed in results[0][1])
+    for state, sent in results[1:]:
+        same(results[0][0], state, 1e-5)
+        assert sent == results[0][1]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
+    options = {
+        "swarm": Swarm(dropout=0.4, missing={"1": [2, 3]}, leaves={"3": 5}), "client_store": store, "seed": 2,
+        "cohort_size": cohort_size, "reductions": {"model.3.bias": "none"},
+    }  # fmt: skip
+
+    def callbacks():
+        return [Replay(9, "class-balanced", "round"), FedProx(0.1), ContinualMetrics()]
+
+    def rounds(metrics):
+        return [{k: v for k, v in entry.items() if k != "seconds"} for entry in metrics.record["rounds"]]
+
+    task, whole = make_task(), callbacks()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(task, make_stream(**STREAM), [*whole, saver], trainer_args={"enable_checkpointing": True}, **options)
+    assert any(entry["missed"] for entry in whole[2].record["rounds"])
+    for epoch in range(5):
+        again, parts = make_task(seed=9), callbacks()
+        fit(again, make_stream(**STREAM), parts, ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        same(snapshot(again), snapshot(task))
+        assert rounds(parts[2]) == rounds(whole[2])
+    with pytest.raises(ValueError, match=r"Expected a checkpoint of this recipe but .*: swarm was"):
+        fit(make_task(), make_stream(**STREAM), callbacks(), ckpt_path=tmp_path / "epoch=0.ckpt",
+            **{**options, "swarm": Swarm(dropout=0.3)})  # fmt: skip
+
+
+def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_task):
+    """Its upload is refused when it is back; the next round it starts from the others' weights, as any other."""
+    stream = make_stream(rounds_per_experience=3)
+    stream.setup("fit")
+    poisoned, poison = stream.plan.train[0]["1"], ContinualMetrics()
+    stream.plan.train[1]["1"] = stream.plan.train[2]["1"] = poisoned[:-1]
+    stream._samples[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
+    task = make_task()
+    fit(task, stream, [poison], swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1, max_epochs=3)
+    rounds = poison.record["rounds"]
+    assert [set(entry["dropped"]) for entry in rounds] == [set(), {"1"}, set()]
+    assert [("1" in entry["download_bytes"], "1" in entry["upload_bytes"]) for entry in rounds] == [
+        (True, False), (False, False), (True, True),
+    ]  # fmt: skip
+    assert all(value.isfinite().all() for value in task.state_dict().values())
+
+
+def test_when_the_last_node_has_left(fit, make_stream, make_task):
+    message = (
+        "Expected at least one client with data in round 1 but none has any that has not left, as 0, 1, 2 have. Lower "
+        "`max_epochs`."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(make_task(), make_stream(), swarm=Swarm(leaves={"0": 1, "1": 0, "2": 1}))
+
+
+def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
+    for swarm in (Swarm(missing={"1": [0], "nine": [1]}), Swarm(leaves={"nine": 1})):
+        message = "Expected clients of the stream (0, 1, 2) but got nine."
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            fit(make_task(), make_stream(), swarm=swarm)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"missing": {"1": [0]}}])
+def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_task, options):
+    message = (
+        "Expected a `swarm` without `dropout` and `missing` for a `ReservoirClassifier`, whose clients begin each "
+        "round with new sums, but got"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        fit(make_reservoir_task(), make_series_stream(), swarm=Swarm(**options))
+    task, plain = make_reservoir_task(), make_reservoir_task()
+    fit(task, make_series_stream(increments=2), swarm=Swarm(leaves={"2": 1}))
+    stream = make_series_stream(increments=2)
+    stream.plan.train[1].pop("2")
+    fit(plain, stream)
+    same(snapshot(task), snapshot(plain))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout": 1.0}, "Expected `dropout` to be at least 0 and below 1 but got 1.0."),
+        ({"dropout": -0.1}, "Expected `dropout` to be at least 0 and below 1 but got -0.1."),
+        ({"missing": {"a": [0, -1]}}, "Expected rounds of `missing` and `leaves` from 0 on but got -1."),
+        ({"leaves": {"a": -2}}, "Expected rounds of `missing` and `leaves` from 0 on but got -2."),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Swarm(**arguments)
+
+
+def test_nodes_may_be_named_by_numbers(fit, make_task):
+    x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
+    stream = FederatedStream.from_arrays(x, np.arange(48) % 4, client=np.arange(48) // 16, experiences=2, test=0.25)
+    metrics = ContinualMetrics()
+    fit(make_task(), stream, [metrics], strategy=FederatedStrategy(swarm=Swarm(missing={1: [0]}, leaves={2: 1})))
+    assert [entry["missed"] for entry in metrics.record["rounds"]] == [["1"], []]
+    assert set(metrics.record["rounds"][1]["upload_bytes"]) == {"0", "1"}
+
+
+def test_a_classifiers_buffers_go_on_too(fit, make_stream):
+    """Running statistics of batch normalisation are a node's own while it is out of reach."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    task = Classifier(model, 4, lambda params: torch.optim.SGD(params, lr=0.1))
+    start, stream = copy.deepcopy(task), make_stream(batch_size=64)
+    stream.setup("fit")
+    fit(task, stream, swarm=Swarm(missing={"1": [0]}), seed=0)
+    same(snapshot(task), by_hand(start, stream, {"1": [0]})[-1])
+    assert differ(by_hand(start, stream, {"1": [0]})[-1], by_hand(start, stream, {})[-1])

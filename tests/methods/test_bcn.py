@@ -1,0 +1,315 @@
+"""BCN: both players' moves, and the same training by hand."""
+
+import copy
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import BCN, FedProx
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.methods.bcn import descended, worst_inputs
+from lightning_fcl.methods.gem import past_tasks
+from lightning_fcl.models import ViT
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Samples are drawn one after the other, where they would be drawn at random."""
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(size[0]) % high)
+
+
+def gradients(loss, leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+def by_hand(task, data, past, beta=0.99, eps=0.1, x_steps=2, theta_steps=5, rate=0.001, batch=12, epochs=2, drift=0.0):
+    """A plain PyTorch loop on models and copies of them, term by term."""
+    optimizer, start = task.configure_optimizers(), [p.detach().clone() for p in task.parameters()]
+    params = list(task.parameters())
+    for _ in range(epochs):
+        for x_new, y_new in zip(*(part.split(8) for part in data), strict=True):
+            pool = [torch.cat([old, new]) for old, new in zip(past, (x_new, y_new), strict=True)]
+            x, y = (part[torch.arange(batch) % len(part)] for part in pool)
+            delta = torch.zeros_like(x)
+            for _ in range(x_steps if eps else 0):
+                delta.requires_grad_()
+                up = gradients(F.cross_entropy(task(x + delta), y), delta)[0]
+                rows = [d + eps * g / max(float(g.norm()), 1e-12) for d, g in zip(delta.detach(), up, strict=True)]
+                delta = torch.stack([row * min(1.0, eps / max(float(row.norm()), 1e-12)) for row in rows])
+            other = copy.deepcopy(task)
+            for _ in range(theta_steps):
+                down = gradients(F.cross_entropy(other(x), y), list(other.parameters()))
+                with torch.no_grad():
+                    for p, g in zip(other.parameters(), down, strict=True):
+                        p -= rate * g
+            terms = [
+                (beta, gradients(F.cross_entropy(task(x_new), y_new), params)),
+                (1.0, gradients(F.cross_entropy(task(x), y), params)),
+                (1.0, gradients(F.cross_entropy(task(x + delta), y), params)),
+                (-1.0, gradients(F.cross_entropy(task(x), y), params)),
+                (1.0, gradients(F.cross_entropy(other(x), y), list(other.parameters()))),
+                (-1.0, gradients(F.cross_entropy(task(x), y), params)),
+            ]
+            for i, p in enumerate(params):
+                p.grad = sum(weight * pieces[i] for weight, pieces in terms) + drift * (p.detach() - start[i])
+            optimizer.step()
+
+
+def two_tasks(make_task, samples, train, method, callbacks=(), **kwargs):
+    """The task after two of them, a copy of it after the first, and the data."""
+    task, first, second = make_task(), samples([0, 1]), samples([2, 3], seed=1)
+    train(task, [method, *callbacks], first)
+    copied = copy.deepcopy(task)
+    train(task, [method, *callbacks], second, **kwargs)
+    return task, copied, first, second
+
+
+# The players.
+
+
+def test_the_first_player_climbs_within_reach():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 3, 4, 4), torch.randn(3, 4, 4)
+
+    def gradient(moved):  # of (w . x)^3, sample by sample
+        return 3 * (moved * weight).sum(dim=(1, 2, 3), keepdim=True).square() * weight
+
+    once, twice = (worst_inputs(x, gradient, 0.1, steps) for steps in (1, 2))
+    torch.testing.assert_close((once - x).norm(dim=1), torch.full((5, 4, 4), 0.1))
+    torch.testing.assert_close(twice, once)  # the way is straight, and its end reached
+    assert ((once * weight).sum(dim=(1, 2, 3)) > (x * weight).sum(dim=(1, 2, 3))).all()
+    assert worst_inputs(x, gradient, 0.1, 0) is x
+    still = worst_inputs(x, torch.zeros_like, 0.1, 2)
+    torch.testing.assert_close(still, x, rtol=0, atol=0)
+
+
+def test_the_first_player_turns_back_at_the_border():
+    ways = iter([torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])])
+    moved = worst_inputs(torch.zeros(1, 2), lambda x: next(ways), 0.1, 2)
+    torch.testing.assert_close(moved, torch.tensor([[0.1, 0.1]]) / 2**0.5)
+
+
+def test_the_second_player_is_sgd():
+    torch.manual_seed(0)
+    layer, x, y = nn.Linear(6, 4), torch.randn(9, 6), torch.randint(4, (9,))
+    params = {"weight": layer.weight, "bias": layer.bias}
+
+    def gradient(state):
+        leaves = [value.detach().requires_grad_() for value in state.values()]
+        return gradients(F.cross_entropy(F.linear(x, *leaves), y), leaves)
+
+    moved, optimizer = descended(params, gradient, 0.3, 4), torch.optim.SGD(layer.parameters(), 0.3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(layer(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(moved, {name: value.detach() for name, value in params.items()})
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("rests", [{"eps": 0.0, "theta_steps": 0}, {"x_steps": 0, "theta_steps": 0}])
+def test_without_players_it_is_plain_rehearsal(make_task, samples, train, assert_same, in_turn, rests):
+    task, copied, first, second = two_tasks(make_task, samples, train, BCN(1.0, batch_size=12, **rests))
+    optimizer = copied.configure_optimizers()
+    for _ in range(2):
+        for x, y in zip(*(part.split(8) for part in second), strict=True):
+            optimizer.zero_grad()
+            old = F.cross_entropy(copied(first[0][:12]), first[1][:12])
+            (0.99 * F.cross_entropy(copied(x), y) + old).backward()
+            optimizer.step()
+    assert_same(task, copied)
+
+
+@pytest.mark.parametrize("batch", [12, 25])  # 20 remembered samples come first
+@pytest.mark.parametrize(
+    "players",
+    [
+        {},
+        {"theta_steps": 0, "eps": 0.5},
+        {"eps": 0.0, "inner_lr": 0.2, "beta": 0.5},
+        {"eps": 0.3, "x_steps": 3, "theta_steps": 2, "inner_lr": 0.1},
+    ],
+)
+def test_the_loss_term_by_term(make_task, samples, train, assert_same, in_turn, players, batch):
+    method = BCN(1.0, batch_size=batch, **players)
+    task, copied, first, second = two_tasks(make_task, samples, train, method)
+    rehearsal = copy.deepcopy(copied)
+    options = {name.replace("inner_lr", "rate"): value for name, value in players.items()}
+    by_hand(copied, second, first, batch=batch, **options)
+    assert_same(task, copied)
+    by_hand(rehearsal, second, first, batch=batch, beta=method.beta, eps=0.0, theta_steps=0)
+    with pytest.raises(AssertionError):
+        assert_same(task, rehearsal, 1e-5)
+
+
+def test_past_tasks_are_one_pool(make_task, samples, train, assert_same, in_turn):
+    method, task, first, second = BCN(1.0, batch_size=30), make_task(), samples([0, 1]), samples([2], number=8, seed=1)
+    for data in (first, second):
+        train(task, [method], data)
+    copied, third = copy.deepcopy(task), samples([0, 3], seed=2)
+    train(task, [method], third)
+    by_hand(copied, third, [torch.cat(pair) for pair in zip(first, second, strict=True)], batch=30)
+    assert_same(task, copied)
+
+
+def test_goes_with_a_penalty(make_task, samples, train, assert_same, in_turn):
+    task, copied, first, second = two_tasks(
+        make_task, samples, train, BCN(1.0, batch_size=12), [FedProx(3.0)], epochs=1
+    )
+    by_hand(copied, second, first, epochs=1, drift=3.0)
+    assert_same(task, copied)
+
+
+def test_samples_are_drawn_anew_among_past_and_present_ones(make_task, samples, train, monkeypatch):
+    drawn, randint = [], torch.randint
+
+    def watched(high, size):
+        drawn.append((high, randint(high, size)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(torch, "randint", watched)
+    two_tasks(make_task, samples, train, BCN(0.5, batch_size=40, theta_steps=0))
+    assert [high for high, _ in drawn] == [18, 18, 14] * 2  # 10 remembered, and batches of 8, 8 and 4
+    assert len({tuple(rows.tolist()) for _, rows in drawn}) == 6
+    assert all(len(rows) == 40 and int(rows.max()) >= 10 for _, rows in drawn)
+
+
+def test_random_layers_and_running_statistics(make_task, samples, train):
+    """Dropout is the same in all terms of a step; batch normalisation follows the batches alone."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+    task = make_task(model=model)
+    method = BCN(1.0)
+    for seed, classes in enumerate([[0, 1], [2, 3]]):
+        train(task, [method], samples(classes, seed=seed))
+    assert int(model[1].num_batches_tracked) == 12
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+
+
+# Where it runs.
+
+
+def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same):
+    plain, fine = make_task(), make_task()
+    train(plain, [BCN(1.0)], samples(), epochs=3)
+    train(fine, [], samples(), epochs=3)
+    assert_same(plain, fine, 0)
+    used, unused, fine = make_task(), make_task(), make_task()
+    fit(used, make_stream(clients=2), [BCN(1.0)], cohort_size=1)
+    fit(unused, make_stream(clients=2), [BCN(1.0, clients=[])], cohort_size=1)
+    fit(fine, make_stream(clients=2), cohort_size=1)
+    assert_same(unused, fine, 0)
+    with pytest.raises(AssertionError):
+        assert_same(used, fine, 1e-3)
+
+
+def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch):
+    """Where a step draws all samples once: their order is not the same."""
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.arange(high))
+    tasks = []
+    for strategy in ("auto", None):
+        task = make_task()
+        stream = make_stream(clients=1, experiences=4, rounds_per_experience=2, batch_size=240, samples=80)
+        fit(task, stream, [BCN(1.0, inner_lr=0.1)], strategy=strategy)
+        tasks.append(task)
+    assert_same(*tasks, 1e-5)
+
+
+def test_every_client_remembers_every_task(fit, make_stream, make_task):
+    trainer = fit(make_task(), make_stream(rounds_per_experience=1), [BCN(0.2)], participation=1)
+    for client in "012":
+        assert trainer.strategy.server.store[client]["BCN"]["task"].unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_task, assert_same, tmp_path, store):
+    whole, options = make_task(), {"participation": 0.7, "client_store": store, "seed": 5}
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    stream = {"clients": 4, "rounds_per_experience": 2}
+    fit(whole, make_stream(**stream), [BCN(0.3), saving], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (1, 2):
+        again = make_task(seed=9)
+        fit(again, make_stream(**stream), [BCN(0.3)], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert_same(again, whole, 0)
+
+
+def test_a_vision_transformer_whose_clients_have_tasks_of_their_own(fit):
+    x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
+    data = Arrays(x, np.arange(96) % 6, None, tuple("abcdef"))
+    plan = {"tasks": 2, "clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3), "share": (0.5, 0.5)}
+    stream = FederatedStream(data, "fedvit", test=0.25, batch_size=4, seed=0, scenario_args=plan)
+    vit = ViT(num_classes=6, patch_size=16, width=24, depth=2, heads=3)
+    task = Classifier(vit, 6, lambda params: torch.optim.AdamW(params, 1e-3), task_incremental=True)
+    trainer = fit(task, stream, [BCN(0.5, batch_size=5)])
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+    for client in "01":
+        memory = trainer.strategy.server.store[client]["BCN"]
+        assert memory["task"].unique().tolist() == [0, 1] and len(past_tasks(memory)) == 1
+
+
+# What it cannot work with.
+
+
+class Bare(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counts(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+def test_what_it_cannot_work_with(fit, make_stream, make_task, samples, train):
+    message = (
+        "Expected a module that states its loss apart for `BCN`, as `Classifier` does in `sample_loss(output, y)`, but "
+        "got a `Bare`. Use a `Classifier`, or define it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Bare(), [BCN()], samples())
+    with pytest.raises(ValueError, match="`BCN` trains one client at a time"):
+        fit(make_task(), make_stream(), [BCN()], cohort_size=3)
+    for method in (BCN(1.0), BCN(1.0, eps=0.0)):
+        task = make_task(model=Counts(6, 4))
+        x, y = samples()
+        train(task, [method], (x.long(), y))
+        if method.eps:
+            with pytest.raises(TypeError, match=r"which `BCN` can move, but got torch.int64. Give it `eps=0`"):
+                train(task, [method], (x.long(), y))
+        else:
+            train(task, [method], (x.long(), y))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": -1.0}, "Expected `beta` to be at least 0 but got -1.0."),
+        ({"eps": float("nan")}, "Expected `eps` to be at least 0 but got nan."),
+        ({"x_steps": -1}, "Expected `x_steps` to be at least 0 but got -1."),
+        ({"theta_steps": -1}, "Expected `theta_steps` to be at least 0 but got -1."),
+        ({"inner_lr": 0.0}, "Expected `inner_lr` to be above 0 but got 0.0."),
+        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
+        (
+            {"max_size": 1.5},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        BCN(**arguments)

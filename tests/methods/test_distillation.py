@@ -1,0 +1,265 @@
+"""LwF, FLwF and FLwF-2T: identities of the pure functions, and the drop-in against hand-written loops."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.functional import teacher_of
+from lightning_fcl.methods.method import Step, check_compatible, remember, section
+
+
+def kd(student, teacher, temperature=2.0):
+    """Mean over the batch of the cross-entropy between softened outputs, by torch's own functions."""
+    target, log = F.softmax(teacher / temperature, 1), F.log_softmax(student / temperature, 1)
+    entropy = torch.distributions.Categorical(probs=target).entropy().mean()
+    return F.kl_div(log, target, reduction="batchmean") + entropy
+
+
+def frozen(task):
+    return copy.deepcopy(task).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def step(make_task, samples):
+    """A step of a student, the server's state being another."""
+    student, server, x = make_task(), make_task(seed=1), samples()[0]
+    return Step(dict(student.named_parameters()), server.state_dict(), x, student(x), teacher_of(student))
+
+
+@pytest.fixture
+def own(make_task):
+    """The memory of a client that has trained before."""
+    return remember(make_task(seed=2).state_dict(), "own")
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 20.0])
+def test_distillation_loss_is_divergence_plus_entropy(temperature):
+    student, teacher = torch.randn(2, 16, 5, dtype=torch.float64)
+    loss = distillation_loss(student, teacher, temperature)
+    assert loss.shape == (16,)
+    torch.testing.assert_close(loss.mean(), kd(student, teacher, temperature), rtol=1e-12, atol=0)
+
+
+def test_two_teachers(step, own):
+    expected = [kd(step.output, step.predict(state, step.x)) for state in (section(own, "own"), step.server)]
+    torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(own, step), 0.7 * expected[0] + 0.2 * expected[1])
+
+
+def test_alpha_one_is_fine_tuning(step, own):
+    method = FLwF2T(alpha=1.0, beta=0.0)
+    assert method.penalty(own, step) == 0.0 and method.task_weight() == 1.0
+
+
+def test_without_weight_on_the_server_it_is_flwf(step, own):
+    flwf, two = FLwF(0.3), FLwF2T(0.3, 0.7)
+    assert flwf.task_weight() == two.task_weight() == 0.3
+    assert torch.equal(flwf.penalty(own, step), two.penalty(own, step))
+    torch.testing.assert_close(two.penalty(own, step), 0.7 * kd(step.output, step.predict(section(own, "own"), step.x)))
+
+
+def test_the_servers_term_does_not_push_a_student_that_is_the_server(make_task, samples):
+    student, (x, _) = make_task(), samples()
+    step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), teacher_of(student))
+    FLwF2T(alpha=0.001, beta=0.0).penalty({}, step).backward()
+    assert max(p.grad.abs().max() for p in student.parameters()) < 1e-7
+
+
+def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
+    method = FLwF2T(0.1, 0.7)
+    memory = method.begin({}, step.server, ClientRound("a", 3))
+    torch.testing.assert_close(method.penalty(memory, step), 0.9 * kd(step.output, step.predict(step.server, step.x)))
+
+
+def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
+    trained, client_round = make_task(seed=5).state_dict(), ClientRound("a", 0)
+    memory = FLwF2T().finish(own, trained, None, client_round, None)
+    kept = {name: value.clone() for name, value in trained.items()}
+    for value in trained.values():
+        value.zero_()
+    assert all(torch.equal(section(memory, "own")[name], kept[name]) for name in kept)
+    assert FLwF2T().begin(memory, trained, client_round) is memory
+
+
+def lwf_memory(task, old, classes=4):
+    mask = torch.zeros(classes, dtype=torch.bool)
+    mask[old] = True
+    return {"old": mask, **remember(task.state_dict(), "teacher")}
+
+
+def test_lwf_distils_old_classes_only(step, make_task):
+    teacher = make_task(seed=3)
+    expected = kd(step.output[:, [1, 3]], teacher(step.x)[:, [1, 3]])
+    torch.testing.assert_close(LwF(2.5).penalty(lwf_memory(teacher, [1, 3]), step), 2.5 * expected)
+
+
+@pytest.mark.parametrize(("strength", "old"), [(0.0, [0, 1]), (3.0, [])])
+def test_lwf_that_adds_nothing(step, make_task, strength, old):
+    value = torch.as_tensor(LwF(strength).penalty(lwf_memory(make_task(seed=3), old), step))
+    assert value.item() == 0.0
+    if value.requires_grad:  # no gradient either, and none that is not a number
+        grads = torch.autograd.grad(value, list(step.params.values()))
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in grads)
+
+
+def test_lwf_learns_of_experiences_from_their_number(make_task):
+    method, states = LwF(), [make_task(seed=s).state_dict() for s in range(4)]
+    memory = method.begin({}, states[0], ClientRound("a", 0, num_classes=4))
+    assert memory["old"].tolist() == [False] * 4
+    memory = method.finish(memory, states[1], None, ClientRound("a", 0, labels=torch.tensor([2, 2])), None)
+    same = method.begin(memory, states[0], ClientRound("a", 1, experience=0))
+    assert same["old"].tolist() == [False] * 4
+    memory = method.finish(same, states[2], None, ClientRound("a", 1, labels=torch.tensor([0])), None)
+    memory = method.begin(memory, states[0], ClientRound("a", 2, experience=1))
+    assert memory["old"].tolist() == [True, False, True, False]
+    assert all(torch.equal(section(memory, "teacher")[n], states[2][n]) for n in states[2])
+    memory = method.finish(memory, states[3], None, ClientRound("a", 2, experience=1, labels=torch.tensor([1])), None)
+    later = method.begin(memory, states[0], ClientRound("a", 3, experience=1))
+    assert later["old"].tolist() == [True, False, True, False]
+    assert all(torch.equal(section(later, "teacher")[n], states[2][n]) for n in states[2])
+
+
+def normalised(make_task):
+    """A task with buffers that training and evaluation treat differently."""
+    torch.manual_seed(4)
+    return make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch norm"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_flwf2t_drops_in(make_task, samples, train, by_hand, assert_same, kind, accumulate):
+    task = make_task() if kind == "plain" else normalised(make_task)
+    copied, data, teachers = copy.deepcopy(task), samples(), []
+    train(task, [FLwF2T(0.4, 0.5)], data, epochs=3, accumulate_grad_batches=accumulate)
+
+    def loss(output, x, y):
+        return 0.4 * F.cross_entropy(output, y) + 0.6 * kd(output, teachers[-1](x))
+
+    # In a plain Trainer the client's previous model is the one that the epoch starts from.
+    by_hand(copied, data, loss, 3, lambda epoch: teachers.append(frozen(copied)), accumulate)
+    assert_same(task, copied)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lwf_drops_in_over_two_experiences(make_task, samples, train, by_hand, assert_same, accumulate):
+    task, copied, method = make_task(), make_task(), LwF(1.5)
+    first, second = samples([0, 2]), samples([1, 3], seed=1)
+    train(task, [method], first, accumulate_grad_batches=accumulate)
+    by_hand(copied, first, accumulate=accumulate)
+    assert_same(task, copied)
+    teacher, old = frozen(copied), [0, 2]
+
+    def loss(output, x, y):
+        return F.cross_entropy(output, y) + 1.5 * kd(output[:, old], teacher(x)[:, old])
+
+    train(task, [method], second, accumulate_grad_batches=accumulate)
+    by_hand(copied, second, loss, accumulate=accumulate)
+    assert_same(task, copied)
+
+
+def test_methods_add_up_in_either_order(make_task, samples, train, by_hand, assert_same):
+    first, second, copied, data, teachers = make_task(), make_task(), make_task(), samples(), []
+    train(first, [FedProx(0.5), FLwF2T(0.4, 0.5)], data)
+    train(second, [FLwF2T(0.4, 0.5), FedProx(0.5)], data)
+
+    def loss(output, x, y):
+        pairs = zip(copied.parameters(), teachers[-1].parameters(), strict=True)
+        distance = sum(((p - q) ** 2).sum() for p, q in pairs)
+        return 0.4 * F.cross_entropy(output, y) + 0.6 * kd(output, teachers[-1](x)) + 0.25 * distance
+
+    by_hand(copied, data, loss, begin=lambda epoch: teachers.append(frozen(copied)))
+    assert_same(first, copied)
+    assert_same(second, first)
+
+
+def test_two_methods_that_weigh_the_task_loss(make_task, samples, train):
+    message = "Expected at most one method that weighs the task loss but got FLwF2T and FLwF. Remove one."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [FLwF2T(), FedProx(), FLwF()], samples())
+
+
+def test_a_method_twice():
+    message = "Expected each method once but got `LwF` 2 times. Remove the others."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_compatible([LwF(), FedProx(), LwF()])
+
+
+class Detour(Classifier):
+    """A task whose training step goes round its own forward."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+def test_a_training_step_that_does_not_call_self(samples, train):
+    message = "Expected `Detour.training_step` to call `self(x)`, whose output `LwF` needs, but it did not."
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        train(Detour(nn.Linear(6, 4), 4), [LwF()], samples())
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1])
+@pytest.mark.parametrize("kind", [FLwF, FLwF2T])
+def test_wrong_alpha(kind, alpha):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'Expected `alpha` to be between 0 and 1 but got {alpha}.')}$"):
+        kind(alpha=alpha)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 0.6])
+def test_wrong_beta(beta):
+    message = (
+        f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha=0.5, beta={beta}. "
+        "The server model's weight is 1 - alpha - beta."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        FLwF2T(0.5, beta)
+
+
+@pytest.mark.parametrize("kind", [LwF, FLwF, FLwF2T])
+def test_wrong_temperature_and_clients(kind):
+    with pytest.raises(ValueError, match=r"^Expected `temperature` to be above 0 but got 0\.$"):
+        kind(temperature=0)
+    message = 'Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`.'
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        kind(clients="some")
+
+
+def test_wrong_strength():
+    with pytest.raises(ValueError, match=r"^Expected `strength` to be at least 0 but got -1\.$"):
+        LwF(strength=-1)
+
+
+def test_who_distils():
+    balanced = ClientRound("a", 0, labels=torch.tensor([0, 1]), num_classes=2)
+    single = ClientRound("b", 0, labels=torch.tensor([1, 1]), num_classes=2)
+    for clients, expected in (("all", [True, True]), ("unbalanced", [False, True]), (["a"], [True, False])):
+        assert [FLwF2T(clients=clients).applies_to(client_round) for client_round in (balanced, single)] == expected
+
+
+def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
+    method = FLwF2T(0.2, 0.5, previous="live")
+    student, server = torch.randn(4, 3), torch.randn(4, 3)
+    step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
+    memory = method.begin({}, {"server": server}, ClientRound("a", 0))
+    assert memory == method.finish({}, {"w": student}, None, ClientRound("a", 0), torch.Generator()) == {}
+    expected = 0.3 * distillation_loss(student, server).mean()
+    assert torch.allclose(method.penalty(memory, step), expected)
+
+
+def test_mean_over_elements_is_that_over_the_batch_divided_by_the_classes():
+    student, server = torch.randn(4, 3), torch.randn(4, 3)
+    step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
+    batch, elements = (FLwF2T(0.2, 0.5, mean_over=m, previous="live").penalty({}, step) for m in ("batch", "elements"))
+    assert torch.allclose(batch, 3 * elements)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mean_over", "samples"), ("previous", "dead")])
+def test_wrong_readings_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"Expected `{name}` to be"):
+        FLwF2T(**{name: value})

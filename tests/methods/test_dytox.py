@@ -1,0 +1,471 @@
+"""DyTox's training: what is frozen, what is rehearsed, distilled, told apart and balanced; and by hand."""
+
+import copy
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep, Method
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.gem import balanced, past_tasks
+from lightning_fcl.methods.method import section
+from lightning_fcl.models import MLP, DyTox
+
+from .test_importance import by_loop
+
+TINY = {"image_size": 8, "patch_size": 4, "width": 12, "depth": 1, "heads": 2}
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.5)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def make_task(optimizer=adamw, tasks=3, seed=0, **options):
+    torch.manual_seed(seed)
+    return Classifier(DyTox(tasks, 6, **TINY), 6, optimizer, **options)
+
+
+def arrays(samples=180):
+    rng = np.random.default_rng(0)
+    y = np.arange(samples) % 6
+    x = rng.normal(size=(samples, 3, 8, 8)) + 2 * rng.normal(size=(6, 3, 8, 8))[y]
+    return x.astype(np.float32), y
+
+
+def fedvit(**kwargs):
+    scenario = {"tasks": 3, "clients": 3, "rounds_per_task": 2, "classes_per_client": (2, 2), "share": (0.2, 0.3)}
+    scenario |= {name: kwargs.pop(name) for name in list(kwargs) if name in scenario}
+    options = {"batch_size": 4, "seed": 0, **kwargs}
+    stream = FederatedStream.from_arrays(*arrays(), scenario="fedvit", scenario_args=scenario, **options)
+    stream.setup("fit")
+    return stream
+
+
+def incremental(**kwargs):
+    options = {"clients": 2, "experiences": 3, "batch_size": 8, "seed": 0, **kwargs}
+    stream = FederatedStream.from_arrays(*arrays(), **options)
+    stream.setup("fit")
+    return stream
+
+
+def samples(classes, number=16, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    y = torch.tensor(classes).repeat(number)[torch.randperm(number, generator=rng)]
+    return torch.randn(number, 3, 8, 8, generator=rng) + y[:, None, None, None], y
+
+
+def train(quiet, task, method, data, epochs=3, **kwargs):
+    trainer = L.Trainer(max_epochs=epochs, callbacks=method, **{**quiet, **kwargs})
+    trainer.fit(task, DataLoader(TensorDataset(*data), batch_size=8))
+
+
+def parts_changed(before, after):
+    """The parts of the model that differ: ``tokens.1``, ``heads.0``, ``body``, ..."""
+    names = [name.removeprefix("model.").split(".") for name, v in after.items() if not torch.equal(v, before[name])]
+    slots = ("tokens", "heads", "divergence")
+    return {".".join(name[:2]) if name[0] in slots else name[0] for name in names}
+
+
+class Watch(Callback):
+    """Every step: the client's round, its epoch, the batch's labels, and which parts it changed."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        client_round = getattr(trainer.strategy, "turn", None)
+        epoch = trainer.strategy.local_epoch if client_round is not None else trainer.current_epoch
+        self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if not getattr(trainer.strategy, "last_batch", False):  # then the module holds another client's state
+            *now, before = self.now
+            self.steps.append((*now, parts_changed(before, module.state_dict())))
+
+
+# What learns, and what does not.
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
+    stream, task, watch = fedvit(), make_task(optimizer, task_incremental=True), Watch()
+    fit(task, stream, [DyToxTraining(0.3), watch], local_epochs=2, seed=0)
+    blocks, tuned = {block: i for i, block in enumerate(task.model.blocks)}, 0
+    assert set(blocks) == set(stream.plan.blocks["0"])
+    for client_round, epoch, _, changed in watch.steps:
+        slot = blocks[client_round.block]
+        mine = {"decoder", f"tokens.{slot}", f"heads.{slot}"}
+        if epoch == 2:
+            assert changed == mine
+            tuned += 1
+        elif client_round.experience:
+            assert changed == mine | {"body", f"divergence.{slot}"}
+        else:
+            assert changed - {f"divergence.{slot}"} == mine | {"body"}
+    assert tuned and all(p.requires_grad for p in task.parameters())
+    assert (
+        len({client_round.block for client_round, *_ in watch.steps if client_round.round == 0}) > 1
+    )  # orders of their own
+
+
+def test_tokens_are_as_many_as_tasks(fit):
+    stream, task, states = incremental(rounds_per_experience=2), make_task(), []
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            states.append(copy.deepcopy(module.state_dict()))
+
+    start = copy.deepcopy(task.state_dict())
+    fit(task, stream, [DyToxTraining(0.2), Keep()], seed=0)
+    order = [task.model.blocks.index(block) for block in stream.plan.tasks["0"]]
+    assert sorted(order) == [0, 1, 2]
+    for round, state in enumerate(states):
+        learnt = order[: round // 2 + 1]
+        assert (state["model.learnt"] > 0).nonzero()[:, 0].tolist() == sorted(learnt)
+        changed = parts_changed(start, state)
+        assert {name for name in changed if name.startswith(("tokens", "heads"))} == {
+            f"{part}.{slot}" for slot in learnt for part in ("tokens", "heads")
+        }
+    # A task that is over stays as it was: in every client, and so in their mean.
+    for slot, number in enumerate(order):
+        late = parts_changed(states[2 * slot + 1], states[-1])
+        assert not late & {f"tokens.{number}", f"heads.{number}"}
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_without_its_terms_it_is_fine_tuning_with_frozen_tokens(quiet, assert_same, optimizer):
+    task = make_task(optimizer)
+    hand, method = copy.deepcopy(task), DyToxTraining(max_size=0, distillation=0, divergence=0)
+    for slot in (1, 0):
+        data = samples([2 * slot, 2 * slot + 1], seed=slot)
+        train(quiet, task, method, data)
+        hand.model.learnt[slot] = 1
+        for name, p in hand.model.named_parameters():
+            part, number, *_ = name.split(".")
+            p.requires_grad_(part in ("body", "decoder") or int(number) == slot)
+        optimizer_by_hand = hand.configure_optimizers()
+        for _ in range(3):
+            for x, y in zip(*(part.split(8) for part in data), strict=True):
+                optimizer_by_hand.zero_grad()
+                F.cross_entropy(hand(x), y).backward()
+                optimizer_by_hand.step()
+    assert_same(task, hand, 0)
+    assert "x" not in method.memory and "teacher.model.learnt" not in method.memory
+
+
+@pytest.mark.parametrize("terms", [{"distillation": "auto", "temperature": 2.0}, {"distillation": 0.7}])
+def test_a_second_task_by_hand(quiet, assert_same, terms):
+    task, method = make_task(sgd), DyToxTraining(0.5, divergence=0.3, balanced_epochs=0, **terms)
+    first, second = samples([4, 5]), samples([0, 1], number=8, seed=1)
+    train(quiet, task, method, first)
+    teacher = copy.deepcopy(task).eval()
+    hand, ((past_x, past_y),) = copy.deepcopy(task), [past_tasks({**method.memory, "present": torch.tensor(1)})][0]
+    assert len(past_y) == 8 and past_y.bincount().tolist() == [0, 0, 0, 0, 4, 4]
+    train(quiet, task, method, second, epochs=2)
+    hand.model.learnt[0] = 1
+    optimizer, temperature = hand.configure_optimizers(), terms.get("temperature", 1.0)
+    for _ in range(2):
+        x, y = torch.cat([second[0], past_x]), torch.cat([second[1], past_y])
+        optimizer.zero_grad()
+        embedded = hand.model.embed(x)
+        output, targets = hand(x), torch.tensor([{0: 1, 1: 2}.get(label, 0) for label in y.tolist()])
+        with torch.no_grad():
+            soft = (teacher(x)[:, 4:] / temperature).softmax(dim=1)
+        distilled = -(soft * (output[:, 4:] / temperature).log_softmax(dim=1)).sum(dim=1).mean() * temperature**2
+        own = F.cross_entropy(output[:, [0, 1, 4, 5]], torch.tensor([{0: 0, 1: 1, 4: 2, 5: 3}[v] for v in y.tolist()]))
+        mixed = 0.5 * own + 0.5 * distilled if terms["distillation"] == "auto" else own + 0.7 * distilled
+        (mixed + 0.3 * F.cross_entropy(hand.model.divergence[0](embedded[:, 0]), targets)).backward()
+        for slot in (1, 2):
+            for parameter in (hand.model.tokens[slot], *hand.model.heads[slot].parameters()):
+                parameter.grad = None
+        optimizer.step()
+    assert_same(task, hand, 1e-6)
+    assert not torch.equal(task.model.divergence[0][1].weight, teacher.model.divergence[0][1].weight)
+
+
+def test_a_task_that_comes_back_has_nothing_to_hold_on_to(quiet, assert_same):
+    task, method = make_task(sgd), DyToxTraining(max_size=0)
+    train(quiet, task, method, samples([4, 5]))
+    fine = copy.deepcopy(task)
+    train(quiet, task, method, samples([4, 5], seed=1))
+    train(quiet, fine, DyToxTraining(0, distillation=0, divergence=0), samples([4, 5], seed=1))
+    assert_same(task, fine, 0)
+
+
+def test_the_encoder_runs_once_a_step_and_once_for_the_teacher(quiet):
+    task, method, passes = make_task(), DyToxTraining(0.5, balanced_epochs=0), []
+    task.model.body.register_forward_hook(lambda module, args, out: passes.append(module.training))
+    train(quiet, task, method, samples([4, 5], number=8), epochs=1)
+    train(quiet, task, method, samples([0, 1], number=8), epochs=1)
+    assert passes == [True, True, False]
+
+
+# What is remembered.
+
+
+def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
+    stream, watch = fedvit(), Watch()
+    method = DyToxTraining(4, balanced_epochs=0)
+    trainer = fit(make_task(task_incremental=True), stream, [method, watch], participation=0.4, seed=1)
+    for client_round, *_ in watch.steps:
+        assert client_round.rehearsed == 4 * client_round.experience
+    for client in stream.plan.clients:  # many were not drawn for a task's last round, some for none of its rounds
+        memory = trainer.strategy.server.store[client]["DyToxTraining"]
+        assert memory["task"].bincount().tolist() == [4, 4, 4] and int(memory["present"]) == -1
+        assert memory["old"].all()
+        for number, block in enumerate(stream.plan.blocks[client]):
+            assert set(memory["y"][memory["task"] == number].tolist()) <= set(block)
+
+
+def test_the_teacher_is_the_model_at_the_end_of_the_task_before(fit):
+    stream, kept = fedvit(), {}
+
+    class Keep(Callback):
+        def on_client_end(self, trainer, module, client_round):
+            if client_round.last_round:
+                kept[client_round.client] = {n: v.clone() for n, v in module.state_dict().items()}
+
+        def on_train_epoch_end(self, trainer, module):
+            store = trainer.strategy.server.store
+            for client in stream.plan.clients:
+                if client not in kept and stream.client_round(client, trainer.current_epoch).last_round:
+                    kept[client] = {n: v.clone() for n, v in module.state_dict().items()}
+            for client, state in kept.items():
+                memory = store[client]["DyToxTraining"]
+                assert all(torch.equal(memory[f"teacher.{name}"], value) for name, value in state.items())
+                checked.append(client)
+            if trainer.current_epoch % 2:
+                return
+            kept.clear()
+
+    checked = []
+    fit(make_task(task_incremental=True), stream, [DyToxTraining(4), Keep()], participation=2, seed=1)
+    assert set(checked) == {"0", "1", "2"}
+
+
+# Balanced tuning.
+
+
+def test_balanced_indices():
+    y = torch.tensor([0] * 9 + [5] * 3 + [2] * 4)
+    draws = [balanced(y, torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert all(y[chosen].bincount().tolist() == [3, 0, 3, 0, 0, 3] for chosen in draws)
+    assert all(len(set(chosen.tolist())) == 9 for chosen in draws) and len({tuple(c.tolist()) for c in draws}) > 10
+
+
+def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
+    stream, watch = incremental(rounds_per_experience=2, batch_size=4), Watch()
+    method, sizes = DyToxTraining(0.3, balanced_epochs=2), {}
+    fit(make_task(), stream, [method, watch], local_epochs=3, seed=0)
+    for client_round, epoch, y, _ in watch.steps:
+        sizes.setdefault((client_round.client, client_round.round), {}).setdefault(epoch, []).append(y)
+    for (_, round), epochs in sizes.items():
+        assert set(epochs) == ({0, 1, 2, 3, 4} if round in (3, 5) else {0, 1, 2})
+        if round in (3, 5):
+            tuned = torch.cat(epochs[3]).bincount(minlength=6)
+            seen = [label for block in stream.plan.tasks["0"][: round // 2 + 1] for label in block]
+            assert tuned[seen].min() >= 0.5 * tuned[seen].max() and tuned[seen].sum() == tuned.sum()
+
+
+def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
+    stream, method = incremental(clients=1), DyToxTraining(0.3)
+    inner = Method.on_before_backward
+
+    def watched(self, trainer, module, loss):
+        before = loss.detach().clone()
+        inner(self, trainer, module, loss)
+        epochs.append((trainer.current_epoch, trainer.strategy.local_epoch, torch.equal(before, loss.detach())))
+
+    epochs = []
+    monkeypatch.setattr(Method, "on_before_backward", watched)
+    fit(make_task(), stream, [method], seed=0)
+    assert {same for round, epoch, same in epochs if round == 0 or epoch == 1} == {True}
+    assert {same for round, epoch, same in epochs if round and epoch == 0} == {False}
+
+
+def test_in_a_plain_trainer_the_last_epochs_are_balanced(quiet):
+    task, method, watch = make_task(), DyToxTraining(0.5, balanced_epochs=1), Watch()
+    x, y = samples([4, 5], number=24)
+    train(quiet, task, [method, watch], (x, torch.where(torch.arange(24) < 18, 4, y)))
+    assert {epoch for _, epoch, *_ in watch.steps} == {0, 1, 2}
+    assert all("body" in changed for *_, changed in watch.steps)
+    watch.steps.clear()
+    train(quiet, task, [method, watch], samples([0, 1], seed=2))
+    assert all(("body" in changed) == (epoch < 2) for _, epoch, _, changed in watch.steps)
+    assert all(not changed & {"tokens.2", "heads.2", "tokens.1", "heads.1"} for *_, changed in watch.steps)
+    assert method.memory["task"].bincount().tolist() == [12, 8]
+    message = "Expected more epochs for a task than `balanced_epochs`=1 but got no more"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(quiet, task, [method], samples([2, 3]), epochs=1)
+    assert all(p.requires_grad for p in task.parameters())
+
+
+# Where it runs.
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
+    options = {"participation": 0.7, "client_store": store, "seed": 5, "local_epochs": 2}
+    whole, saving = make_task(task_incremental=True), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(whole, fedvit(), [DyToxTraining(0.3), saving], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (0, 2, 3):
+        again = make_task(task_incremental=True, seed=9)
+        fit(again, fedvit(), [DyToxTraining(0.3)], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert_same(again, whole, 0)
+
+
+def test_resumed_is_uninterrupted_in_a_plain_trainer(quiet, assert_same, tmp_path):
+    saving = {"enable_checkpointing": True}
+    whole, method = make_task(), DyToxTraining(0.5)
+    train(quiet, whole, [method], samples([4, 5]))
+    start, memory = copy.deepcopy(whole), copy.deepcopy(method.memory)
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    train(quiet, whole, [method, keep], samples([0, 1]), epochs=4, **saving)
+    for epoch in (1, 2):
+        again, other = copy.deepcopy(start), DyToxTraining(0.5)
+        trainer = L.Trainer(max_epochs=4, callbacks=[other], **quiet)
+        loader = DataLoader(TensorDataset(*samples([0, 1])), batch_size=8)
+        trainer.fit(again, loader, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert_same(again, whole, 0)
+        assert other._fits == 2 and len(other.memory["y"]) == 2 * len(memory["y"])
+
+
+def test_a_stream_in_a_plain_trainer(fit):
+    one = fedvit(clients=1, rounds_per_task=3)
+    watch, task = Watch(), make_task(task_incremental=True)
+    fit(task, one, [DyToxTraining(0.5), watch], strategy="auto")
+    assert task.model.learnt.tolist() == [1, 1, 1]
+    assert {epoch for _, epoch, _, changed in watch.steps if "body" not in changed} == {5, 8}
+
+
+def test_it_forgets_less(fit):
+    right = []
+    for methods in ([], [DyToxTraining(0.3)]):
+        stream, metrics = incremental(rounds_per_experience=3), ContinualMetrics()
+        task = make_task(lambda params: torch.optim.AdamW(params, lr=0.005))
+        fit(task, stream, [*methods, metrics], local_epochs=4, seed=0, cohort_size=1)
+        right.append(sum(metrics.record["rounds"][-1]["correct"]["server"]) / sum(metrics.record["totals"]))
+    assert right[1] >= 0.75 > 0.5 > right[0]
+
+
+@pytest.mark.parametrize("home", [{}, {"model.divergence.*": "none"}])
+def test_what_travels(fit, home):
+    task = make_task()
+    trainer = fit(task, incremental(), [DyToxTraining(0.3)], max_epochs=2, seed=0, reductions=home)
+    sent = sum(value.nbytes for name, value in task.state_dict().items() if not (home and "divergence" in name))
+    assert set(trainer.strategy.server.record.upload_bytes.values()) == {sent}
+
+
+def test_clients_without_it_train_all(fit):
+    stream, watch = fedvit(), Watch()
+    fit(make_task(task_incremental=True), stream, [DyToxTraining(0.3, clients=["0"]), watch], seed=0)
+    for client_round, _, _, changed in watch.steps:
+        tokens = {name for name in changed if name.startswith("tokens")}
+        assert len(tokens) == (1 if client_round.client == "0" else 3)  # weight decay moves the others
+
+
+def test_who_does_not_use_it_ends_no_task(fit):
+    stream, method = incremental(clients=3, experiences=1), DyToxTraining(0.3, clients="unbalanced")
+    trainer = fit(make_task(tasks=1), stream, [method], participation=1)
+    federation = trainer.strategy.server
+    (drawn,) = federation.record.trained
+    assert all(stream.client_round(client, 0).balanced for client in stream.plan.clients)
+    assert not any(federation.store[client]["DyToxTraining"] for client in {"0", "1", "2"} - {drawn})
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
+def test_precision(fit, assert_same, precision, tolerance):
+    tasks = []
+    for one in ("32-true", precision):
+        tasks.append(make_task(sgd, task_incremental=True))
+        options = {"participation": 2, "seed": 1, "trainer_args": {"precision": one}}
+        trainer = fit(tasks[-1], fedvit(), [DyToxTraining(0.3)], **options)
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
+    assert {p.dtype for p in tasks[1].parameters()} == {dtype}
+    assert_same(tasks[0], tasks[1].float(), tolerance)
+    store = trainer.strategy.server.store
+    assert all(store[client]["DyToxTraining"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
+
+
+def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
+    stream, task, checked = incremental(rounds_per_experience=2), make_task(sgd), []
+
+    class Check(Callback):
+        def on_client_end(self, trainer, module, client_round):
+            if client_round.last_round:
+                own = make_task(sgd)
+                own.load_state_dict(module.state_dict())
+                expected = by_loop(own, "EWC", *stream.take(stream.plan.train[client_round.round][client_round.client]))
+                found = section(trainer.strategy.server.store[client_round.client]["EWC"], "importance")
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+                checked.append({name.split(".")[1] for name, value in found.items() if value.any()})
+
+    fit(task, stream, [EWC(0.1, decay=0.0), DyToxTraining(0.3), Check()], seed=0)
+    assert len(checked) == 6 and all({"body", "decoder", "tokens", "heads"} <= parts for parts in checked)
+
+
+# What it refuses.
+
+
+def test_a_recipe_names_it():
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(Method, "method")
+    for arguments in ({"distillation": "auto", "max_size": 0.1}, {"distillation": 0.5, "max_size": 20}):
+        spoken = {"method": {"class_path": "lightning_fcl.callbacks.DyToxTraining", "init_args": arguments}}
+        method = parser.instantiate(parser.parse_object(spoken)).method
+        assert {name: getattr(method, name) for name in arguments} == arguments
+
+
+def test_wrong_arguments():
+    for options, message in (
+        (
+            {"max_size": -1},
+            "Expected `max_size` to be a number of samples, 0 for none, or a share of up to 1.0, but got",
+        ),
+        ({"max_size": 1.5}, "but got 1.5."),
+        ({"distillation": "no"}, 'Expected `distillation` to be "auto" or a number but got "no".'),
+        ({"distillation": -1.0}, "Expected `distillation` to be at least 0 but got -1.0."),
+        ({"temperature": 0.0}, "Expected `temperature` to be above 0 but got 0.0."),
+        ({"divergence": -0.1}, "Expected `divergence` to be at least 0 but got -0.1."),
+        ({"balanced_epochs": -1}, "Expected `balanced_epochs` to be at least 0 but got -1."),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            DyToxTraining(**options)
+
+
+def test_what_it_cannot_work_with(fit, quiet):
+    x, y = arrays()
+    domains = FederatedStream.from_arrays(
+        x, y, scenario="domain-incremental", group=np.arange(180) % 2, clients=2, partition="iid"
+    )
+    for stream in (domains, incremental(order_per_client=True)):
+        with pytest.raises(ValueError, match="Expected a stream that tells tasks of classes, the same for all clients"):
+            fit(make_task(), stream, [DyToxTraining()])
+    with pytest.raises(
+        ValueError, match=r"Expected the stream's tasks to be those of `DyTox`, \[0, 1, 2\], \[3, 4, 5\]"
+    ):
+        fit(make_task(tasks=2), incremental(), [DyToxTraining()])
+    with pytest.raises(ValueError, match=r"those of the tasks 0, 1\. Give `DyTox"):
+        train(quiet, make_task(), [DyToxTraining()], samples([1, 2]))
+    with pytest.raises(ValueError, match="those of the tasks"):
+        fit(make_task(), incremental(history="seen"), [DyToxTraining()])
+    with pytest.raises(ValueError, match="Expected one `DyTox` in the module for `DyToxTraining` but got 0"):
+        fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
+    with pytest.raises(ValueError, match="Expected either `DyToxTraining` or `FedRep`"):
+        fit(make_task(), incremental(), [DyToxTraining(), FedRep(head="model.heads.*")])
+    with pytest.raises(ValueError, match="`DyToxTraining` trains one client at a time"):
+        fit(make_task(), incremental(), [DyToxTraining()], cohort_size=2)
+    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `DyToxTraining`"):
+        DyToxTraining(0).finish({}, {}, None, ClientRound("a", 0), torch.Generator())

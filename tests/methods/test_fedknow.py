@@ -1,0 +1,138 @@
+"""FedKNOW: which weights are kept of each task, what its network says, and what a step may not undo."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.callbacks import FedKNOW
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.fedknow import kept_network, largest
+from lightning_fcl.methods.method import section
+
+from .test_fedvit import OWN, make_stream, make_task
+
+
+def test_the_largest_free_weights_are_kept():
+    generator = torch.Generator().manual_seed(0)
+    weight, free = torch.randn(20, 10, generator=generator), torch.rand(20, 10, generator=generator) < 0.6
+    chosen = largest(weight, free, 0.1)
+    assert chosen.sum() == 20 and not (chosen & ~free).any()
+    assert weight.abs()[chosen].min() >= weight.abs()[free & ~chosen].max()
+    assert largest(weight, free, 0.9).sum() == free.sum()  # no more than are free
+
+
+def set_up(method, task):
+    """As a Trainer does, without one."""
+    method._module = task
+    return method
+
+
+def extracted(method, task, tasks=3):
+    memories, memory = [], {}
+    for number in range(tasks):
+        torch.manual_seed(number)
+        own = {name: torch.randn_like(value) for name, value in task.state_dict().items()}
+        data = [torch.randn(12, 6), torch.randint(0, 2, (12,)) + 2 * number]
+        client_round = ClientRound("a", number, number, num_classes=8, block=(2 * number, 2 * number + 1))
+        memory = method.extract(memory, own, data, client_round)
+        memories.append((own, memory))
+    return memories
+
+
+def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
+    task = make_task()
+    memories = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=0), task), task)
+    for number, (own, memory) in enumerate(memories):
+        owner, kept = memory["owner.model.body.0.weight"], memory["kept.model.body.0.weight"]
+        assert [(owner == n + 1).sum().item() for n in range(number + 1)] == [6] * (number + 1)  # 20 % of 5 x 6
+        assert torch.equal(kept[owner == number + 1], own["model.body.0.weight"][owner == number + 1])
+        assert (kept[owner == 0] == 0).all()
+        if number:
+            before = memories[number - 1][1]
+            earlier = before["owner.model.body.0.weight"] > 0
+            assert torch.equal(kept[earlier], before["kept.model.body.0.weight"][earlier])
+            assert torch.equal(owner[earlier], before["owner.model.body.0.weight"][earlier])
+    network = kept_network(memories[2][1], 1)
+    owner = memories[2][1]["owner.model.body.0.weight"]
+    assert ((network["model.body.0.weight"] != 0) == ((owner == 1) | (owner == 2))).all()
+    assert torch.equal(network["model.head.weight"], memories[1][0]["model.head.weight"])
+    assert torch.equal(network["model.body.0.bias"], memories[1][0]["model.body.0.bias"])
+
+
+def test_tuning_moves_the_task_s_own_weights_only_and_helps():
+    task = make_task()
+    plain = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=0), task), task)
+    tuned = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=40, tune_rate=0.02), task), task)
+    for number, ((_, left), (_, right)) in enumerate(zip(plain, tuned, strict=True)):
+        owner = right["owner.model.body.0.weight"]
+        assert torch.equal(owner, left["owner.model.body.0.weight"])
+        name = "kept.model.body.0.weight"
+        if number == 0:
+            assert ((left[name] != right[name]) == (owner == 1)).all()
+        else:  # those of earlier tasks stay as they were tuned
+            earlier = (owner > 0) & (owner <= number)
+            assert torch.equal(right[name][earlier], tuned[number - 1][1][name][earlier])
+    torch.manual_seed(0)
+    _ = [torch.randn_like(value) for value in task.state_dict().values()]
+    x, y = torch.randn(12, 6), torch.randint(0, 2, (12,))
+    losses = []
+    for memories in (plain, tuned):
+        other = copy.deepcopy(task)
+        other.load_state_dict(kept_network(memories[0][1], 0))
+        losses.append(F.cross_entropy(other(x), y).item())
+    assert losses[1] < losses[0]
+
+
+def test_a_past_task_s_gradient_is_that_of_distillation(fit):
+    seen = []
+
+    class Look(FedKNOW):
+        def restore(self, memory, task, gradient_of):
+            gradient = super().restore(memory, task, gradient_of)
+            state = {name: value.clone() for name, value in self._module.state_dict().items()}
+            seen.append((state, self._batch[0].clone(), kept_network(memory, task), gradient, self.server))
+            return gradient
+
+    task, stream = make_task(), make_stream(rounds=2)
+    fit(task, stream, [Look(0.3, temperature=3.0)], reductions=OWN, max_epochs=3)
+    assert len(seen) == 2 * 4
+    for client, (state, x, network, gradient, _) in zip([c for c in "01" for _ in range(4)], seen, strict=True):
+        student, teacher = make_task(), make_task()
+        student.load_state_dict(state)
+        teacher.load_state_dict(network)
+        block = list(stream.plan.block(client, 0))
+        target = F.softmax(teacher(x)[:, block] / 3, dim=1).detach()
+        loss = -(target * F.log_softmax(student(x)[:, block] / 3, dim=1)).sum(dim=1).mean()
+        by_hand = torch.autograd.grad(loss, list(student.model.body.parameters()))
+        torch.testing.assert_close(gradient, torch.cat([g.flatten() for g in by_hand]))
+
+
+def test_clients_that_were_not_drawn_keep_weights_too(fit):
+    stream = make_stream(clients=3, batch_size=16)
+    trainer = fit(make_task(), stream, [FedKNOW(0.3)], participation=1, reductions=OWN, max_epochs=2)
+    for client in stream.plan.clients:
+        memory = trainer.strategy.server.store[client]["FedKNOW"]
+        owner = section(memory, "owner")["model.body.0.weight"]
+        assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.block(client, 0))
+        assert not any(name.startswith("body.") for name in memory)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_the_store_does_not_matter(fit, store):
+    task = make_task()
+    fit(task, make_stream(batch_size=16), [FedKNOW()], reductions=OWN, client_store=store)
+    other = make_task()
+    fit(other, make_stream(batch_size=16), [FedKNOW()], reductions=OWN)
+    torch.testing.assert_close(task.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_refusals(fit):
+    for arguments, message in (
+        ({"temperature": 0}, "`temperature` and `tune_rate` to be above 0 but got 0 and 0.0005"),
+        ({"tune_epochs": -1}, "`tune_epochs` to be at least 0 but got -1"),
+        ({"rho": 2}, "`rho` to be above 0 and at most 1 but got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FedKNOW(**arguments)

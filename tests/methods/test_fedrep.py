@@ -1,0 +1,149 @@
+"""FedRep: the head first, then the body; the one is frozen to the bit while the other learns."""
+
+import copy
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import FedRep, FedViT
+
+OWN = {"model.head.*": "none"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU())
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def make_task(optimizer=torch.optim.AdamW):
+    torch.manual_seed(0)
+    return Classifier(Net(), 4, lambda params: optimizer(params, lr=0.05))
+
+
+class Stages(Callback):
+    """The state after every step, with the local epoch of the step and its client."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.now = (
+            trainer.strategy.client_round.client,
+            trainer.strategy.local_epoch,
+            copy.deepcopy(module.state_dict()),
+        )
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if not trainer.strategy.last_batch:  # then the module holds the server's or another client's state
+            self.steps.append((*self.now, copy.deepcopy(module.state_dict())))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_is_not_trained_is_frozen_to_the_bit(fit, make_stream, optimizer):
+    task, stages = make_task(optimizer), Stages()
+    fit(task, make_stream(drop_last=True), [FedRep(2, 3), stages], max_epochs=2, reductions=OWN)
+    assert {epoch for _, epoch, *_ in stages.steps} == {0, 1, 2, 3, 4}
+    for _, epoch, before, after in stages.steps:
+        changed = {name.split(".")[1] for name, value in after.items() if not torch.equal(value, before[name])}
+        assert changed == ({"head"} if epoch < 2 else {"body"})
+    assert all(p.requires_grad for p in task.parameters())
+
+
+def tied(net):
+    net.body.append(nn.Linear(5, 5)).append(nn.Linear(5, 5))
+    net.body[4].weight = net.body[3].weight
+
+
+def without_parameters(net):
+    net.body[1] = nn.BatchNorm1d(5, affine=False)
+
+
+def frozen(net):
+    net.body[1].eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [lambda net: None, tied, without_parameters, frozen])
+def test_equals_a_loop_by_hand(fit, make_stream, change):
+    stream, task = make_stream(clients=1, experiences=1, shuffle=False, batch_size=200), make_task(torch.optim.SGD)
+    change(task.model)
+    net, learn = copy.deepcopy(task.model), [p.requires_grad for p in task.parameters()]
+    modes = [layer.training for layer in net.modules()]
+    fit(task, stream, [FedRep(1, 2)], max_epochs=1, reductions=OWN)
+    (x, y), optimizer = stream.take(stream.plan.train[0]["0"]), torch.optim.SGD(net.parameters(), lr=0.05)
+    for epoch in range(3):
+        for layer, mode in zip(net.modules(), modes, strict=True):
+            layer.training = mode
+        if epoch < 1:
+            net.body.eval()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        for p in (net.body if epoch < 1 else net.head).parameters():
+            p.grad = None
+        optimizer.step()
+    start = make_task().model
+    change(start)
+    for name, value in net.body.state_dict().items():
+        torch.testing.assert_close(task.state_dict()[f"model.body.{name}"], value)
+        if name != "0.bias":  # batch normalisation takes it away again
+            still = change is frozen and name.startswith("1.")
+            assert torch.equal(value, start.body.state_dict()[name]) == still
+    assert [layer.training for layer in task.model.modules()] == modes
+    assert [p.requires_grad for p in task.parameters()] == learn
+
+
+def test_bodies_are_shared_and_heads_are_not(fit, make_stream):
+    task = make_task()
+    trainer = fit(task, make_stream(drop_last=True), [FedRep(1, 1)], reductions=OWN)
+    store, log = trainer.strategy.server.store, trainer.strategy.server.record
+    heads = [store[client]["model"] for client in ("0", "1", "2")]
+    assert all(set(head) == {"model.head.weight", "model.head.bias"} for head in heads)
+    assert not torch.equal(heads[0]["model.head.weight"], heads[1]["model.head.weight"])
+    body = sum(value.nbytes for name, value in task.state_dict().items() if name.startswith("model.body"))
+    assert set(log.upload_bytes.values()) == {body}
+
+
+def test_a_client_without_it_trains_the_whole(fit, make_stream):
+    stages = Stages()
+    stream, method = make_stream(drop_last=True), FedRep(1, 1, clients=["0"])
+    fit(make_task(), stream, [method, stages], max_epochs=1, reductions=OWN, local_epochs=2)
+    for client, epoch, before, after in stages.steps:
+        changed = {name.split(".")[1] for name, value in after.items() if not torch.equal(value, before[name])}
+        staged = {"head"} if epoch < 1 else {"body"}
+        assert changed == (staged if client == "0" else {"head", "body"})
+
+
+def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
+    task = make_task()
+    task.model.body[0].bias.requires_grad_(False)
+    task.model.head.bias.requires_grad_(False)
+    learn = [p.requires_grad for p in task.parameters()]
+    for method in (FedRep(), FedRep(head="model.tail.*"), FedViT()):
+        with pytest.raises(ValueError, match="for `Fed"):
+            L.Trainer(max_epochs=1, callbacks=[method], **quiet).fit(task, datamodule=make_stream(clients=1))
+        with pytest.raises(ValueError, match="Expected"):
+            fit(task, make_stream(), [method])
+        assert [p.requires_grad for p in task.parameters()] == learn
+
+
+def test_refusals(fit, make_stream, quiet):
+    with pytest.raises(ValueError, match="`head_epochs` and `body_epochs` to be at least 1 but got 0 and 4"):
+        FedRep(head_epochs=0)
+    with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions=\{"model.head.\*"'):
+        fit(make_task(), make_stream(), [FedRep()])
+    with pytest.raises(ValueError, match=r"`model.tail.\*` matches 0 of 6"):
+        fit(make_task(), make_stream(), [FedRep(head="model.tail.*")])
+    with pytest.raises(ValueError, match="for `FedRep` but got a plain one"):
+        L.Trainer(max_epochs=1, callbacks=[FedRep()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
+    with pytest.raises(ValueError, match="`FedRep` trains one client at a time"):
+        fit(make_task(), make_stream(), [FedRep()], reductions=OWN, cohort_size=2)
+    with pytest.raises(ValueError, match="trains head and body in stages but got FedViT and FedRep"):
+        fit(make_task(), make_stream(), [FedViT(), FedRep()], reductions=OWN)

@@ -1,0 +1,397 @@
+"""FedViT against a loop by hand: stages, knowledge, signature tasks, integration."""
+
+import copy
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedKNOW, FedViT
+from lightning_fcl.callbacks import fedvit as module
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
+from lightning_fcl.methods.projection import agem
+
+OWN = {"model.head.*": "none"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+        self.head = nn.Linear(5, 8)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def make_task(optimizer=torch.optim.SGD, lr=0.2, dropout=0.0):
+    torch.manual_seed(0)
+    net = Net()
+    if dropout:
+        net.body.append(nn.Dropout(dropout))
+    return Classifier(net, 8, lambda params: optimizer(params, lr=lr), task_incremental=True)
+
+
+def make_stream(clients=2, tasks=2, rounds=2, seed=0, classes=(2, 2), **kwargs):
+    """Noisy classes, so that tasks are at odds."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(480) % 8
+    x = (rng.normal(size=(480, 6)) + 0.7 * np.eye(8, 6)[y]).astype(np.float32)
+    arguments = {"tasks": tasks, "clients": clients, "classes_per_client": classes, "share": (0.3, 0.4)}
+    arguments["rounds_per_task"] = rounds
+    options = {"batch_size": 400, "shuffle": False, "seed": 0, "scenario_args": arguments, **kwargs}
+    return FederatedStream.from_arrays(x, y.astype(np.int64), scenario="fedvit", **options)
+
+
+def parts(net):
+    return list(net.body.parameters()), list(net.head.parameters())
+
+
+def flat_gradient(net, params, x, y, block):
+    loss = F.cross_entropy(net(x)[:, block], torch.searchsorted(torch.tensor(block), y))
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)])
+
+
+def step(params, gradient, lr=0.2):
+    with torch.no_grad():
+        for p, g in zip(params, gradient.split([p.numel() for p in params]), strict=True):
+            p -= lr * g.view(p.shape)
+
+
+def by_hand(stream, rho, heads, bodies, integration):
+    """All rounds, one full batch an epoch, at most one past task; the projections that changed something."""
+    server, plan = make_task().model, stream.plan
+    own = {c: {"head": copy.deepcopy(server.head), "body": None, "memory": None} for c in plan.clients}
+    changed = 0
+    for round, current in enumerate(plan.train):
+        trained, sizes = [], []
+        for client, rows in current.items():
+            (x, y), client_round, state = stream.take(rows), stream.client_round(client, round), own[client]
+            net = copy.deepcopy(server)
+            net.head = copy.deepcopy(state["head"])
+            body, head = parts(net)
+            if state["body"] is not None:
+                before = copy.deepcopy(net)
+                before.body = state["body"]
+                for _ in range(integration):
+                    g_a, g_b = (
+                        flat_gradient(net, body, x, y, client_round.block),
+                        flat_gradient(before, parts(before)[0], x, y, client_round.block),
+                    )
+                    changed += bool(g_a @ g_b < 0)
+                    step(body, agem(g_b, g_a))
+            for _ in range(heads):
+                step(head, flat_gradient(net, head, x, y, client_round.block))
+            for _ in range(bodies):
+                gradient = flat_gradient(net, body, x, y, client_round.block)
+                if state["memory"] is not None:
+                    past = flat_gradient(net, body, *state["memory"])
+                    changed += bool(past @ gradient < 0)
+                    gradient = agem(gradient, past)
+                step(body, gradient)
+            state["head"], state["body"] = copy.deepcopy(net.head), copy.deepcopy(net.body)
+            if client_round.last_round:
+                logits = net(x)[:, client_round.block]
+                loss = F.cross_entropy(
+                    logits, torch.searchsorted(torch.tensor(client_round.block), y), reduction="none"
+                )
+                kept = [r for c in y.unique() for r in best(loss, y, c, rho)]
+                kept = sorted(kept)
+                state["body"], state["memory"] = None, (x[kept], y[kept], client_round.block)
+            trained.append(net)
+            sizes.append(len(y))
+        with torch.no_grad():
+            for position, p in enumerate(server.body.parameters()):
+                values = [list(net.body.parameters())[position] for net in trained]
+                p.copy_(sum(n * v for n, v in zip(sizes, values, strict=True)) / sum(sizes))
+    return server, own, changed
+
+
+def best(loss, y, c, rho):
+    rows = [r for r in loss.argsort().tolist() if y[r] == c]
+    return rows[: max(1, round(rho * len(rows)))]
+
+
+def test_equals_a_loop_by_hand(fit):
+    stream, task = make_stream(rounds=4), make_task()
+    trainer = fit(task, stream, [FedViT(0.2, head_epochs=2, body_epochs=3, integration_epochs=2)], reductions=OWN)
+    server, own, changed = by_hand(stream, 0.2, heads=2, bodies=3, integration=2)
+    assert changed > 3
+    torch.testing.assert_close(task.model.body.state_dict(), server.body.state_dict())
+    store = trainer.strategy.server.store
+    for client, state in own.items():
+        kept = store[client]["model"]
+        torch.testing.assert_close(kept["model.head.weight"], state["head"].weight.detach())
+        memory = store[client]["FedViT"]
+        assert set(memory) == {"x", "y", "task", "present"}
+        torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip):
+    stream, task = make_stream(clients=3, rounds=3), make_task()
+    method, metrics = FedViT(0.2, integration_epochs=2, integrate_last=True), ContinualMetrics(when="aggregated")
+    local = LastBodies()
+    options = {"reductions": OWN, "participation": 2, "max_epochs": 6, "trainer_args": {"gradient_clip_val": clip}}
+    trainer = fit(task, stream, [method, metrics, local], **options)
+    plain, seen = make_task(), []
+    fit(plain, stream, [FedViT(0.2, integration_epochs=2)], **options)
+    torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)  # training is not touched
+    for client in stream.plan.clients:
+        kept = trainer.strategy.server.store[client]
+        last = {n: v for n, v in kept["FedViT"].items() if n.startswith("last.")}
+        assert bool(last) == (local.rounds[client] >= 3)  # it has trained on its second task
+        if not last:
+            continue
+        net, before = copy.deepcopy(task.model), copy.deepcopy(local.bodies[client])
+        net.head.load_state_dict({n.split(".")[-1]: v for n, v in kept["model"].items()})
+        before.head = net.head
+        (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.block(client, 1)
+        for _ in range(2):
+            g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
+            seen.append(bool(g_a @ g_b < 0))
+            gradient = agem(g_b, g_a)
+            step(parts(net)[0], gradient if clip is None else gradient * min(1.0, clip / float(gradient.norm() + 1e-6)))
+        for name, value in net.body.state_dict().items():
+            torch.testing.assert_close(last[f"last.model.body.{name}"], value)
+        tested, labels = stream.take(stream.plan.test)
+        right = (task.among(net(tested), labels).argmax(1) == labels).numpy()
+        counts = metrics.record["rounds"][-1]["correct"][client]
+        groups = stream.plan.groups[stream.plan.test]
+        assert all(c is None or c == right[groups == g].sum() for g, c in enumerate(counts))
+    assert len(seen) >= 4
+
+
+class LastBodies(Callback):
+    """The model of each client after its latest training, and the round of it."""
+
+    def __init__(self):
+        self.bodies, self.rounds = {}, {}
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.bodies[client_round.client], self.rounds[client_round.client] = make_task().model, client_round.round
+        self.bodies[client_round.client].load_state_dict(pl_module.model.state_dict())
+
+
+def test_in_the_first_task_nothing_is_projected(fit, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a projection")
+
+    monkeypatch.setattr(module, "project", refuse)
+    fit(make_task(), make_stream(rounds=2), [FedViT(integration_epochs=0)], max_epochs=2, reductions=OWN)
+    with pytest.raises(AssertionError, match="a projection"):
+        fit(make_task(), make_stream(rounds=2), [FedViT(integration_epochs=0)], max_epochs=3, reductions=OWN)
+
+
+class Stages(Callback):
+    """What each step of a client has changed, by local epoch."""
+
+    def __init__(self):
+        self.changed = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        client_round = trainer.strategy.client_round
+        self.key = (client_round.client, client_round.round, trainer.strategy.local_epoch)
+        self.before = copy.deepcopy(pl_module.state_dict())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if not trainer.strategy.last_batch:
+            after = pl_module.state_dict()
+            moved = {n.split(".")[1] for n, value in after.items() if not torch.equal(value, self.before[n])}
+            self.changed.setdefault(self.key, set()).update(moved)
+
+
+def test_stages_freeze_what_they_claim_to_the_bit(fit):
+    stages = Stages()
+    task = make_task(torch.optim.AdamW, lr=0.01)
+    method = FedViT(head_epochs=2, body_epochs=3, integration_epochs=1)
+    fit(task, make_stream(batch_size=16), [method, stages], reductions=OWN)
+    assert {epoch for _, round, epoch in stages.changed if round % 2 == 0} == {*range(5)}
+    assert {epoch for _, round, epoch in stages.changed if round % 2 == 1} == {*range(6)}
+    for (_, round, epoch), moved in stages.changed.items():
+        first = round % 2  # the second round of a task begins with integration
+        assert moved == ({"head"} if first <= epoch < first + 2 else {"body"})
+    assert all(p.requires_grad for p in task.parameters())
+
+
+def test_knowledge_is_the_lowest_loss_of_each_class():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.tensor([0] * 40 + [1] * 20 + [2] * 3)[torch.randperm(63, generator=generator)]
+    loss = torch.rand(63, generator=generator)
+    kept = lowest_loss(loss, y, 0.1)
+    assert kept.tolist() == sorted(kept.tolist())
+    assert [(y[kept] == c).sum().item() for c in range(3)] == [4, 2, 1]  # the proportions of the classes, at least 1
+    for c in range(3):
+        out = torch.tensor([r for r in range(63) if y[r] == c and r not in kept])
+        assert loss[kept][y[kept] == c].max() <= loss[out].min()
+    assert lowest_loss(loss, y, 1.0).tolist() == [*range(63)]
+
+
+def test_avalanche_s_buffers_take_it_as_a_selection_strategy(samples):
+    from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
+    from avalanche.training.storage_policy import ParametricBuffer
+
+    (x, y), task = samples(number=40), make_task()
+    labels = DataAttribute(y.tolist(), "targets")
+    tasks = DataAttribute([0] * len(y), "targets_task_labels", use_in_getitem=True)
+    pairs = TensorDataset(x, y)
+    data = TaskAwareSupervisedClassificationDataset([pairs], data_attributes=[labels, tasks])
+    experience = SimpleNamespace(dataset=data)
+    buffer = ParametricBuffer(8, groupby="class", selection_strategy=LowestLoss())
+    buffer.post_adapt(SimpleNamespace(model=task), experience)
+    with torch.no_grad():
+        kept = lowest_loss(F.cross_entropy(task(x), y, reduction="none"), y, 0.2)
+    expected = {tuple(row.tolist()) for row in x[kept]}
+    assert {tuple(sample[0].tolist()) for sample in buffer.buffer} == expected and len(expected) == 8
+
+
+def test_clients_that_were_not_drawn_remember(fit):
+    stream = make_stream(clients=4, tasks=2, rounds=2, batch_size=16)
+    task = make_task()
+    trainer = fit(task, stream, [FedViT(0.1)], participation=1, reductions=OWN, max_epochs=2)
+    drawn = set(trainer.strategy.server.record.upload_bytes)
+    assert len(drawn) == 1
+    for client in set(stream.plan.clients) - drawn:
+        kept = trainer.strategy.server.store[client]
+        memory, (x, y) = kept["FedViT"], stream.take(stream.plan.train[1][client])
+        own = copy.deepcopy(task)
+        own.load_state_dict({**task.state_dict(), **kept.get("model", {})})
+        block = stream.client_round(client, 1).block
+        logits = own(x)[:, block]
+        loss = F.cross_entropy(logits, torch.searchsorted(torch.tensor(block), y), reduction="none")
+        expected = sorted(r for c in y.unique() for r in best(loss, y, c, 0.1))
+        assert torch.equal(memory["x"], x[expected]) and set(memory) == {"x", "y", "task", "present"}
+
+
+def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
+    gradients = {0: torch.tensor([9.0, -9.0]), 1: torch.tensor([1.0, 1.1]), 2: torch.tensor([-5.0, 0.0])}
+    taken, projected = [], []
+    method = FedViT(k=2, select_every=3)
+    monkeypatch.setattr(FedViT, "restore", lambda self, memory, task, of: taken.append(task) or gradients[task])
+    monkeypatch.setattr(module, "project", lambda g, rows: projected.append(rows.clone()) or g)
+    memory = {"task": torch.tensor([0, 1, 2, 3]), "present": torch.tensor(3)}
+    method.start(memory, {})
+    for _ in range(4):
+        method.project(memory, torch.tensor([1.0, 1.0]), None)
+    assert taken == [0, 1, 2, 0, 2, 0, 2, 0, 1, 2]
+    for rows in projected:
+        assert torch.equal(rows, torch.stack([gradients[0], gradients[2]]))
+    taken.clear()
+    method = FedViT(k=5)  # more than there are: all
+    method.start(memory, {})
+    method.project(memory, torch.tensor([1.0, 1.0]), None)
+    assert taken == [0, 1, 2] and len(projected[-1]) == 3
+    assert method.project({"present": torch.tensor(0)}, gradients[0], None) is gradients[0]  # nothing is remembered
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted(fit, tmp_path, store):
+    options = {"reductions": OWN, "participation": 2, "client_store": store}
+
+    def run(epochs, **kwargs):
+        task = make_task(torch.optim.AdamW, lr=0.01)
+        stream = make_stream(clients=3, batch_size=16, rounds=3, shuffle=True)
+        return task, fit(task, stream, [FedViT(), *kwargs.pop("more", [])], max_epochs=epochs, **options, **kwargs)
+
+    whole, _ = run(6)
+    keep = ModelCheckpoint(tmp_path, filename="cut", save_top_k=-1)
+    run(4, more=[keep], trainer_args={"enable_checkpointing": True})
+    resumed, _ = run(6, ckpt_path=tmp_path / "cut.ckpt")
+    torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("integrate_last", [True, False])
+def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
+    """A client chooses anew, whoever has trained before it: another order, and a fit that was cut, give the same."""
+
+    def run(order=sorted, epochs=8, **kwargs):
+        task, stream = make_task(torch.optim.Adam, 0.01, dropout=0.3), make_stream(tasks=4)
+        stream.setup("fit")
+        for current in (*stream.plan.train, stream.plan.experiences):
+            for client in order(current):
+                current[client] = current.pop(client)
+        method = FedViT(k=1, select_every=3, integration_epochs=2, integrate_last=integrate_last)
+        options = {"reductions": OWN, "max_epochs": epochs, "participation": 1.0, **kwargs}
+        trainer = fit(task, stream, [method, *options.pop("more", [])], **options)
+        store = trainer.strategy.server.store
+        return task.state_dict(), {client: store[client] for client in sorted(store)}
+
+    keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = run(more=[keep], trainer_args={"enable_checkpointing": True})
+    torch.testing.assert_close(run(ckpt_path=tmp_path / "epoch=6.ckpt"), whole, rtol=0, atol=0)
+    torch.testing.assert_close(run(lambda clients: sorted(clients, reverse=True)), whole, rtol=0, atol=1e-5)
+
+
+def test_every_step_of_the_last_integration_draws_anew(fit):
+    masks, task = [], make_task(dropout=0.5)
+
+    class Look(FedViT):
+        def on_round_end(self, trainer, pl_module):
+            hook = pl_module.model.body[2].register_forward_hook(lambda layer, args, out: masks.append(out == 0))
+            super().on_round_end(trainer, pl_module)
+            hook.remove()
+
+    fit(task, make_stream(clients=1), [Look(integration_epochs=3, integrate_last=True)], reductions=OWN, max_epochs=2)
+    before, now = masks[::2], masks[1::2]
+    assert len(masks) == 6 and all(torch.equal(*pair) for pair in zip(before, now, strict=True))
+    assert not torch.equal(now[0], now[1]) and not torch.equal(now[1], now[2])
+
+
+def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
+    def kept(method, epochs, **kwargs):
+        store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
+        return store.strategy.server.store
+
+    assert set(kept(FedViT(clients=["0"], integrate_last=True), 3)["1"]) == {"model"}
+    before, after = (kept(FedViT(integrate_last=True), epochs, swarm=Swarm(leaves={"1": 4})) for epochs in (4, 6))
+    assert "at" in before["1"]["FedViT"]  # it has left in the midst of its task
+    torch.testing.assert_close(after["1"], before["1"], rtol=0, atol=0)
+
+
+def test_only_the_body_travels(fit):
+    task = make_task()
+    trainer = fit(task, make_stream(), [FedViT()], reductions=OWN)
+    body = sum(p.nbytes for p in task.model.body.parameters())
+    assert set(trainer.strategy.server.record.upload_bytes.values()) == {body}
+
+
+@pytest.mark.parametrize("method", [FedViT, FedKNOW])
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
+def test_precision(fit, precision, tolerance, method):
+    tasks = []
+    for one in ("32-true", precision):
+        tasks.append(make_task())
+        options = {"reductions": OWN, "participation": 2, "trainer_args": {"precision": one}}
+        trainer = fit(tasks[-1], make_stream(clients=3), [method(0.2, integrate_last=True)], **options)
+    dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}[precision]
+    assert {p.dtype for p in tasks[1].parameters()} == {dtype}
+    torch.testing.assert_close(tasks[1].float().state_dict(), tasks[0].state_dict(), rtol=0, atol=tolerance)
+    memory = trainer.strategy.server.store["0"][method.__name__]
+    assert memory["last.model.body.0.weight"].dtype == dtype
+
+
+def test_refusals(fit, quiet):
+    for arguments, message in (
+        ({"rho": 0}, "`rho` to be above 0 and at most 1 but got 0"),
+        ({"distance": "euclid"}, '"wasserstein" or "cosine" but got "euclid"'),
+        ({"k": 0}, "`k` and `select_every` to be at least 1 but got 0 and 10"),
+        ({"integration_epochs": -1}, "`integration_epochs` to be at least 0 but got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FedViT(**arguments)
+    with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions'):
+        fit(make_task(), make_stream(), [FedViT()])
+    with pytest.raises(ValueError, match="for `FedViT` but got a plain one"):
+        L.Trainer(max_epochs=1, callbacks=[FedViT()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
+    with pytest.raises(ValueError, match="at most one method that changes the gradient but got FedViT and AGEM"):
+        fit(make_task(), make_stream(), [FedViT(), AGEM()], reductions=OWN)
+    with pytest.raises(ValueError, match=r"class \d is a task of its own, in which there is nothing to learn"):
+        fit(make_task(), make_stream(tasks=8, classes=(1, 1)), [FedViT()], reductions=OWN, max_epochs=1)

@@ -1,0 +1,395 @@
+"""FedWEIT: its loss by hand, what each client sends and receives, and what other tasks and clients leave alone."""
+
+import copy
+import math
+import re
+from types import SimpleNamespace
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
+from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods.fedweit import drift, kept_units, pack, unpack
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.models import Decomposed, ViT
+
+OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
+
+
+def make_vit():
+    torch.manual_seed(0)
+    return ViT(num_classes=6, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+
+
+def make_task(net=None, optimizer=torch.optim.AdamW, lr=5e-3, tasks=3):
+    net = Decomposed(make_vit(), tasks) if net is None else net
+    return Classifier(net, 6, lambda params: optimizer(params, lr=lr), task_incremental=True)
+
+
+def make_stream(clients=3, rounds=2, tasks=3, **kwargs):
+    """Six classes of small images; each client's tasks have two of them."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(240) % 6
+    x = 0.5 * torch.randn(240, 3, 8, 8, generator=generator) + torch.randn(6, 3, 8, 8, generator=generator)[y]
+    arguments = {"tasks": tasks, "clients": clients, "classes_per_client": [2, 2], "share": [0.2, 0.2]}
+    return FederatedStream.from_arrays(
+        x, y, scenario="fedvit", test=0.25, batch_size=8, seed=0, scenario_args={**arguments, "rounds_per_task": rounds}
+    )
+
+
+class Watch(Callback):
+    """After each round: its log, the knowledge base before it, and everyone's state."""
+
+    def __init__(self, method=None):
+        self.method, self.rounds, self.known = method, [], {}
+
+    def on_round_end(self, trainer, module):
+        federation = trainer.strategy.server
+        clients = {client: copy.deepcopy(federation.store[client]) for client in federation.store}
+        server = {name: value.detach().clone() for name, value in entries(module).items()}
+        self.rounds.append(SimpleNamespace(log=copy.deepcopy(federation.record), known=self.known, clients=clients))
+        self.rounds[-1].server = server
+        self.known = copy.deepcopy(self.method.knowledge) if self.method else {}
+
+
+def predict(task, watched, client, x):
+    """A client's logits with the server's state after a round and its own entries."""
+    task = copy.deepcopy(task)
+    load_entries(task, {**watched.server, **watched.clients[client]["model"]})
+    with torch.no_grad(), evaluating(task):
+        return task(x)
+
+
+# The pieces.
+
+
+def test_what_is_packed_is_a_bit_for_each_number_and_the_numbers():
+    value = torch.zeros(1003)
+    value[[0, 8, 1002]] = torch.tensor([1.0, -2.0, 3.0])
+    packed = pack(value)
+    assert packed["bits"].nbytes == 126 and packed["values"].tolist() == [1.0, -2.0, 3.0]
+    assert torch.equal(unpack(**packed, size=1003), value)
+    assert torch.equal(unpack(**pack(torch.zeros(5)), size=5), torch.zeros(5))
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.9])
+def test_the_share_of_units_that_is_not_sent(sparsity):
+    mask = torch.randn(24)
+    kept = kept_units(mask, sparsity)
+    assert int((~kept).sum()) == math.floor(sparsity * 24)
+    if sparsity:
+        assert mask[~kept].abs().max() < mask[kept].abs().min()
+
+
+def prepared(**kwargs):
+    """A method in the midst of a third task, a client's state in the network, and the client's memory."""
+    model = Decomposed(make_vit(), 3)
+    for task in range(3):
+        model.begin(torch.tensor([2 * task, 2 * task + 1]))
+    method = FedWEIT(**kwargs)
+    method._module = SimpleNamespace(model=model)
+    with torch.no_grad():
+        for task in model.tasks:
+            task.adaptive.add_(0.02 * torch.randn(model.size))
+        held = {f"target.{i}": model.base() * model.gate(model.tasks[i].mask) + model.tasks[i].adaptive for i in (0, 1)}
+    memory = {**held, "tasks": torch.tensor(3), "experience": torch.tensor(2)}
+    method.start(memory, {})
+    return method, model, memory
+
+
+def test_no_drift_costs_nothing_and_drift_its_square():
+    method, model, memory = prepared(l1=0.0, l2=7.0, weight_decay=0.0)
+    assert method.penalty(memory, None).item() < 1e-9
+    change = {name: 0.1 * torch.randn_like(p) for name, p in model.net.named_parameters() if name in model.names}
+    gone = 0.2 * torch.randn(model.size)
+    with torch.no_grad():
+        for name, value in change.items():
+            model.net.get_parameter(name).add_(value)
+        model.tasks[1].adaptive.add_(gone)
+    expected, place, unit = 0.0, 0, 0
+    for value in change.values():
+        for row in value:
+            for task, other in ((0, torch.zeros(row.numel())), (1, gone[place : place + row.numel()])):
+                gate = torch.sigmoid(model.tasks[task].mask[unit])
+                expected += 7.0 * float((gate * row.flatten() + other).square().sum())
+            place, unit = place + row.numel(), unit + 1
+    assert method.penalty(memory, None).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("retroactive", [True, False])
+def test_what_is_sparse_and_what_decays(retroactive):
+    method, model, memory = prepared(l1=0.1, l2=0.0, mask_l1=0.3, weight_decay=0.5, retroactive=retroactive)
+    own, past = model.tasks[2], model.tasks[:2] if retroactive else []
+    expected = 0.1 * sum(task.adaptive.abs().sum() for task in [*past, own]) + 0.3 * own.mask.abs().sum()
+    expected += 0.25 * (own.adaptive.square().sum() + own.mask.square().sum())
+    torch.testing.assert_close(method.penalty(memory, None), expected)
+    method.penalty(memory, None).backward()
+    assert [task.adaptive.grad is not None for task in model.tasks] == [retroactive, retroactive, True]
+    assert [task.mask.grad is not None for task in model.tasks] == [False, False, True]
+
+
+def test_the_base_decays_in_the_first_task_alone():
+    model, method = Decomposed(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
+    method._module = SimpleNamespace(model=model)
+    memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
+    method.start(memory, {})
+    expected = 0.25 * sum(v.square().sum() for v in (model.tasks[0].adaptive, model.tasks[0].mask, model.base()))
+    torch.testing.assert_close(method.penalty(memory, None), expected)
+
+
+def test_drift_trains_base_and_adaptive():
+    base, gate = torch.randn(5, requires_grad=True), torch.rand(5)
+    adaptive, target = torch.randn(5, requires_grad=True), torch.randn(5)
+    drift(base, gate, adaptive, target).backward()
+    gone = (base * gate + adaptive - target).detach()
+    torch.testing.assert_close(base.grad, 2 * gone * gate)
+    torch.testing.assert_close(adaptive.grad, 2 * gone)
+
+
+# In a federation.
+
+
+class Still(FedWEIT):
+    """A mask of ones and adaptives of zero, for good."""
+
+    def start(self, memory, server, active=True):
+        super().start(memory, server, active)
+        task = self._model.tasks[int(memory["tasks"]) - 1]
+        with torch.no_grad():
+            task.adaptive.zero_()
+            task.mask.fill_(100.0)
+        for parameter in (task.adaptive, task.mask):
+            parameter.requires_grad_(False)
+
+
+def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fit):
+    plain, task = make_task(make_vit(), torch.optim.SGD), make_task(optimizer=torch.optim.SGD)
+    left = fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1, participation=2)
+    method = Still(l1=0.0, l2=0.0, weight_decay=0.0, sparsity=0.0, kb_size=0)
+    right = fit(task, make_stream(), [method], reductions=OWN, participation=2)
+    torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
+    for client in "012":
+        heads = [trainer.strategy.server.store[client]["model"] for trainer in (left, right)]
+        for name in ("head.weight", "head.bias"):
+            torch.testing.assert_close(heads[1][f"model.net.{name}"], heads[0][f"model.{name}"], rtol=0, atol=1e-6)
+
+
+def test_what_each_client_sends_and_receives(fit):
+    method, task = FedWEIT(), make_task()
+    watch = Watch(method)
+    fit(task, make_stream(), [watch, method], reductions=OWN, local_epochs=2)
+    model = task.model
+    rest = sum(v.nbytes for n, v in model.net.state_dict().items() if n not in model.names and not n.startswith("head"))
+    sent = sum(
+        (len(p) - math.floor(0.3 * len(p))) * p[0].numel() * 4 + math.ceil(p.numel() / 8)
+        for name, p in model.net.named_parameters()
+        if name in model.names
+    )
+    whole = rest + sum(p.nbytes for name, p in model.net.named_parameters() if name in model.names)
+    for number, now in enumerate(watch.rounds):
+        first, last = number % 2 == 0, number % 2 == 1
+        for client in "012":
+            adaptive = now.clients[client]["model"][f"model.tasks.{number // 2}.adaptive"]
+            message = int((adaptive.abs() > 1e-3).sum()) * 4 + math.ceil(model.size / 8)
+            assert now.log.upload_bytes[client] == rest + sent + last * min(message, model.size * 4)
+            others = [other for name, other in now.known.items() if name != client]
+            packed = sum(len(other["values"]) * 4 + len(other["bits"]) for other in others)
+            assert now.log.download_bytes[client] == whole + first * packed
+            assert len(others) == (2 if number > 1 else 0)
+    assert sent < 0.8 * (whole - rest)
+
+
+def test_bytes_grow_with_clients_and_with_tasks(fit):
+    down = {}
+    for clients in (2, 3, 4):
+        metrics = ContinualMetrics(clients="none")
+        fit(make_task(), make_stream(clients, rounds=1), [metrics, FedWEIT()], reductions=OWN)
+        down[clients] = [entry["download_bytes"]["0"] for entry in metrics.record["rounds"]]
+    for task in (1, 2):
+        assert down[2][0] < down[2][task] < down[3][task] < down[4][task]
+    assert down[2][0] == down[4][0]
+    metrics = ContinualMetrics(clients="none")
+    fit(make_task(), make_stream(4, rounds=1), [metrics, FedWEIT(kb_size=1)], reductions=OWN)
+    limited = metrics.record["rounds"][2]["download_bytes"]["0"]
+    assert down[2][0] < limited < down[3][2]
+
+
+def test_adaptives_become_sparse(fit):
+    shares = []
+    for l1 in (0.0, 0.1):
+        method, task = FedWEIT(l1=l1), make_task(lr=5e-4)
+        fit(task, make_stream(rounds=1), [method], reductions=OWN, local_epochs=16, max_epochs=1)
+        shares.append(max(len(packed["values"]) for packed in method.knowledge.values()) / task.model.size)
+    assert shares[1] < 0.35 < 0.8 < shares[0]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
+    task, watch = make_task(), Watch()
+    for name in task.model.names if frozen else []:
+        task.model.net.get_parameter(name).requires_grad_(False)
+    fit(task, make_stream(), [FedWEIT(retroactive=False), watch], reductions=OWN)
+    stream = make_stream()
+    stream.setup("fit")
+    x = stream.take(stream.plan.test)[0]
+    for client in "012":
+        block = list(stream.plan.block(client, 0))
+        before, after = (predict(task, watch.rounds[number], client, x)[:, block] for number in (3, 5))
+        assert torch.equal(before, after) == frozen
+        now = list(stream.plan.block(client, 1))  # the present task has been trained
+        assert not torch.equal(*(predict(task, watch.rounds[number], client, x)[:, now] for number in (1, 3)))
+
+
+def test_past_adaptives_learn_to_make_up_for_the_base(fit):
+    gone = {}
+    for retroactive, l2 in ((True, 100.0), (False, 100.0), (True, 0.0)):
+        task, watch = make_task(optimizer=torch.optim.Adam), Watch()
+        fit(task, make_stream(), [FedWEIT(l1=0.0, l2=l2, retroactive=retroactive), watch], reductions=OWN)
+        before, after = (watch.rounds[n].clients["0"]["model"]["model.tasks.0.adaptive"] for n in (1, 5))
+        gone[retroactive, l2] = not torch.equal(before, after)
+    assert gone == {(True, 100.0): True, (False, 100.0): False, (True, 0.0): False}
+
+
+def test_knowledge_of_others_is_learnt_from(fit):
+    tasks = []
+    for size in (None, 0):
+        task, watch = make_task(), Watch()
+        fit(task, make_stream(), [FedWEIT(kb_size=size), watch], reductions=OWN)
+        tasks.append(watch.rounds)
+    attentions = [tasks[0][n].clients["0"]["model"]["model.tasks.1.attention"] for n in (2, 3)]
+    assert attentions[0].shape == (5, 2) and not torch.equal(*attentions)
+    own, size = tasks[0][3].clients["0"], task.model.size
+    others = [unpack(own["FedWEIT"][f"kb.{j}.values"], own["FedWEIT"][f"kb.{j}.bits"], size) for j in (0, 1)]
+    mixed, sizes = own["model"]["model.tasks.1.knowledge"], task.model.sizes
+    for layer, parts in enumerate(zip(mixed.split(sizes), *(other.split(sizes) for other in others), strict=True)):
+        expected = sum(alpha * part for alpha, part in zip(attentions[1][layer], parts[1:], strict=True))
+        torch.testing.assert_close(parts[0], expected)
+    assert tasks[1][3].clients["0"]["model"]["model.tasks.1.knowledge"].numel() == 0
+
+
+def test_clients_that_are_not_drawn(fit):
+    method, task = FedWEIT(), make_task()
+    watch = Watch(method)
+    fit(task, make_stream(4, rounds=3), [watch, method], reductions=OWN, participation=1, seed=1)
+    drawn = [set(now.log.trained) for now in watch.rounds]
+    for end in (2, 5, 8):
+        having = set().union(*drawn[end - 2 : end + 1])
+        assert drawn[end] < set(watch.rounds[end].log.upload_bytes) == having
+    for number, now in enumerate(watch.rounds[3:], 3):
+        assert set(now.known) == set().union(*drawn[: number // 3 * 3])
+    for client, kept in watch.rounds[-1].clients.items():
+        begun = sum(1 for name, v in kept["model"].items() if name.endswith("adaptive") and v.numel())
+        assert begun == sum(any(client in d for d in drawn[start : start + 3]) for start in (0, 3, 6))
+
+
+def test_who_is_out_of_reach_publishes_when_it_is_back(fit):
+    method = FedWEIT()
+    watch = Watch(method)
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(missing={"1": [1]}))
+    assert watch.rounds[1].log.missed == ["1"] and set(watch.rounds[1].log.upload_bytes) == {"0", "2"}
+    assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "2"}, {"0", "2"}, {"0", "1", "2"}]
+
+
+def test_who_has_left_publishes_nothing(fit):
+    method = FedWEIT()
+    watch = Watch(method)
+    fit(make_task(), make_stream(), [watch, method], reductions=OWN, swarm=Swarm(leaves={"1": 3}))
+    assert [set(now.log.upload_bytes) for now in watch.rounds[2:]] == [{"0", "1", "2"}, *[{"0", "2"}] * 3]
+    torch.testing.assert_close(watch.rounds[4].known["1"], watch.rounds[2].known["1"], rtol=0, atol=0)
+    assert len(watch.rounds[4].known["0"]["values"]) != len(watch.rounds[2].known["0"]["values"])
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
+    options = {"reductions": OWN, "participation": 2, "client_store": store, "seed": 3}
+    saving, method, whole, watch = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), FedWEIT(), make_task(), Watch()
+    fit(whole, make_stream(), [method, saving, watch], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (1, 2):
+        again, other, seen = make_task(), FedWEIT(), Watch()
+        fit(again, make_stream(), [other, seen], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert_same(again, whole, 0)
+        assert seen.rounds[-1].log == watch.rounds[-1].log
+        torch.testing.assert_close(seen.rounds[-1].clients, watch.rounds[-1].clients, rtol=0, atol=0)
+        torch.testing.assert_close(other.knowledge, method.knowledge, rtol=0, atol=0)
+
+
+def test_other_clients_train_the_plain_network(fit):
+    plain, task, watch = make_task(make_vit()), make_task(), Watch()
+    fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1)
+    fit(task, make_stream(), [FedWEIT(clients=[]), watch], reductions=OWN)
+    torch.testing.assert_close(dict(task.model.net.state_dict()), dict(plain.model.state_dict()), rtol=0, atol=1e-6)
+
+
+def test_a_client_that_diverges_is_refused_alone(fit):
+    stream, task, watch = make_stream(), make_task(), Watch()
+    stream.setup("fit")
+    stream._samples[torch.from_numpy(stream.plan.train[0]["1"])] = float("nan")
+    fit(task, stream, [FedWEIT(), watch], reductions=OWN, max_epochs=1)
+    assert set(watch.rounds[0].log.dropped) == {"1"} and set(watch.rounds[0].clients) == {"0", "2"}
+
+
+def test_it_is_what_is_measured(fit):
+    metrics, task = ContinualMetrics(when="aggregated"), make_task()
+    watch = Watch()
+    fit(task, make_stream(), [metrics, FedWEIT(), watch], reductions=OWN, local_epochs=4)
+    stream = make_stream()
+    stream.setup("fit")
+    x, y = stream.take(stream.plan.test)
+    for client in "012":
+        logits = predict(task, watch.rounds[-1], client, x)
+        blocks = stream.plan.blocks[client]
+        block = torch.tensor([next(b for b in blocks if label in b) for label in y.tolist()])
+        correct = block[torch.arange(len(y)), logits.gather(1, block).argmax(1)] == y
+        assert sum(metrics.record["rounds"][-1]["correct"][client]) == int(correct.sum())
+        assert correct.float().mean() > 0.7
+
+
+# What it refuses.
+
+
+def test_refusals(fit, quiet, make_stream, make_task):
+    own_stream, own_task = globals()["make_stream"], globals()["make_task"]
+    with pytest.raises(ValueError, match='a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one'):
+        trainer = L.Trainer(max_epochs=1, callbacks=[FedWEIT()], **quiet)
+        trainer.fit(own_task(), datamodule=own_stream(clients=1))
+    with pytest.raises(ValueError, match=r"no other method than `Replay` beside `FedWEIT`.* but got FedProx"):
+        fit(own_task(), own_stream(), [FedProx(0.1), FedWEIT()])
+    with pytest.raises(ValueError, match=r"got one of `MLP`. Wrap it: `Decomposed\(net, tasks=10\)`\."):
+        fit(make_task(), make_stream(), [FedWEIT()])
+    task = own_task()
+    task.task_incremental = False
+    with pytest.raises(ValueError, match="Expected a `Classifier` with `task_incremental=True` for `FedWEIT`"):
+        fit(task, own_stream(), [FedWEIT()])
+    with pytest.raises(ValueError, match=r"^Expected `Decomposed\(tasks=3\)`, as in the stream, but got 2\.$"):
+        fit(own_task(tasks=2), own_stream(), [FedWEIT()], reductions=OWN)
+    message = (
+        'Expected the reduction of model.tasks.0.mask to be "none" for `FedWEIT` but got "mean". Give the strategy '
+        '`reductions={"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}`.'
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(own_task(), own_stream(), [FedWEIT()])
+    with pytest.raises(ValueError, match=r'model.net.body.patch_embed.proj.weight to be "sparse_mean"'):
+        fit(own_task(), own_stream(), [FedWEIT()], reductions={"model.tasks.*": "none"})
+    with pytest.raises(ValueError, match=r"Expected `cohort_size=1` or .auto. but got 2: `FedWEIT` trains one"):
+        fit(own_task(), own_stream(), [FedWEIT()], reductions=OWN, cohort_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"l1": -1.0}, "Expected `l1` to be at least 0 but got -1.0."),
+        ({"l2": -1.0}, "Expected `l2` to be at least 0 but got -1.0."),
+        ({"mask_l1": -2.0}, "Expected `mask_l1` to be at least 0 but got -2.0."),
+        ({"weight_decay": float("nan")}, "Expected `weight_decay` to be at least 0 but got nan."),
+        ({"sparsity": 1.0}, "Expected `sparsity` to be at least 0 and below 1 but got 1.0."),
+        ({"kb_size": -1}, "Expected `kb_size` to be at least 0, or None for all adaptives, but got -1."),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        FedWEIT(**arguments)

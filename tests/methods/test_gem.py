@@ -1,0 +1,451 @@
+"""GEM and A-GEM: what is remembered, what becomes of the gradient, and the same training by hand."""
+
+import copy
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.gem import labelled, past_tasks, remember_task, stratified
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.projection import project
+
+METHODS = {"GEM": lambda: GEM(1.0), "A-GEM": lambda: AGEM(1.0)}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def mean_gradient(task, x, y):
+    """The gradient of the mean loss, as one vector."""
+    loss = F.cross_entropy(task(x), y)
+    return torch.cat([piece.flatten() for piece in torch.autograd.grad(loss, list(task.parameters()))])
+
+
+def by_hand_projected(task, data, remembered, projection, epochs=2, batch=8, clip=None):
+    """A plain PyTorch loop that replaces each gradient by ``projection(gradient, [gradients of past tasks])``."""
+    optimizer, changed = task.configure_optimizers(), 0
+    for _ in range(epochs):
+        for x, y in zip(*(part.split(batch) for part in data), strict=True):
+            gradient = mean_gradient(task, x, y)
+            result = projection(gradient, [mean_gradient(task, *pair) for pair in remembered])
+            changed += not torch.equal(result, gradient)
+            if clip is not None:
+                result = result * min(1.0, clip / (float(result.norm()) + 1e-6))
+            pieces = result.split([p.numel() for p in task.parameters()])
+            for p, piece in zip(task.parameters(), pieces, strict=True):
+                p.grad = piece.view_as(p).clone()
+            optimizer.step()
+    return changed
+
+
+def one_by_closed_form(gradient, references):
+    """Eq. 11 of A-GEM, in double precision."""
+    g, r = gradient.double(), references[0].double()
+    return (g - min(float(g @ r), 0.0) / float(r @ r) * r).to(gradient.dtype)
+
+
+class Watch(Callback):
+    """Keeps the gradient after the methods, and those of remembered samples."""
+
+    def __init__(self, method):
+        self.method, self.before, self.after, self.past = method, [], [], []
+
+    def on_after_backward(self, trainer, pl_module):
+        self.before.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.after.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
+        self.past.append([mean_gradient(pl_module, *pair) for pair in past_tasks(self.method.memory)])
+
+
+# What is remembered.
+
+
+def test_memory_keeps_the_proportions_of_classes():
+    y = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)[torch.randperm(100, generator=generator())]
+    for size in (10, 20, 50, 100):
+        chosen = stratified(y, size, generator())
+        assert y[chosen].bincount().tolist() == [6 * size // 10, 3 * size // 10, size // 10]
+        assert len(set(chosen.tolist())) == size and chosen.tolist() == sorted(chosen.tolist())
+
+
+def test_shares_that_are_no_whole_numbers():
+    y = torch.tensor([0] * 98 + [7] + [3])
+    for size in range(1, 101):
+        counts = y[stratified(y, size, generator(size))].unique(return_counts=True)[1]
+        assert counts.sum() == size
+        assert len(counts) == (3 if size >= 3 else 1)  # at least one of each, where there is room
+    y = torch.arange(5).repeat_interleave(7)
+    for size in range(1, 36):
+        counts = y[stratified(y, size, generator(size))].bincount(minlength=5)
+        assert counts.sum() == size and counts.max() - counts.min() <= 1
+
+
+def test_samples_are_drawn_at_random_and_by_lot():
+    y = torch.tensor([0, 0, 1, 1])
+    assert {tuple(stratified(y, 2, generator(s)).tolist()) for s in range(60)} == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert {y[stratified(y, 1, generator(s))].item() for s in range(20)} == {0, 1}
+
+
+def test_one_class_more_than_all_and_nothing():
+    assert len(stratified(torch.zeros(9).long(), 4, generator())) == 4
+    assert stratified(torch.tensor([3, 1]), 10, generator()).tolist() == [0, 1]
+    assert stratified(torch.zeros(0).long(), 10, generator()).tolist() == []
+
+
+def data(labels, first=0):
+    y = torch.tensor(labels)
+    return [torch.arange(first, first + len(y)).float()[:, None], y]
+
+
+def test_a_task_keeps_the_samples_of_its_newest_round():
+    memory, rng = {}, generator()
+    for round, (experience, part) in enumerate(
+        [(0, data([0, 1] * 10)), (0, data([0, 1] * 10, 20)), (2, data([2] * 40, 40))]
+    ):
+        memory = remember_task(memory, part, ClientRound("a", round, experience), 0.1, rng)
+    assert memory["task"].tolist() == [0, 0, 2, 2, 2, 2] and memory["y"].tolist() == [0, 1, 2, 2, 2, 2]
+    assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
+    (x, y), *others = past_tasks(memory)
+    assert not others and torch.equal(x, memory["x"][:2]) and torch.equal(y, memory["y"][:2])
+    both = past_tasks(GEM().begin(memory, {}, ClientRound("a", 3, experience=3)))
+    assert [len(y) for _, y in both] == [2, 4]
+
+
+def test_number_and_share():
+    for size, kept in ((1, 1), (1.0, 20), (0.25, 5), (0.001, 1), (7, 7), (100, 20)):
+        assert len(remember_task({}, data([0] * 20), ClientRound("a", 0), size, generator())["y"]) == kept
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_samples_that_are_not_finite_are_not_remembered(caplog, number):
+    x, y = torch.randn(9, 2, 3), torch.arange(9)
+    assert all(left is right for left, right in zip(labelled([x, y]), (x, y), strict=True)) and not caplog.records
+    x[4, 1, 2] = x[7, 0, 0] = number
+    memory = remember_task({}, [x, y], ClientRound("a", 0), 1.0, generator())
+    assert memory["y"].tolist() == [0, 1, 2, 3, 5, 6, 8] and torch.equal(memory["x"], x[memory["y"]])
+    assert caplog.messages == ["2 of 9 samples have numbers that are not finite: they are not remembered."]
+
+
+def test_an_empty_memory_constrains_nothing():
+    def never(x, y):
+        raise AssertionError("no samples, no gradient of them")
+
+    gradient = torch.ones(3)
+    for method in (GEM(), AGEM()):
+        assert method.project({}, gradient, never) is gradient
+        assert method.project(method.begin({}, {}, ClientRound("a", 4, experience=4)), gradient, never) is gradient
+
+
+@pytest.mark.parametrize("participation", [1.0, 1])
+def test_every_client_remembers_every_task_of_its_own(fit, make_stream, make_task, participation):
+    owners = np.array(["a", "b", "c"])[np.arange(240) // 4 % 3]
+    stream = make_stream(client=owners, rounds_per_experience=2)
+    trainer = fit(make_task(), stream, [GEM(0.2)], participation=participation)
+    for client in "abc":
+        memory = trainer.strategy.server.store[client]["GEM"]
+        for last in (1, 3):
+            client_round = stream.client_round(client, last)
+            expected = [count / 5 for count in client_round.labels.bincount(minlength=4).tolist()]
+            kept = memory["y"][memory["task"] == client_round.experience].bincount(minlength=4).tolist()
+            assert all(abs(left - right) < 1 for left, right in zip(kept, expected, strict=True))
+            assert sum(kept) == round(client_round.samples / 5)
+
+
+def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
+    """It has no data in the first experience: nothing of it constrains the second."""
+    stream = make_stream(client=np.array(["a", "b"])[np.arange(240) // 4 % 2])
+    stream.setup("fit")
+    del stream.plan.train[0]["b"]
+    trainer = fit(make_task(), stream, [GEM(0.2)])
+    store = trainer.strategy.server.store
+    assert store["a"]["GEM"]["task"].unique().tolist() == [0, 1]
+    assert store["b"]["GEM"]["task"].unique().tolist() == [1]
+
+
+# What becomes of the gradient.
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same, method):
+    plain, fine = make_task(), make_task()
+    train(plain, [METHODS[method]()], samples(), epochs=3)
+    train(fine, [], samples(), epochs=3)
+    assert_same(plain, fine, 0)
+    stream = {"experiences": 1, "rounds_per_experience": 3, "clients": 3}
+    together, fine = make_task(), make_task()
+    fit(together, make_stream(**stream), [METHODS[method]()], cohort_size=1)
+    fit(fine, make_stream(**stream), cohort_size=1)
+    assert_same(together, fine, 0)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.5])
+def test_no_past_task_is_contradicted(make_task, samples, train, margin):
+    method, task = GEM(0.5, margin), make_task()
+    for seed, classes in enumerate([[0, 1], [1, 2], [0, 2]]):
+        train(task, [method], samples(classes, seed=seed))
+    watch = Watch(method)
+    train(task, [method, watch], samples([0, 1, 2], seed=3), epochs=6)
+    violated = 0
+    for before, after, past in zip(watch.before, watch.after, watch.past, strict=True):
+        assert len(past) == 3
+        dots = torch.stack(past).double() @ before.double()
+        violated += bool((dots < 0).any())
+        assert torch.equal(before, after) == bool((dots >= 0).all())
+        scale = float(after.norm()) * torch.stack(past).norm(dim=1)
+        assert (torch.stack(past) @ after >= -1e-6 * scale).all()
+    assert 0 < violated < len(watch.before)
+
+
+def test_many_tasks_are_the_quadratic_program_by_hand(make_task, samples, train, assert_same):
+    method, task, tasks = GEM(1.0, margin=0.5), make_task(), [samples(c, seed=s) for s, c in enumerate([[0, 1], [2]])]
+    for task_data in tasks:
+        train(task, [method], task_data)
+    copied, new = copy.deepcopy(task), samples([3, 0], seed=5)
+    train(task, [method], new)
+    changed = by_hand_projected(copied, new, tasks, lambda g, past: project(g, torch.stack(past), 0.5))
+    assert changed
+    assert_same(task, copied)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("method", [lambda: GEM(1.0, margin=0.0), lambda: AGEM(1.0)])
+def test_one_task_is_the_closed_form_before_any_clipping(make_task, samples, train, assert_same, method, clip):
+    method, task, first, second = method(), make_task(), samples([0, 1]), samples([2, 3], seed=1)
+    train(task, [method], first)
+    copied = copy.deepcopy(task)
+    train(task, [method], second, gradient_clip_val=clip)
+    assert by_hand_projected(copied, second, [first], one_by_closed_form, clip=clip)
+    assert_same(task, copied)
+
+
+def test_a_gem_takes_the_past_tasks_together(make_task, samples, train, assert_same):
+    method, task, tasks = AGEM(1.0), make_task(), [samples([0, 1]), samples([2], number=12, seed=1)]
+    for task_data in tasks:
+        train(task, [method], task_data)
+    copied, new = copy.deepcopy(task), samples([3, 0], seed=5)
+    train(task, [method], new)
+    pooled = [tuple(torch.cat(column) for column in zip(*tasks, strict=True))]
+    assert by_hand_projected(copied, new, pooled, one_by_closed_form)
+    assert_same(task, copied)
+
+
+def test_a_gem_draws_its_reference():
+    memory = remember_task({}, data([0] * 50), ClientRound("a", 0), 1.0, generator())
+    memory, drawn = AGEM().begin(memory, {}, ClientRound("a", 1, experience=1)), []
+
+    def gradient_of(x, y):
+        drawn.append(tuple(x[:, 0].int().tolist()))
+        return torch.ones(2)
+
+    for _ in range(3):
+        AGEM(batch_size=5).project(memory, -torch.ones(2), gradient_of)
+    assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
+
+
+def test_accumulated_gradients_are_projected_once(make_task, samples, train, assert_same):
+    method, task, first, second = GEM(1.0, margin=0.0), make_task(), samples([0, 1]), samples([2, 3], number=16, seed=1)
+    train(task, [method], first)
+    copied = copy.deepcopy(task)
+    train(task, [method], second, accumulate_grad_batches=2)
+    assert by_hand_projected(copied, second, [first], one_by_closed_form, batch=16)
+    assert_same(task, copied)
+
+
+class Noisy(nn.Module):
+    """Dropout, batch normalisation, and a parameter that no loss sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.head, self.unused, self.frozen = nn.Linear(8, 4), nn.Linear(2, 2), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.head(self.body(x)))
+
+
+def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, train, assert_same):
+    class Look(Method):
+        def project(self, memory, gradient, gradient_of):
+            seen.append((gradient, gradient_of(*remembered), gradient_of(*remembered)))
+            return gradient
+
+    seen, remembered = [], samples(seed=7)
+    torch.manual_seed(0)
+    model = Noisy()
+    looked, plain = make_task(model=copy.deepcopy(model)), make_task(model=model)
+    torch.manual_seed(1)
+    train(looked, [Look()], samples())
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    train(plain, [], samples())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(looked, plain, 0)
+    assert int(looked.model.body[1].num_batches_tracked) == len(seen) == 6
+    parameters = sum(p.numel() for part in (model.body, model.head) for p in part.parameters())
+    for gradient, once, twice in seen:
+        assert gradient.shape == once.shape == (parameters,)
+        assert torch.equal(once, twice) and not torch.equal(once, gradient) and once.abs().max() > 0
+
+
+def test_gradients_are_those_of_training_mode(make_task, samples, train):
+    class Look(Method):
+        def project(self, memory, gradient, gradient_of):
+            seen.append(gradient_of(*remembered))
+            expected.append(mean_gradient(copy.deepcopy(task.model), *remembered))
+            assert task.model.training
+            return gradient
+
+    seen, expected, remembered = [], [], samples(seed=7)
+    task = make_task(model=nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    train(task, [Look()], samples())
+    for left, right in zip(seen, expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, train, precision):
+    class Look(Method):
+        def project(self, memory, gradient, gradient_of):
+            seen.append((gradient, gradient_of(*batch)))
+            return gradient
+
+    seen, batch = [], samples(number=8)
+    train(make_task(), [Look()], batch, precision=precision)
+    assert len(seen) == 2 and all(torch.equal(*pair) for pair in seen)
+    assert seen[0][0].dtype == (torch.float64 if precision == "64-true" else torch.float32)
+
+
+# Where it runs.
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, method):
+    tasks = []
+    for strategy in ("auto", None):
+        task = make_task()
+        stream = make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80)
+        fit(task, stream, [METHODS[method]()], strategy=strategy)
+        tasks.append(task)
+    assert_same(*tasks, 1e-5)
+    fine = make_task()
+    fit(fine, make_stream(clients=1, experiences=4, rounds_per_experience=3, batch_size=240, samples=80))
+    with pytest.raises(AssertionError):
+        assert_same(fine, tasks[0], 1e-3)
+
+
+@pytest.mark.parametrize("method", [lambda: GEM(0.3), lambda: AGEM(5, batch_size=3)])
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_task, assert_same, tmp_path, store, method):
+    whole, options = make_task(), {"participation": 0.7, "client_store": store, "seed": 5}
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    stream = {"clients": 4, "rounds_per_experience": 2}
+    fit(whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (1, 2):
+        again = make_task(seed=9)
+        fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert_same(again, whole, 0)
+
+
+def test_clients_that_do_not_use_it_fine_tune(fit, make_stream, make_task, assert_same):
+    used, unused, fine = make_task(), make_task(), make_task()
+    fit(used, make_stream(clients=2), [GEM(1.0)], cohort_size=1)
+    fit(unused, make_stream(clients=2), [GEM(1.0, clients=[])], cohort_size=1)
+    fit(fine, make_stream(clients=2), cohort_size=1)
+    assert_same(unused, fine, 0)
+    with pytest.raises(AssertionError):
+        assert_same(used, fine, 1e-4)
+
+
+def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):
+    stream = make_stream()
+    stream.setup("fit")
+    stream._samples[torch.from_numpy(stream.plan.train[1]["1"])] = float("nan")
+    task = make_task()
+    trainer = fit(task, stream, [GEM(0.5)])
+    assert set(trainer.strategy.server.record.dropped) == {"1"}
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+
+
+def test_remembers_no_rehearsed_samples(make_task, samples, train):
+    first, second = samples([0, 1]), samples([2, 3], seed=1)
+    for order in (lambda a, b: [a, b], lambda a, b: [b, a]):
+        method, replay, task = GEM(1.0), Replay(5), make_task()
+        train(task, order(method, replay), first)
+        train(task, order(method, replay), second)
+        assert len(replay.memory["y"]) == 5 and len(method.memory["y"]) == 40
+        assert sorted(method.memory["y"][method.memory["task"] == 1].tolist()) == sorted(second[1].tolist())
+
+
+def test_goes_with_a_penalty(make_task, samples, train, assert_same):
+    method, task, first, second = GEM(1.0, margin=0.0), make_task(), samples([0, 1]), samples([2, 3], seed=1)
+    train(task, [method, FedProx(0.0)], first)
+    copied = copy.deepcopy(task)
+    train(task, [FedProx(3.0), method], second, epochs=1)
+    start = [p.detach().clone() for p in copied.parameters()]
+
+    def with_penalty(gradient, past):
+        drift = torch.cat([(p - s).flatten() for p, s in zip(copied.parameters(), start, strict=True)])
+        return one_by_closed_form(gradient + 3.0 * drift.detach(), past)
+
+    assert by_hand_projected(copied, second, [first], with_penalty, epochs=1)
+    assert_same(task, copied)
+
+
+class Bare(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_it_cannot_work_with(make_task, samples, train):
+    message = (
+        "Expected a module that states its loss apart for `GEM`, as `Classifier` does in `sample_loss(output, y)`, but "
+        "got a `Bare`. Use a `Classifier`, or define it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Bare(), [GEM()], samples())
+    message = "Expected at most one method that changes the gradient but got GEM and AGEM. Remove one."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [GEM(), FedProx(0.1), AGEM()], samples())
+    with pytest.raises(TypeError, match=r"Expected samples `\[x, y\]` to remember but got 3 parts"):
+        remember_task({}, [1, 2, 3], ClientRound("a", 0), 1, generator())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GEM(margin=-1.0), "Expected `margin` to be at least 0 but got -1.0."),
+        (
+            lambda: GEM(0),
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
+        ),
+        (
+            lambda: AGEM(1.5),
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
+        ),
+        (
+            lambda: AGEM(batch_size=0),
+            "Expected `batch_size` to be at least 1, or None for all samples, but got 0.",
+        ),
+    ],
+)
+def test_wrong_arguments(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()

@@ -1,0 +1,268 @@
+"""EWC and MAS: the importance against a slow loop over samples, and the drop-in against hand-written loops."""
+
+import copy
+import re
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
+from lightning_fcl.callbacks import importance as module_under_test
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
+from lightning_fcl.methods.method import Step, section
+
+KINDS = {"EWC": EWC, "MAS": MAS}
+STRENGTHS = {"EWC": 5.0, "MAS": 2.0}
+
+
+class Branching(nn.Module):
+    """A network whose control flow depends on its input, which no vectorised gradient can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.left(x) if x.sum() > 0 else self.right(x)
+
+
+class Noisy(nn.Linear):
+    """A layer that draws random numbers, in evaluation too."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+MODELS = {
+    "plain": lambda: None,
+    "batch norm and dropout": lambda: nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 4)
+    ),
+    "control flow": Branching,
+}
+
+
+def by_loop(task, kind, x, y):
+    """The importance, one sample and one backward pass after another."""
+    task = copy.deepcopy(task).eval()
+    total = {name: torch.zeros_like(p) for name, p in task.named_parameters() if p.requires_grad}
+    for i in range(len(y)):
+        task.zero_grad()
+        output = task(x[i : i + 1])
+        (F.cross_entropy(output, y[i : i + 1]) if kind == "EWC" else (output**2).sum()).backward()
+        for name, p in task.named_parameters():
+            if p.grad is not None:
+                total[name] += (p.grad**2 if kind == "EWC" else p.grad.abs()) / len(y)
+    return total
+
+
+def of(kind, task, x, y):
+    state = task.state_dict()
+    return fisher_information(task, state, x, y) if kind == "EWC" else output_sensitivity(task, state, x)
+
+
+def assert_close(left, right):
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [256, 7])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_importance_is_the_loop_over_samples(make_task, samples, monkeypatch, kind, model, chunk):
+    monkeypatch.setattr(module_under_test, "_CHUNK", chunk)
+    torch.manual_seed(1)
+    task = make_task(model=MODELS[model]())
+    x, y = samples()
+    task(x)  # moves the running statistics, if there are any
+    next(task.parameters()).requires_grad_(False)
+    found = of(kind, task, x, y)
+    assert_close(found, by_loop(task, kind, x, y))
+    assert all((value >= 0).all() and value.any() for value in found.values())
+    assert len(found) == len(list(task.parameters())) - 1
+
+
+@pytest.mark.parametrize("model", [*MODELS, "random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_importance_leaves_everything_alone(make_task, samples, kind, model):
+    task = make_task(model=Noisy(6, 4) if model == "random" else MODELS[model]())
+    task.train()
+    next(task.model.children(), task.model).eval()
+    modes = [module.training for module in task.modules()]
+    task(samples()[0]).sum().backward()
+    state, grads = copy.deepcopy(task.state_dict()), [copy.deepcopy(p.grad) for p in task.parameters()]
+    rng = torch.get_rng_state()
+    of(kind, task, *samples())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [module.training for module in task.modules()] == modes
+    torch.testing.assert_close(dict(task.state_dict()), dict(state), rtol=0, atol=0)
+    torch.testing.assert_close([p.grad for p in task.parameters()], grads, rtol=0, atol=0)
+
+
+def test_mas_does_not_look_at_labels(make_task, samples, train):
+    x, y = samples()
+    memories = {}
+    for kind, method in KINDS.items():
+        for labels in (y, y.roll(1)):
+            used, task = method(STRENGTHS[kind]), make_task(lambda params: torch.optim.SGD(params, lr=0.0))
+            train(task, [used], (x, labels))
+            memories.setdefault(kind, []).append(section(used.memory, "importance"))
+    torch.testing.assert_close(*memories["MAS"], rtol=0, atol=0)
+    with pytest.raises(AssertionError):  # the true labels are EWC's
+        assert_close(*memories["EWC"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_penalty_and_its_gradient(kind):
+    params = {"a": torch.randn(3, 2, requires_grad=True), "b": torch.randn(2, requires_grad=True)}
+    center = {name: torch.randn_like(p) for name, p in params.items()}
+    weights = {name: torch.rand_like(p) for name, p in params.items()}
+    memory = {f"center.{n}": v for n, v in center.items()} | {f"importance.{n}": v for n, v in weights.items()}
+    method = KINDS[kind](3.0)
+    value = method.penalty(memory, Step(params, {}, None, torch.zeros(1), None))
+    expected = sum(1.5 * float(weights[n].flatten() @ (params[n].detach() - center[n]).flatten() ** 2) for n in params)
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    value.backward()
+    for name, p in params.items():
+        torch.testing.assert_close(p.grad, 3 * weights[name] * (p.detach() - center[name]))
+    there = {name: value.clone().requires_grad_() for name, value in center.items()}
+    at_center = quadratic_penalty(there, center, weights)
+    at_center.backward()
+    assert at_center == 0 and not any(p.grad.any() for p in there.values())
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.25])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, assert_same, kind, decay):
+    task, copied, method = make_task(), make_task(), KINDS[kind](STRENGTHS[kind], decay)
+    parts = [samples([0, 2]), samples([1, 3], seed=1), samples([0, 1], seed=2)]
+    weights, centers, plain = {}, {}, None
+
+    def loss(output, x, y):
+        terms = [(weights[n] * (p - centers[n]) ** 2).sum() for n, p in copied.named_parameters()]
+        return F.cross_entropy(output, y) + STRENGTHS[kind] / 2 * sum(terms)
+
+    for i, part in enumerate(parts):
+        train(task, [method], part)
+        plain = copy.deepcopy(copied)
+        by_hand(copied, part, loss if i else None)
+        assert_same(task, copied, 1e-5)
+        new = by_loop(copied, kind, *part)
+        weights = {n: decay * weights[n] + value if i else value for n, value in new.items()}
+        centers = {n: p.detach().clone() for n, p in copied.named_parameters()}
+        assert_close(section(method.memory, "importance"), weights)
+    by_hand(plain, parts[-1])  # the penalty does something
+    assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_strength_zero_is_fine_tuning(fit, make_stream, make_task, assert_same, kind, cohort_size):
+    plain, weighed = make_task(), make_task()
+    fit(plain, make_stream(), cohort_size=cohort_size)
+    fit(weighed, make_stream(), [KINDS[kind](0.0)], cohort_size=cohort_size)
+    assert_same(plain, weighed, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_client_is_the_plain_trainer(fit, make_stream, make_task, assert_same, kind):
+    federated, plain, tuned = make_task(), make_task(), make_task()
+    options = {"clients": 1, "rounds_per_experience": 2}
+    fit(federated, make_stream(**options), [KINDS[kind](STRENGTHS[kind])], cohort_size=1, seed=0)
+    fit(plain, make_stream(**options), [KINDS[kind](STRENGTHS[kind])], strategy="auto")
+    fit(tuned, make_stream(**options), strategy="auto")
+    assert_same(federated, plain, 1e-5)
+    assert (tuned.model[1].weight - plain.model[1].weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("cohort_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_size):
+    stream, task, trained = make_stream(experiences=1, rounds_per_experience=2), make_task(), {}
+
+    class Keep(L.Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            trained[client_round.client] = make_task()
+            trained[client_round.client].load_state_dict(pl_module.state_dict())
+
+    trainer = fit(task, stream, [KINDS[kind](STRENGTHS[kind]), Keep()], cohort_size=cohort_size)
+    assert len(trained) == 3
+    for client, own in trained.items():
+        memory = trainer.strategy.server.store[client][kind]
+        x, y = stream.take(stream.plan.train[1][client])
+        assert_close(section(memory, "importance"), by_loop(own, kind, x, y))
+        assert_close(section(memory, "center"), {n: p.detach() for n, p in own.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
+    stream, trained = make_stream(rounds_per_experience=2), {}
+
+    class Keep(L.Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            trained[client_round.client] = make_task()
+            trained[client_round.client].load_state_dict(pl_module.state_dict())
+
+    methods = [KINDS[kind](0.1, decay=0.0), FedRep(1, 1, head="model.3.*"), Keep()]
+    trainer = fit(make_task(), stream, methods, reductions={"model.3.*": "none"})
+    assert len(trained) == 3
+    for client, own in trained.items():
+        found = section(trainer.strategy.server.store[client][kind], "importance")
+        assert_close(found, by_loop(own, kind, *stream.take(stream.plan.train[3][client])))
+        assert all(value.any() for value in found.values())
+
+
+def test_remembered_samples_do_not_count(make_task, samples, train):
+    task, method = make_task(), EWC(5.0, decay=0.0)
+    for part in (samples([0, 2]), samples([1, 3], seed=1)):
+        train(task, [Replay(5), method], part)
+        assert_close(section(method.memory, "importance"), by_loop(task, "EWC", *part))
+
+
+def test_double_precision(make_task, samples, train):
+    for kind, method in KINDS.items():
+        used, task = method(STRENGTHS[kind]), make_task()
+        train(task, [used], samples(), precision="64-true")
+        assert all(value.dtype == torch.float64 for value in used.memory.values())
+
+
+class Lossless(L.LightningModule):
+    """A module that does not state its loss apart, and puts out more than a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.layer(x), x
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0])[0], batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_modules_that_are_refused(samples, train):
+    message = (
+        "Expected a module that states its loss apart for `EWC`, as `Classifier` does in `sample_loss(output, y)`, but "
+        "got a `Lossless`. Use a `Classifier`, or define it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Lossless(), [EWC()], samples())
+    message = "Expected `Lossless.forward` to return a tensor but got tuple. Return the logits alone."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        train(Lossless(), [MAS()], samples())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_arguments(kind, make_task):
+    with pytest.raises(ValueError, match=r"^Expected `strength` to be at least 0 but got -1\.$"):
+        KINDS[kind](strength=-1)
+    with pytest.raises(ValueError, match=r"^Expected `decay` to be between 0 and 1 but got 1\.5\.$"):
+        KINDS[kind](decay=1.5)
+    with pytest.raises(RuntimeError, match=f"^Expected a Trainer to have set up `{kind}` but none has"):
+        KINDS[kind]().begin({}, make_task().state_dict(), ClientRound("a", 0))

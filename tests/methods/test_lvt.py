@@ -1,0 +1,383 @@
+"""LVT's method: what is remembered when a task ends, and the same training by hand."""
+
+import copy
+import re
+from fnmatch import fnmatchcase
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import FedProx, FedRep, LVTMethod
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.lvt import attention_loss, distilled
+from lightning_fcl.models import LVT
+
+KEYS = ("model.external_key", "model.external_bias")
+
+
+class Net(nn.Module):
+    """Attention of a vector to keys that are parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.external_key, self.external_bias = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.zeros(5))
+        self.value, self.head = nn.Parameter(torch.randn(5, 3)), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head((x @ self.external_key.T + self.external_bias).softmax(dim=-1) @ self.value)
+
+
+@pytest.fixture
+def make_net(make_task):
+    """Makes classifiers with keys, all with the same initial weights."""
+
+    def make(seed=0):
+        torch.manual_seed(seed)
+        return make_task(lambda params: torch.optim.SGD(params, lr=0.2), Net())
+
+    return make
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Samples are drawn one after the other, where they would be drawn at random."""
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda n, **seeded: randperm(n, **seeded) if seeded else torch.arange(n))
+
+
+def knowledge(task, x, y, rho):
+    """K, G, and the surest samples with their logits, sample by sample."""
+    params = dict(task.named_parameters())
+    total = {name: torch.zeros_like(params[name]) for name in KEYS}
+    losses = []
+    for row in range(len(y)):
+        losses.append(F.cross_entropy(task(x[row : row + 1]), y[row : row + 1]))
+        pieces = torch.autograd.grad(losses[-1], [params[name] for name in KEYS])
+        for name, piece in zip(KEYS, pieces, strict=True):
+            total[name] += piece.abs() / len(y)
+    kept = []
+    for label in sorted(set(y.tolist())):
+        rows = sorted((float(losses[row]), row) for row in range(len(y)) if int(y[row]) == label)
+        kept += [row for _, row in rows[: max(1, round(rho * len(rows)))]]
+    kept.sort()
+    previous = {name: params[name].detach().clone() for name in KEYS}
+    return previous, total, (x[kept], y[kept], task(x[kept]).detach())
+
+
+def by_hand(task, data, known, gamma=1.0, alpha=1.0, beta=0.5, temperature=2.0, size=8, epochs=2, mu=0.0):
+    """A plain PyTorch loop."""
+    optimizer, params = task.configure_optimizers(), dict(task.named_parameters())
+    start = {name: value.detach().clone() for name, value in params.items()}
+    previous, weight, (x_old, y_old, z_old) = known
+    for _ in range(epochs):
+        for x, y in zip(*(part.split(8) for part in data), strict=True):
+            n = min(size if size != 8 else len(y), len(y_old))
+            output = task(x_old[:n])
+            held = sum((weight[name] * (params[name] - previous[name])).abs().sum() for name in KEYS)
+            taught = (z_old[:n] / temperature).softmax(dim=1) * (output / temperature).log_softmax(dim=1)
+            loss = F.cross_entropy(task(x), y) + gamma * held + alpha * F.cross_entropy(output, y_old[:n])
+            loss = loss - beta * taught.sum(dim=1).mean()
+            loss = loss + mu / 2 * sum((value - start[name]).square().sum() for name, value in params.items())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+# Its parts.
+
+
+def test_the_attention_loss():
+    torch.manual_seed(0)
+    key, previous, gradient = ({"a": torch.randn(3, 2), "b": torch.randn(4)} for _ in range(3))
+    expected = sum(float((gradient[n] * (key[n] - previous[n])).abs().sum()) for n in "ab")
+    assert float(attention_loss({**key, "other": torch.ones(1)}, previous, gradient)) == pytest.approx(expected)
+    here = {name: value.clone().requires_grad_() for name, value in previous.items()}
+    loss = attention_loss(here, previous, gradient)
+    assert float(loss) == 0
+    loss.backward()
+    assert not any(value.grad.any() for value in here.values())
+
+
+def test_distillation_among_some_classes_is_that_of_their_logits():
+    torch.manual_seed(0)
+    student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
+    torch.testing.assert_close(distilled(student, teacher, 3.0), distillation_loss(student, teacher, 3.0))
+    outside = torch.tensor([True, False, False, True, False, True])
+    masked = distilled(student.masked_fill(outside, -torch.inf), teacher.masked_fill(outside, -torch.inf))
+    torch.testing.assert_close(masked, distillation_loss(student[:, ~outside], teacher[:, ~outside]))
+    gradient = torch.autograd.grad(masked.sum(), student)[0]
+    sliced = torch.autograd.grad(distillation_loss(student[:, ~outside], teacher[:, ~outside]).sum(), student)[0]
+    torch.testing.assert_close(gradient, sliced)
+
+
+def test_what_is_remembered_of_a_task(make_net, samples, train):
+    method, task = LVTMethod(rho=0.3), make_net()
+    first, second = samples([0, 1]), samples([2, 3, 3, 3], seed=1)
+    train(task, [method], first)
+    previous, gradient, one = knowledge(task, *first, 0.3)
+    assert len(one[1]) == 6 and set(method.memory["task"].tolist()) == {0}
+    train(task, [method], second)
+    previous, gradient, two = knowledge(task, *second, 0.3)  # keys: of the last task; samples: of all
+    for name in KEYS:
+        torch.testing.assert_close(method.memory[f"previous.{name}"], previous[name], rtol=0, atol=0)
+        torch.testing.assert_close(method.memory[f"gradient.{name}"], gradient[name])
+    for name, old, new in zip(("x", "y", "logits"), one, two, strict=True):
+        torch.testing.assert_close(method.memory[name], torch.cat([old, new]))
+    assert method.memory["task"].tolist() == [0] * len(one[1]) + [1] * len(two[1])
+    assert method.memory["y"].bincount().tolist() == [3, 3, round(0.3 * 5), round(0.3 * 15)]
+
+
+def test_only_at_the_end_of_a_task(make_net, samples, train):
+    class Watch(LVTMethod):
+        def begin(self, memory, server, client_round):
+            seen.append(set(memory))
+            return super().begin(memory, server, client_round)
+
+    seen, method, task = [], Watch(), make_net()
+    train(task, [method], samples([0, 1]), epochs=3)
+    assert seen == [set()] * 3 and {"x", "y", "logits", "task"} < set(method.memory)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {},
+        {"gamma": 30.0, "alpha": 0.0, "beta": 0.0},
+        {"gamma": 0.0, "beta": 0.0},
+        {"gamma": 0.0, "alpha": 0.0, "beta": 2.0, "temperature": 5.0},
+        {"gamma": 4.0, "alpha": 0.3, "beta": 0.7, "temperature": 1.0},
+    ],
+)
+def test_the_loss_by_hand(make_net, samples, train, assert_same, in_turn, weights):
+    method, task, first, second = LVTMethod(rho=0.5, **weights), make_net(), samples([0, 1]), samples([2, 3], seed=1)
+    train(task, [method], first)
+    copied, known = copy.deepcopy(task), knowledge(task, *first, 0.5)
+    fine = copy.deepcopy(task)
+    train(task, [method], second)
+    by_hand(copied, second, known, **weights)
+    assert_same(task, copied, 1e-5)
+    train(fine, [], second)
+    with pytest.raises(AssertionError):
+        assert_same(task, fine, 1e-3)
+
+
+@pytest.mark.parametrize("size", [5, 100])
+def test_other_batches_and_a_penalty(make_net, samples, train, assert_same, in_turn, size):
+    method, task, first, second = LVTMethod(rho=0.5, batch_size=size), make_net(), samples([0, 1]), samples([2], seed=1)
+    train(task, [FedProx(2.0), method], first)
+    copied, known = copy.deepcopy(task), knowledge(task, *first, 0.5)
+    train(task, [FedProx(2.0), method], second, epochs=1)
+    by_hand(copied, second, known, size=size, epochs=1, mu=2.0)
+    assert_same(task, copied, 1e-5)
+
+
+def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, train, assert_same, in_turn):
+    method, task, (first, second) = LVTMethod(0.0, rho=1.0), make_net(), (samples([0, 1]), samples([2, 3], seed=1))
+    task._blocks = torch.tensor([[a // 2 == b // 2 for a in range(4)] for b in range(4)])
+    train(task, [method], first)
+    copied = copy.deepcopy(task)
+    optimizer, taught = copied.configure_optimizers(), copied(first[0])[:8, :2].detach()
+    train(task, [method], second)
+    for _ in range(2):
+        for x, y in zip(*(part.split(8) for part in second), strict=True):
+            old = copied(first[0])[: len(y), :2]
+            loss = F.cross_entropy(copied(x)[:, 2:], y - 2) + F.cross_entropy(old, first[1][: len(y)])
+            loss = loss + 0.5 * distillation_loss(old, taught[: len(y)]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert_same(task, copied, 1e-5)
+
+
+def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
+    method, task = LVTMethod(rho=1.0), make_net()
+    method._module, memory = task, {}
+    for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
+        x, y = samples([0, 1], number, seed)
+        memory = method.finish(memory, task.state_dict(), [x, y], ClientRound("a", 0, experience), torch.Generator())
+    assert memory["task"].tolist() == [1] * 5 + [0] * 6
+    torch.testing.assert_close(memory["x"][5:], x)
+
+
+def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_same):
+    used, none, unused, fine = make_net(), make_net(), make_net(), make_net()
+    fit(used, make_stream(clients=2), [LVTMethod()], cohort_size=1)
+    trainer = fit(none, make_stream(clients=2), [LVTMethod(0.0, 0.0, 0.0)], cohort_size=1)
+    fit(unused, make_stream(clients=2), [LVTMethod(clients=[])], cohort_size=1)
+    fit(fine, make_stream(clients=2), cohort_size=1)
+    assert_same(none, fine, 0)
+    assert_same(unused, fine, 0)
+    assert not any(trainer.strategy.server.store[client].get("LVTMethod") for client in "01")
+    with pytest.raises(AssertionError):
+        assert_same(used, fine, 1e-3)
+
+
+def test_the_first_task_is_fine_tuning(make_net, samples, train, assert_same):
+    plain, fine = make_net(), make_net()
+    train(plain, [LVTMethod(9.0, 9.0, 9.0)], samples(), epochs=3)
+    train(fine, [], samples(), epochs=3)
+    assert_same(plain, fine, 0)
+
+
+def test_samples_are_drawn_anew(make_net, samples, train, monkeypatch):
+    drawn, randperm, (first, second) = [], torch.randperm, (samples([0, 1]), samples([2, 3], seed=1))
+
+    def watched(n):
+        drawn.append(randperm(n))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch, "randperm", watched)
+    method, task = LVTMethod(rho=0.5), make_net()
+    train(task, [method], first)
+    assert not drawn
+    train(task, [method], second)
+    assert [len(rows) for rows in drawn] == [10] * 6 and len({tuple(rows.tolist()) for rows in drawn}) > 1
+
+
+# Where it runs.
+
+
+def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, assert_same):
+    tasks = []
+    for strategy in ("auto", None):
+        task = make_net()
+        stream = make_stream(clients=1, experiences=4, rounds_per_experience=2, batch_size=240, samples=80)
+        fit(
+            task, stream, [LVTMethod(rho=0.5, batch_size=99)], strategy=strategy
+        )  # all that are remembered go into each step
+        tasks.append(task)
+    assert_same(*tasks, 1e-5)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("head", ["model.head.*", "model.external_bias", "model.external_*"])
+def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order, head):
+    class Look(LVTMethod):
+        def penalty(self, memory, step):
+            value = super().penalty(memory, step)
+            learnt = {name: p.detach().clone() for name, p in step.params.items()}
+            seen.append((self._live.trainer.strategy.local_epoch, learnt, dict(memory), float(value)))
+            return value
+
+    seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
+    methods = [Look(3.0, 0.0, 0.0), FedRep(1, 2, head)][::order]
+    trainer = fit(make_net(), make_stream(), methods, reductions={head: "none"})
+    held = [(epoch, learnt, memory, value) for epoch, learnt, memory, value in seen if memory]
+    assert {epoch for epoch, *_ in held} == {0, 1, 2} and any(value > 0 for *_, value in held)
+    for epoch, learnt, memory, value in held:
+        assert set(learnt) & set(KEYS) == (set(KEYS) - in_head if epoch else in_head)
+        moved = {name: learnt[name] - memory[f"previous.{name}"] for name in KEYS if name in learnt}
+        expected = 3 * sum(float((memory[f"gradient.{name}"] * by).abs().sum()) for name, by in moved.items())
+        assert value == pytest.approx(expected, rel=1e-5)
+    assert all(f"gradient.{name}" in trainer.strategy.server.store["0"]["Look"] for name in KEYS)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_net, assert_same, tmp_path, store):
+    whole, options = make_net(), {"participation": 0.7, "client_store": store, "seed": 5}
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    stream = {"clients": 4, "rounds_per_experience": 2}
+    fit(whole, make_stream(**stream), [LVTMethod(), saving], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in (1, 2):
+        again = make_net(seed=9)
+        fit(again, make_stream(**stream), [LVTMethod()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+        assert_same(again, whole, 0)
+
+
+@pytest.mark.parametrize("participation", [1.0, 1])
+def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
+    x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
+    data = Arrays(x, np.arange(96) % 6, None, tuple("abcdef"))
+    plan = {"tasks": 2, "clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3), "share": (0.5, 0.5)}
+    stream = FederatedStream(data, "fedvit", test=0.25, batch_size=4, seed=0, scenario_args=plan)
+    torch.manual_seed(0)
+    lvt = LVT(num_classes=6, patch_size=16, width=24, depth=2, heads=3)
+    task = Classifier(lvt, 6, lambda params: torch.optim.AdamW(params, 1e-3), task_incremental=True)
+    trainer = fit(task, stream, [LVTMethod(rho=0.5)], participation=participation)
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+    for client in "01":
+        memory = trainer.strategy.server.store[client]["LVTMethod"]
+        assert memory["task"].unique().tolist() == [0, 1]
+        names = [f"model.body.blocks.{i}.attention.external_{what}" for i in range(2) for what in ("key", "bias")]
+        for name in names:
+            assert memory[f"gradient.{name}"].min() >= 0 and memory[f"gradient.{name}"].max() > 0
+            assert memory[f"previous.{name}"].shape == dict(task.named_parameters())[name].shape
+        last = memory["task"] == 1
+        assert set(memory["y"][last].tolist()) == set(stream.plan.tasks[client][1])
+        if participation == 1 and client not in trainer.strategy.server.record.upload_bytes:
+            now = task.state_dict()  # it was not drawn for the last round: the server's model
+            assert all(torch.equal(memory[f"previous.{name}"], now[name]) for name in names)
+
+
+def test_held_keys_move_less(make_net, samples, train):
+    moved = []
+    for gamma in (0.0, 3.0):
+        task = make_net()
+        method = LVTMethod(gamma, 0.0, 0.0)
+        train(task, [method], samples([0, 1]))
+        before = task.model.external_key.detach().clone()
+        train(task, [method], samples([2, 3], seed=1))
+        moved.append(float((task.model.external_key - before).abs().sum()))
+    assert moved[1] < 0.9 * moved[0]
+
+
+# What it cannot work with.
+
+
+class Bare(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples, train):
+    message = (
+        "Expected a module that states its loss apart for `LVTMethod`, as `Classifier` does in `sample_loss(output, y)`"
+        ", but got a `Bare`. Use a `Classifier`, or define it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Bare(), [LVTMethod()], samples())
+    message = (
+        "Expected `keys` to match trainable parameters but `*.external_*` matches none. Train "
+        "`lightning_fcl.models.LVT`, or set `gamma=0`."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [LVTMethod()], samples())
+    train(make_task(), [LVTMethod(gamma=0.0)], samples())
+    with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
+        fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)
+    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `LVTMethod` but none has"):
+        LVTMethod()._live  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": -1.0}, "Expected `gamma` to be at least 0 but got -1.0."),
+        ({"alpha": float("nan")}, "Expected `alpha` to be at least 0 but got nan."),
+        ({"beta": -0.5}, "Expected `beta` to be at least 0 but got -0.5."),
+        ({"rho": 0.0}, "Expected `rho` to be above 0 and at most 1 but got 0.0."),
+        ({"temperature": 0.0}, "Expected `temperature` to be above 0 but got 0.0."),
+        ({"batch_size": 0}, "Expected `batch_size` to be at least 1, or None for the batch's, but got 0."),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LVTMethod(**arguments)

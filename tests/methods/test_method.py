@@ -1,0 +1,238 @@
+"""What all methods share in a plain Trainer."""
+
+import copy
+import re
+from collections import OrderedDict
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import AGEM, APFL, EWC, GEM, MAS, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods.method import Method
+from lightning_fcl.models import MLP
+
+from .test_lvt import Net
+
+METHODS = {
+    "FLwF2T": lambda: [FLwF2T(0.4, 0.3)],
+    "LwF": lambda: [LwF(2.0)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5)],
+    "Replay": lambda: [Replay(6, "class-balanced", "round")],
+    "GEM": lambda: [GEM(6)],
+    "A-GEM": lambda: [AGEM(0.3)],
+    "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round"), GEM(0.3)],
+}
+
+
+@pytest.mark.parametrize("methods", METHODS)
+def test_resumed_is_uninterrupted(make_task, samples, train, assert_same, tmp_path, methods):
+    first, second = samples([0, 2]), samples([1, 3], seed=1)
+    whole, again, callbacks = make_task(), make_task(seed=9), METHODS[methods]()
+    train(whole, callbacks, first)
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    train(whole, [*callbacks, saving], second, epochs=4, enable_checkpointing=True)
+    resumed = METHODS[methods]()
+    train(again, resumed, second, epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert_same(again, whole, 0)
+    train(whole, callbacks, first)  # a third experience
+    train(again, resumed, first)
+    assert_same(again, whole, 0)
+
+
+def test_checkpoints_hold_no_pickled_objects(make_task, samples, train, tmp_path):
+    callbacks = METHODS["all"]()
+    train(make_task(), [*callbacks, ModelCheckpoint(tmp_path, "{epoch}")], samples(), enable_checkpointing=True)
+    kept = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    assert torch.equal(kept["Replay"]["memory"]["x"], callbacks[3].memory["x"])
+
+
+@pytest.mark.parametrize("stop", ["steps", "loss"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EWC(5.0),
+        lambda: MAS(0.5),
+        lambda: LVTMethod(gamma=0.0),
+        lambda: Replay(6, "reservoir", "experience"),
+        lambda: Replay(6, "reservoir", "round"),
+        lambda: GEM(6),
+    ],
+)
+def test_an_experience_ends_with_a_fit_that_stops_early(make_task, samples, train, assert_same, make, stop):
+    tasks, methods = [make_task(), make_task()], [make(), make()]
+    if stop == "steps":
+        cut, options = [], {"max_steps": 6}
+    else:
+        cut, options = [EarlyStopping("train/loss", 1e9, patience=0, check_on_train_epoch_end=True)], {}
+    train(tasks[0], [methods[0], *cut], samples([0, 2]), epochs=10, **options)
+    train(tasks[1], [methods[1]], samples([0, 2]))
+    assert len(methods[0].memory) > 1
+    torch.testing.assert_close(methods[0].memory, methods[1].memory, rtol=0, atol=0)
+    for task, method in zip(tasks, methods, strict=True):
+        torch.manual_seed(1)
+        train(task, [method], samples([1, 3], seed=1))
+    assert_same(*tasks, 0)
+    torch.testing.assert_close(methods[0].memory, methods[1].memory, rtol=0, atol=0)
+
+
+class Parts(Dataset):
+    """Samples with a third part, or with names."""
+
+    def __init__(self, kind):
+        self.kind, self.x, self.y = kind, torch.randn(96, 6), torch.arange(96) % 4
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return (self.x[i], self.y[i], i) if self.kind is list else {"x": self.x[i], "y": self.y[i]}
+
+
+class NoStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("a step")
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(list, "a list of 3"), (dict, "a dict")])
+@pytest.mark.parametrize("make", [EWC, GEM, LwF, APFL])
+def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, quiet, make, kind, parts):
+    data, message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}` but got {parts}. Return a pair"
+    stream = FederatedStream.from_arrays(data, data.y, clients=2, experiences=2, batch_size=8, seed=0)
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fit(NoStep(MLP([6, 5, 4]), 4), stream, [make()])
+    if make is not APFL:  # which is for federations
+        with pytest.raises(TypeError, match=re.escape(message)):
+            trainer = L.Trainer(max_epochs=1, callbacks=[make()], **quiet)
+            trainer.fit(NoStep(MLP([6, 5, 4]), 4), DataLoader(data, batch_size=8))
+
+
+def with_head(method):
+    """A network with a head; for LVT's method, one with keys."""
+    if method is LVTMethod:
+        return Net()
+    return nn.Sequential(OrderedDict(body=nn.Linear(6, 5), activation=nn.Tanh(), head=nn.Linear(5, 4)))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("poisoned", [(0, 1, 2), (1, 2), (2,)])
+@pytest.mark.parametrize("participation", [1.0, 2])
+@pytest.mark.parametrize("method", [GEM, FedViT, FedKNOW, LVTMethod])
+def test_a_client_whose_samples_were_not_finite_comes_back(
+    fit, make_stream, make_task, method, participation, poisoned, share
+):
+    class Log(Callback):
+        def on_round_end(self, trainer, pl_module):
+            log = trainer.strategy.server.record
+            rounds.append((set(log.trained), set(log.dropped)))
+
+    stream, rounds = make_stream(rounds_per_experience=3, samples_per_round=8), []
+    stream.setup("fit")
+    for round in poisoned:
+        rows = stream.plan.train[round]["1"]
+        stream._samples[torch.from_numpy(rows[: int(share * len(rows))])] = float("nan")
+    method = method(**({"integrate_last": True} if issubclass(method, FedViT) else {}))
+    options = {"reductions": {"model.head.*": "none"}, "participation": participation, "seed": 4}
+    trainer = fit(make_task(model=with_head(type(method))), stream, [method, Log()], **options)
+    assert ("1" in rounds[2][1]) == (participation == 1.0)
+    assert all("1" in rounds[round][round in poisoned] for round in (0, 1))
+    assert sum("1" in trained for trained, _ in rounds[3:]) >= 2 and not any(dropped for _, dropped in rounds[3:])
+    memory = trainer.strategy.server.store["1"][type(method).__name__]
+    assert all(value.isfinite().all() for value in memory.values())
+
+
+def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
+    class Turns(Method):
+        def begin(self, memory, server, client_round):
+            client_rounds.append(("begin", client_round.round, client_round.experience, client_round.last_round))
+            return memory
+
+        def finish(self, memory, own, data, client_round, generator):
+            client_rounds.append(("end", client_round.round, client_round.experience, client_round.last_round))
+            return memory
+
+    expected = [(r, r // 2, r % 2 == 1) for r in range(4)]
+    for strategy in (None, "auto"):
+        client_rounds = []
+        fit(make_task(), make_stream(clients=1, rounds_per_experience=2), [Turns()], strategy=strategy)
+        assert client_rounds == [(when, *client_round) for client_round in expected for when in ("begin", "end")]
+
+
+@pytest.mark.parametrize(
+    ("users", "left", "options"),
+    [
+        ("0123", "", {"participation": 1}),
+        ("02", "", {"participation": 1}),
+        ("0123", "", {"swarm": Swarm(missing={"1": [1, 3]})}),
+        ("0123", "2", {"swarm": Swarm(leaves={"2": 1})}),
+        ("013", "2", {"swarm": Swarm(leaves={"2": 1}), "participation": 1}),
+    ],
+)
+def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_task, users, left, options):
+    class Ends(Method):
+        def conclude(self, memory, own, data, client_round, generator):
+            ended.setdefault(client_round.round, []).append(client_round.client)
+            return memory
+
+    class Log(Callback):
+        def on_round_end(self, trainer, pl_module):
+            log = trainer.strategy.server.record
+            done.append({*log.trained, *log.missed, *log.dropped})
+            dropped.append(set(log.dropped))
+
+    stream, ended, done, dropped = make_stream(clients=4, rounds_per_experience=2), {}, [], []
+    stream.setup("fit")
+    stream._samples[torch.from_numpy(stream.plan.train[0]["3"])] = float("nan")
+    fit(make_task(), stream, [Ends(list(users)), Log()], seed=3, **options)
+    assert dropped == [done_now & {"3"} if round < 2 else set() for round, done_now in enumerate(done)]
+    for round, done_now in enumerate(done):
+        expected = set(users) - set(left) - done_now if round % 2 else set()
+        assert sorted(ended.get(round, [])) == sorted(expected)
+
+
+def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
+    class Look(Method):
+        def project(self, memory, gradient, gradient_of):
+            before = {name: value.clone() for name, value in task.state_dict().items()}
+            seen.append(gradient_of(x, y, state))
+            expected.append(by_hand(state, torch.nn.functional.cross_entropy))
+            seen.append(gradient_of(x, target, loss=lambda output, y: (output - y).square().sum(dim=1)))
+            expected.append(by_hand(before, lambda output, y: (output - target).square().sum(dim=1).mean()))
+            torch.testing.assert_close(dict(task.state_dict()), before, rtol=0, atol=0)
+            return gradient
+
+    def by_hand(values, loss):
+        other = make_task()
+        other.load_state_dict(values)
+        names = [p for _, p in other.named_parameters()]
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss(other(x), y), names)])
+
+    seen, expected, (x, y), target = [], [], samples(seed=7), torch.randn(20, 4)
+    task, state = make_task(), {name: torch.randn_like(value) for name, value in make_task().state_dict().items()}
+    train(task, [Look()], samples())
+    assert len(seen) == 12 and not torch.allclose(seen[0], seen[1])
+    for left, right in zip(seen, expected, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_the_loss_on_other_samples_is_part_of_the_graph(make_task, samples, train, by_hand, assert_same):
+    class Rehearsal(Method):
+        def penalty(self, memory, step):
+            return 0.5 * step.loss_of(x, y) + 0.1 * step.loss_of(x, y, {n: 2 * p for n, p in step.params.items()})
+
+    def loss(output, inputs, targets):
+        doubled = torch.func.functional_call(task, {n: 2 * p for n, p in task.named_parameters()}, (x,))
+        cross_entropy = torch.nn.functional.cross_entropy
+        return cross_entropy(output, targets) + 0.5 * cross_entropy(task(x), y) + 0.1 * cross_entropy(doubled, y)
+
+    (x, y), task = samples(seed=7), make_task()
+    rehearsed = copy.deepcopy(task)
+    train(rehearsed, [Rehearsal()], samples())
+    by_hand(task, samples(), loss)
+    assert_same(task, rehearsed)

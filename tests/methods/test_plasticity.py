@@ -1,0 +1,502 @@
+"""Intrinsic plasticity in federations (FedIP, FedCLIP) and plain Trainers, against loops written in NumPy."""
+
+import logging
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
+from lightning_fcl.federation.compression import TopK
+from lightning_fcl.randomness import seed_of
+from lightning_fcl.simulation.loader import participants, plan_batches
+
+ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
+
+
+def exactly(message):
+    return f"^{re.escape(message)}$"
+
+
+@pytest.fixture
+def adapt(by_numpy):
+    """One step of plasticity on a batch, in NumPy: new gain and bias."""
+
+    def run(reservoir, x, gain, bias, method):
+        net, h, _ = (part[:, reservoir.washout :] for part in by_numpy.run(reservoir, x, gain, bias))
+        s2 = method.sigma**2
+        db = -(-method.mu / s2 + h / s2 * (2 * s2 + 1 - h**2 + method.mu * h))
+        dg = 1 / gain + db * net
+        moved = []
+        for value, direction in ((gain, dg), (bias, db)):
+            mean = direction.sum(axis=1).mean(axis=0)
+            if method.normalize_grad:  # layer by layer
+                mean = np.concatenate([part / np.linalg.norm(part) for part in np.split(mean, reservoir.layers)])
+            moved.append(value + method.eta * mean)
+        return np.maximum(moved[0], method.min_gain), moved[1]
+
+    return run
+
+
+@pytest.fixture
+def fedip(adapt):
+    """FedIP in NumPy: gain and bias after some rounds that adapt."""
+
+    def run(reservoir, stream, method, rounds, gain=None, bias=None, buffers=None, seed=0, choose=None):
+        size = reservoir.features
+        gain = np.ones(size) if gain is None else gain
+        bias = np.zeros(size) if bias is None else bias
+        for round in rounds:
+            states, weights = [], []
+            for client in choose(round) if choose else stream.plan.train[round]:
+                x, y = stream.take(stream.plan.train[round][client])
+                remembered = (buffers or {}).get(client, x[:0])
+                generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
+                plan = plan_batches(len(y), 8, method.epochs, stream.shuffle, generator, len(remembered))
+                own, x = (gain, bias), torch.cat([x, remembered])
+                for rows in plan:
+                    own = adapt(reservoir, x[rows], *own, method)
+                states.append(own)
+                weights.append(len(x))
+            gain, bias = (np.average(values, axis=0, weights=weights) for values in zip(*states, strict=True))
+        return gain, bias
+
+    return run
+
+
+class Watch(Callback):
+    """Notes gain, bias, readout and every client's buffer after each round."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_end(self, trainer, pl_module):
+        store = trainer.strategy.server.store
+        self.rounds.append(
+            {
+                "gain": pl_module.reservoir.gain.detach().clone(),
+                "bias": pl_module.reservoir.bias.detach().clone(),
+                "weight": pl_module.readout.weight.clone(),
+                "n": int(pl_module.readout.n),
+                "buffers": {client: store[client].get("Replay", {}) for client in store},
+            }
+        )
+
+
+def assert_plasticity(reservoir, expected, tolerance=1e-9):
+    """Gain and bias are those, and neither is what it began with."""
+    for value, wanted, start in zip((reservoir.gain, reservoir.bias), expected, (1, 0), strict=True):
+        assert np.abs(wanted - start).max() > 1e-3
+        np.testing.assert_allclose(value.detach().numpy(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"mu": 0.2, "sigma": 0.3}, ROUGH, {"local_epochs": 3, "eta": 0.02}])
+@pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
+@pytest.mark.parametrize("reservoir", [{}, {"layers": 2, "units": 7, "washout": 2, "bias_scaling": 0.3}])
+def test_federated_plasticity_is_written_by_hand(
+    fit, make_series_stream, make_reservoir, make_reservoir_task, fedip, by_numpy, options, cohort_size, reservoir
+):
+    stream, method = make_series_stream(3, rounds_per_experience=3), IntrinsicPlasticity(**options)
+    task, start = make_reservoir_task(make_reservoir(**reservoir)), make_reservoir(**reservoir)
+    fit(task, stream, [method], cohort_size=cohort_size)
+    expected = fedip(start, stream, method, rounds=[0, 1])  # the last round leaves the reservoir alone
+    assert_plasticity(task.reservoir, expected)
+    x, y = stream.take(np.concatenate(list(stream.plan.train[2].values())))
+    weight = by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, *expected), 1e-2)
+    np.testing.assert_allclose(task.readout.weight.numpy(), weight, rtol=0, atol=1e-7)
+    assert int(task.readout.n) == len(y) * (9 - start.washout)
+
+
+def test_cohorts_of_every_size_agree(fit, make_series_stream, make_reservoir_task):
+    def run(cohort_size):
+        task = make_reservoir_task()
+        fit(
+            task, make_series_stream(5, 2, rounds_per_experience=3), [IntrinsicPlasticity(local_epochs=2), Replay(6)],
+            cohort_size=cohort_size, client_weights="trained",
+        )  # fmt: skip
+        return task.state_dict()
+
+    one = run(1)
+    for cohort_size in (2, 3, 5, "auto"):
+        for name, value in run(cohort_size).items():
+            if name != "readout.tag":  # of the last bits too
+                torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=name)
+
+
+def test_a_fit_without_it_does_not_go_on_adapting(fit, make_series_stream, make_reservoir_task):
+    task, stream = make_reservoir_task(), make_series_stream(rounds_per_experience=2)
+    fit(task, stream, [IntrinsicPlasticity()], max_epochs=1)  # ends in a round that adapts
+    fit(task, stream, max_epochs=1)
+    assert int(task.readout.n) > 0 and bool(task.readout.weight.any())
+
+
+def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_series_stream, make_reservoir_task):
+    """A server step of size 1 is plain averaging, of size 0.5 half the way; in a readout's round nothing moves."""
+
+    def run(**kwargs):
+        task, watch = make_reservoir_task(), Watch()
+        fit(task, make_series_stream(experiences=1, rounds_per_experience=3), [IntrinsicPlasticity(), watch], **kwargs)
+        return task, watch.rounds
+
+    def sgd(lr, **kwargs):
+        return lambda parameters: torch.optim.SGD(parameters, lr=lr, **kwargs)
+
+    plain, rounds = run()
+    whole, _ = run(server_optimizer=sgd(1.0))
+    torch.testing.assert_close(whole.reservoir.gain, plain.reservoir.gain, rtol=0, atol=1e-9)
+    _, half = run(server_optimizer=sgd(0.5))
+    torch.testing.assert_close(half[0]["gain"] - 1, (rounds[0]["gain"] - 1) / 2, rtol=0, atol=1e-9)
+    _, momentum = run(server_optimizer=sgd(0.5, momentum=0.9))
+    assert torch.equal(momentum[2]["gain"], momentum[1]["gain"])
+
+
+def test_one_client_is_the_plain_trainer_and_the_loop(fit, make_series_stream, make_reservoir_task, fedip):
+    federated, plain, method = make_reservoir_task(), make_reservoir_task(), IntrinsicPlasticity(mu=0.1)
+    stream = make_series_stream(1, rounds_per_experience=4)
+    fit(federated, stream, [method])
+    fit(plain, make_series_stream(1, rounds_per_experience=4), [IntrinsicPlasticity(mu=0.1)], strategy="auto")
+    for task in (federated, plain):
+        assert_plasticity(task.reservoir, fedip(make_reservoir_task().reservoir, stream, method, [0, 1, 2]))
+    torch.testing.assert_close(plain.readout.weight, federated.readout.weight, rtol=0, atol=1e-9)
+    assert int(plain.readout.n) == int(federated.readout.n)
+
+
+def test_identical_clients_are_one(fit, make_series, make_reservoir_task):
+    def run(clients):
+        x, y = make_series(24)
+        names = [*"abc"[:clients], "test"]
+        owner = np.repeat(names, 24)
+        stream = FederatedStream.from_arrays(
+            np.tile(x, (len(names), 1, 1)), np.tile(y, len(names)), owner, np.zeros(len(owner), dtype=int),
+            scenario="domain-incremental", rounds_per_experience=4, batch_size=5, shuffle=False, test=["test"], seed=0,
+        )  # fmt: skip
+        task = make_reservoir_task(beta=0.0)
+        fit(task, stream, [IntrinsicPlasticity(local_epochs=2)])
+        return task
+
+    one, three = run(1), run(3)
+    assert (one.reservoir.gain - 1).abs().max() > 1e-2
+    for name in ("gain", "bias"):
+        left, right = (getattr(task.reservoir, name) for task in (one, three))
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+    assert int(three.readout.n) == 3 * int(one.readout.n) == 3 * 24 * 9
+    torch.testing.assert_close(three.readout.weight, one.readout.weight, rtol=0, atol=1e-7)
+
+
+def test_only_participants_are_averaged(fit, make_series_stream, make_reservoir_task, fedip):
+    stream, task, method = make_series_stream(5, rounds_per_experience=4), make_reservoir_task(), IntrinsicPlasticity()
+    fit(task, stream, [method], participation=0.4, seed=3)
+    chosen = [participants(stream.plan, round, 0.4, 3)[0] for round in range(3)]
+    assert len(set(map(tuple, chosen))) > 1 and all(len(names) == 2 for names in chosen)
+    reservoir = make_reservoir_task().reservoir
+    assert_plasticity(task.reservoir, fedip(reservoir, stream, method, range(3), seed=3, choose=chosen.__getitem__))
+
+
+def test_averaged_readouts_on_an_adapted_reservoir(fit, make_series_stream, make_reservoir_task, fedip, by_numpy):
+    stream, method = make_series_stream(3, 2, rounds_per_experience=2), IntrinsicPlasticity()
+    task, start, watch = make_reservoir_task(share="weights"), make_reservoir_task().reservoir, Watch()
+    fit(task, stream, [method, watch])
+    gain, bias = fedip(start, stream, method, [0])
+    gain, bias = fedip(start, stream, method, [2], gain, bias)
+    parts = [stream.take(rows) for rows in stream.plan.train[3].values()]
+    # Only of this experience: what clients had added up before is another reservoir's.
+    own = [by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, gain, bias), 1e-2) for x, y in parts]
+    expected = np.average(own, axis=0, weights=[len(y) for _, y in parts])
+    np.testing.assert_allclose(task.readout.weight.numpy(), expected, rtol=0, atol=1e-8)
+
+
+# FedCLIP.
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_experiences_follow_each_other(
+    fit, make_series_stream, make_reservoir_task, fedip, by_numpy, restart, cohort_size, share
+):
+    """Gain and bias go on or restart; the buffers join the data of both, and grow at the end of an experience."""
+    stream = make_series_stream(3, 2, rounds_per_experience=3)
+    method, watch = IntrinsicPlasticity(local_epochs=2, restart=restart), Watch()
+    task, start = make_reservoir_task(), make_reservoir_task().reservoir
+    replay = Replay(share, "reservoir")
+    fit(task, stream, [method, replay, watch], client_weights="trained", cohort_size=cohort_size)
+
+    buffers = [entry["buffers"] for entry in watch.rounds]
+    for early in buffers[:2]:
+        assert not any(early.values())
+    for client in "012":
+        for unchanged in (3, 4):  # the second experience's rounds that adapt
+            assert torch.equal(buffers[unchanged][client]["x"], buffers[2][client]["x"])
+        for after, experiences in ((2, 1), (5, 2)):
+            rows = np.concatenate([stream.plan.train[3 * e][client] for e in range(experiences)])
+            x, y = stream.take(rows)
+            kept = buffers[after][client]
+            size = round(share * stream.plan.samples[client])
+            assert len(kept["y"]) == min(size, len(rows)) > 1
+            for sample, label in zip(kept["x"], kept["y"], strict=True):
+                assert any(torch.equal(sample, other) and label == said for other, said in zip(x, y, strict=True))
+
+    gain, bias = fedip(start, stream, method, [0, 1])
+    np.testing.assert_allclose(watch.rounds[2]["gain"], gain, rtol=0, atol=1e-9)
+    remembered = {client: kept["x"] for client, kept in buffers[2].items()}
+    began = (None, None) if restart else (gain, bias)
+    expected = fedip(start, stream, method, [3, 4], *began, remembered)
+    assert_plasticity(task.reservoir, expected)
+    if not restart:
+        assert np.abs(expected[0] - fedip(start, stream, method, [3, 4], None, None, remembered)[0]).max() > 1e-3
+
+    for last, (g, b), extra in ((2, (gain, bias), {}), (5, expected, buffers[2])):
+        parts = [stream.take(rows) for rows in stream.plan.train[last].values()]
+        parts += [[kept["x"], kept["y"]] for kept in extra.values()]
+        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        assert watch.rounds[last]["n"] == 9 * len(y)
+        weight = by_numpy.solve(*by_numpy.statistics(start, x, y, 4, False, g, b), 1e-2)
+        np.testing.assert_allclose(watch.rounds[last]["weight"], weight, rtol=0, atol=1e-7)
+
+
+def test_rounds_that_adapt_leave_the_readout(fit, make_series_stream, make_reservoir_task):
+    watch = Watch()
+    fit(make_reservoir_task(), make_series_stream(2, 2, rounds_per_experience=3), [IntrinsicPlasticity(), watch])
+    weights = [entry["weight"] for entry in watch.rounds]
+    assert not weights[0].any() and not weights[1].any() and weights[2].any()
+    assert torch.equal(weights[3], weights[2]) and torch.equal(weights[4], weights[2])
+    assert not torch.equal(weights[5], weights[2])
+    gains = [entry["gain"] for entry in watch.rounds]
+    assert torch.equal(gains[2], gains[1]) and torch.equal(gains[5], gains[4]) and not torch.equal(gains[3], gains[2])
+
+
+def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoir_task):
+    """By ``"samples"`` the remembered ones do not count, by ``"trained"`` they do."""
+    results = {}
+    for weights in ("samples", "trained"):
+        task = make_reservoir_task()
+        stream = make_series_stream(3, 2, seed=4, rounds_per_experience=2)
+        fit(task, stream, [IntrinsicPlasticity(), Replay(20, "reservoir")], client_weights=weights)
+        results[weights] = task.reservoir.gain.detach()
+    assert (results["samples"] - results["trained"]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("share", ["statistics", "weights"])
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share, store):
+    def run(folder=None, ckpt_path=None, seed=0):
+        task = make_reservoir_task(share=share, beta=[1e-2, 1.0] if share == "statistics" else 1e-2)
+        with torch.no_grad():
+            task.reservoir.gain += seed  # what is not restored shows
+        stream = make_series_stream(4, 2, rounds_per_experience=3, validation=0.2)
+        metrics = ContinualMetrics()
+        callbacks = [IntrinsicPlasticity(local_epochs=2), Replay(0.3, "reservoir"), metrics]
+        saving = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else []
+        trainer = fit(
+            task, stream, callbacks + saving, ckpt_path=ckpt_path, participation=0.7, client_store=store,
+            trainer_args={"enable_checkpointing": folder is not None},
+        )  # fmt: skip
+        kept = trainer.strategy.server.store
+        return task, [entry["correct"] for entry in metrics.record["rounds"]], {client: kept[client] for client in kept}
+
+    whole, record, kept = run(tmp_path)
+    for epoch in range(5):
+        again, resumed, restored = run(ckpt_path=tmp_path / f"epoch={epoch}.ckpt", seed=7)
+        for name, value in whole.state_dict().items():
+            assert torch.equal(value, again.state_dict()[name]), (epoch, name)
+        assert resumed == record
+        assert again.readout.beta == whole.readout.beta
+        for client, sections in kept.items():
+            for section, memory in sections.items():
+                assert all(torch.equal(value, restored[client][section][n]) for n, value in memory.items())
+
+
+@pytest.mark.parametrize("round", [1, 2, 4])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_a_round_that_is_cut_short_leaves_the_server_as_it_was(
+    fit, make_series_stream, make_reservoir_task, round, cohort_size
+):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == round and batch_idx == 1:
+                raise RuntimeError("stopped")
+
+    def run(callbacks, **kwargs):
+        task = make_reservoir_task()
+        stream = make_series_stream(3, 2, rounds_per_experience=3)
+        try:
+            fit(task, stream, [IntrinsicPlasticity(), *callbacks], cohort_size=cohort_size, **kwargs)
+        except RuntimeError as error:
+            assert str(error) == "stopped"
+        return task
+
+    cut, before = run([Stop()]), run([], max_epochs=round)
+    for name in ("reservoir.gain", "reservoir.bias", "readout.weight"):
+        assert torch.equal(cut.state_dict()[name], before.state_dict()[name]), name
+    if round != 2:  # where a readout round begins, the statistics of the reservoir before are given up
+        assert all(torch.equal(value, before.state_dict()[name]) for name, value in cut.state_dict().items())
+
+
+# In a plain Trainer.
+
+
+def plain(task, data, callbacks, epochs, quiet):
+    trainer = L.Trainer(max_epochs=epochs, callbacks=callbacks, **quiet)
+    trainer.fit(task, DataLoader(TensorDataset(*data), batch_size=8))
+    return trainer
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_plain_trainer_adapts_in_all_epochs_but_the_last(
+    quiet, make_series, make_reservoir_task, adapt, by_numpy, restart
+):
+    task, start = make_reservoir_task(), make_reservoir_task().reservoir
+    method = IntrinsicPlasticity(sigma=0.2, restart=restart)
+    gain, bias = np.ones(12), np.zeros(12)
+    for seed in (0, 1):
+        data = tuple(map(torch.from_numpy, make_series(40, seed=seed)))
+        plain(task, data, [method], 3, quiet)
+        if restart:
+            gain, bias = np.ones(12), np.zeros(12)
+        for x in data[0].split(8) * 2:
+            gain, bias = adapt(start, x, gain, bias, method)
+        assert_plasticity(task.reservoir, (gain, bias))
+        weight = by_numpy.solve(*by_numpy.statistics(start, *data, 4, False, gain, bias), 1e-2)
+        np.testing.assert_allclose(task.readout.weight.numpy(), weight, rtol=0, atol=1e-7)
+
+
+def test_the_order_of_methods_does_not_matter(quiet, make_series, make_reservoir_task):
+    """Plasticity sees what is rehearsed, whoever comes first."""
+
+    def run(*methods):
+        task = make_reservoir_task()
+        for seed in (0, 1):
+            plain(task, tuple(map(torch.from_numpy, make_series(40, seed=seed))), list(methods), 3, quiet)
+        return task.state_dict()
+
+    first, second, without = (
+        run(IntrinsicPlasticity(), Replay(20, "reservoir")),
+        run(Replay(20, "reservoir"), IntrinsicPlasticity()),
+        run(IntrinsicPlasticity()),
+    )
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert (first["reservoir.gain"] - without["reservoir.gain"]).abs().max() > 1e-4
+
+
+# What is refused, warned of and logged.
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_gains_that_are_driven_down_warn_once_and_stay(
+    fit, make_series_stream, make_reservoir_task, fedip, caplog, federated
+):
+    method = IntrinsicPlasticity(sigma=0.02, eta=0.2, min_gain=0.4)
+    task, start = make_reservoir_task(), make_reservoir_task().reservoir
+    clients = 3 if federated else 1
+    stream = make_series_stream(clients, rounds_per_experience=4)
+    with caplog.at_level(logging.WARNING, "lightning_fcl"):
+        fit(task, stream, [method], **({} if federated else {"strategy": "auto"}))
+    assert_plasticity(task.reservoir, fedip(start, stream, method, range(3)))
+    assert task.reservoir.gain.min().item() == pytest.approx(0.4, abs=1e-12)  # the mean of 0.4 and 0.4 is rounded
+    warned = [record.getMessage() for record in caplog.records if "min_gain" in record.getMessage()]
+    assert len(warned) == 1
+    assert re.match(
+        r"\d+ gains were driven below `min_gain`=0\.4 \(a unit of gain 0 is dead\) and are kept there\. Lower `eta` "
+        r"\(0\.2\) or raise `sigma` \(0\.02\)\.$",
+        warned[0],
+    )
+
+
+def test_what_compression_leaves_over_drives_no_gain_too_low(fit, make_series_stream, make_reservoir_task):
+    lowest = []
+
+    class Lowest(Callback):
+        def on_round_end(self, trainer, pl_module):
+            lowest.append(float(pl_module.reservoir.gain.min()))
+
+    method = IntrinsicPlasticity(sigma=0.02, eta=0.2, min_gain=0.4)
+    fit(make_reservoir_task(), make_series_stream(rounds_per_experience=8), [method, Lowest()], compression=TopK(0.1))
+    assert len(lowest) == 8 and lowest[0] > 0.4 == min(lowest)
+
+
+def test_values_that_diverge_are_refused_and_the_server_keeps_its_own(fit, make_series_stream, make_reservoir_task):
+    message = (
+        "Expected gain and bias to stay finite but they diverged with eta=1e+308, sigma=0.1. Lower `eta`, raise "
+        "`sigma`, or set `normalize_grad=True`."
+    )
+    for kwargs in ({}, {"strategy": "auto"}):
+        task = make_reservoir_task()
+        with pytest.raises(ValueError, match=exactly(message)):
+            fit(
+                task, make_series_stream(1, rounds_per_experience=3),
+                [IntrinsicPlasticity(eta=1e308, normalize_grad=False)], **kwargs,
+            )  # fmt: skip
+        assert torch.equal(task.reservoir.gain, torch.ones(12)) and not task.reservoir.bias.any()
+
+
+def test_directions_are_brought_to_length_one_layer_by_layer():
+    dg, db = torch.randn(3, 8), torch.randn(3, 8)
+    gain, bias = IntrinsicPlasticity(eta=0.5).step(torch.ones(3, 8), torch.zeros(3, 8), dg, db, layers=2)
+    for moved in (gain - 1, bias):
+        torch.testing.assert_close(moved.view(3, 2, 4).norm(dim=-1), torch.full((3, 2), 0.5))
+    literal, _ = IntrinsicPlasticity(eta=0.5, normalize_grad=False, min_gain=1e-9).step(
+        torch.full((3, 8), 9.0), torch.zeros(3, 8), dg, db, layers=2
+    )
+    torch.testing.assert_close(literal, 9 + 0.5 * dg)
+
+
+def test_a_direction_of_length_zero_moves_nothing():
+    gain, bias = IntrinsicPlasticity().step(torch.ones(1, 4), torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1, 4))
+    assert torch.equal(gain, torch.ones(1, 4)) and not bias.any()
+
+
+def test_bytes_of_every_round(fit, make_series_stream, make_reservoir, make_reservoir_task):
+    metrics, task = ContinualMetrics(), make_reservoir_task(make_reservoir().float())
+    fit(task, make_series_stream(3, 2, rounds_per_experience=3), [IntrinsicPlasticity(), metrics])
+    plastic, statistics, readout = 2 * 12 * 4, 8 * (12 * 12 + 12 * 4) + 8, 8 * 12 * 4
+    for entry, adapts in zip(metrics.record["rounds"], [True, True, False] * 2, strict=True):
+        up, down = (plastic, plastic) if adapts else (statistics, readout + plastic)
+        assert entry["upload_bytes"] == dict.fromkeys("012", up)
+        assert entry["download_bytes"] == dict.fromkeys("012", down)
+        assert set(entry["correct"]) == (set() if adapts else {"server"})
+
+
+def test_a_module_without_a_reservoir_is_refused(fit, make_stream, make_task):
+    message = (
+        "Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a `Classifier`, "
+        "which has no reservoir."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        fit(make_task(), make_stream(), [IntrinsicPlasticity()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma": 0.0}, "Expected `sigma` to be above 0 and finite but got 0.0."),
+        ({"eta": -0.1}, "Expected `eta` to be above 0 and finite but got -0.1."),
+        ({"eta": float("nan")}, "Expected `eta` to be above 0 and finite but got nan."),
+        ({"min_gain": 0.0}, "Expected `min_gain` to be above 0 and finite but got 0.0."),
+        ({"mu": float("inf")}, "Expected `mu` to be finite but got inf."),
+        ({"local_epochs": 0}, "Expected `local_epochs` to be at least 1 but got 0."),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        IntrinsicPlasticity(**options)
+
+
+def test_clients_that_change_experience_at_different_rounds_are_refused(fit, make_series_stream, make_reservoir_task):
+    stream = make_series_stream(experiences=2, rounds_per_experience=2)
+    stream.setup("fit")
+    first = next(iter(stream.plan.experiences))
+    stream.plan.experiences[first] = (0, 1, 1, 1)
+    with pytest.raises(ValueError, match="Expected clients that pass from experience to experience in the same rounds"):
+        fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
+
+
+def test_a_stream_without_a_round_to_adapt_in_is_refused(fit, make_series_stream, make_reservoir_task):
+    for experiences in (1, 2):
+        with pytest.raises(ValueError, match=re.escape("Expected at least two rounds (epochs) for each experience")):
+            stream = make_series_stream(experiences=experiences, rounds_per_experience=1)
+            fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])

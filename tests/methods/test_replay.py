@@ -1,0 +1,245 @@
+"""Replay: what stays in the memory, and what joins the batches."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.callbacks import FedProx, Replay
+from lightning_fcl.data.client_round import ClientRound
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def data(labels, first=0):
+    """Samples that are their own numbers, counted from ``first``."""
+    y = torch.tensor(labels)
+    return [torch.arange(first, first + len(y)).float()[:, None], y]
+
+
+def numbers(memory):
+    return memory["x"][:, 0].int().tolist()
+
+
+def learn(method, parts, seed=0, experiences=None):
+    """The memory after some rounds, an experience each unless told otherwise."""
+    memory, rng = {}, generator(seed)
+    for round, part in enumerate(parts):
+        experience = round if experiences is None else experiences[round]
+        memory = method.finish(memory, {}, part, ClientRound("a", round, experience), rng)
+    return memory
+
+
+def assert_consistent(memory, parts):
+    """Every remembered sample is one of those given, with its label, and none is there twice."""
+    labels = torch.cat([y for _, y in parts])
+    assert len(set(numbers(memory))) == len(memory["y"])
+    assert memory["y"].tolist() == labels[numbers(memory)].tolist()
+
+
+def test_refresh_replaces_its_tasks_exemplars_only():
+    method, first, second, third = Replay(3, "refresh", "round"), data([1] * 8), data([1] * 8, 8), data([2] * 8, 16)
+    memory = learn(method, [first, second, third], experiences=[0, 0, 1])
+    assert memory["task"].tolist() == [0, 0, 0, 1, 1, 1] and memory["y"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert set(numbers(memory)[:3]) <= set(range(8, 16)) and set(numbers(memory)[3:]) <= set(range(16, 24))
+    again = method.finish(memory, {}, data([2] * 8, 24), ClientRound("a", 3, 1), generator())
+    assert numbers(again)[:3] == numbers(memory)[:3] and set(numbers(again)[3:]) <= set(range(24, 32))
+    assert_consistent(again, [first, second, third, data([2] * 8, 24)])
+
+
+def test_refresh_chooses_at_random():
+    chosen = {tuple(sorted(numbers(learn(Replay(2, "refresh", "round"), [data([0] * 4)], s)))) for s in range(100)}
+    assert len(chosen) == 6  # every pair of four
+
+
+def test_class_balanced_shares():
+    parts = [data([0] * 30 + [1] * 2), data([2] * 5, 32), data([3, 3] + [0] * 10, 37)]
+    expected = [[6, 2], [4, 2, 4], [3, 2, 3, 2]]  # 12 shared by 2, 3 and 4 classes, where a class has as many
+    for rounds, counts in enumerate(expected, start=1):
+        memory = learn(Replay(12, "class-balanced", "round"), parts[:rounds])
+        assert memory["y"].bincount().tolist() == counts
+        assert_consistent(memory, parts)
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
+def test_max_size_is_respected_and_reached(policy):
+    parts = [data([i % 4 for i in range(10)], 10 * r) for r in range(6)]
+    for max_size in (1, 3, 7, 100):
+        memory = learn(Replay(max_size, policy, "round"), parts)
+        assert len(memory["y"]) == len(memory["priority"]) == min(max_size, 60)
+        assert_consistent(memory, parts)
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
+def test_reservoir_is_uniform_over_all_that_passed(policy):
+    draws, kept, parts = 300, 6, [data([0] * 4), data([0] * 16, 4), data([0] * 10, 20)]
+    counts = torch.zeros(30)
+    for seed in range(draws):
+        counts[numbers(learn(Replay(kept, policy, "round"), parts, seed))] += 1
+    expected = draws * kept / 30
+    chi_square = ((counts - expected) ** 2 / (expected * (1 - kept / 30))).sum() * 29 / 30
+    assert 10 < chi_square < 58.3  # 29 degrees of freedom: 0.1 % above, 0.05 % below
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
+@pytest.mark.parametrize(("share", "size"), [(0.25, 10), (0.05, 2), (1.0, 40), (0.001, 1)])
+def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, size):
+    method, memory = Replay(share, policy, "round"), {}
+    for round in range(4):
+        client_round = ClientRound("a", round, 0, samples=10, stream_samples=40)
+        memory = method.finish(memory, {}, data([0, 1] * 5, 10 * round), client_round, generator())
+    assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
+
+
+def test_one_sample_is_not_the_share_of_all():
+    client_round = ClientRound("a", 0, samples=10, stream_samples=10)
+    for size, kept in ((1, 1), (1.0, 10)):
+        assert len(Replay(size, "reservoir").finish({}, {}, data([0] * 10), client_round, generator())["y"]) == kept
+
+
+def test_each_client_of_a_federation_keeps_its_share(fit, make_stream, make_task):
+    owners = np.array(["a", "b", "b", "b"])[np.arange(240) // 4 % 4]
+    stream = make_stream(client=owners)
+    trainer = fit(make_task(), stream, [Replay(0.1, "reservoir")])
+    for client in "ab":
+        samples = sum(len(current[client]) for current in stream.plan.train)
+        assert len(trainer.strategy.server.store[client]["Replay"]["y"]) == round(samples / 10)
+    assert stream.plan.samples["b"] > 2 * stream.plan.samples["a"]
+
+
+def test_a_share_needs_a_stream(make_task, samples, train):
+    message = (
+        "Expected `max_size` to be a number of samples but got the share 0.5: only a `FederatedStream` tells how many "
+        "samples there will be."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [Replay(0.5)], samples())
+
+
+def test_update_in_the_last_round_of_an_experience():
+    for update, sizes in (("experience", [0, 4, 4, 8]), ("round", [4, 8, 12, 16])):
+        method, memory = Replay(100, "reservoir", update), {}
+        for round, size in enumerate(sizes):
+            client_round = ClientRound("a", round, round // 2, last_round=round % 2 == 1)
+            memory = method.finish(memory, {}, data([0] * 4, 4 * round), client_round, generator())
+            assert len(memory.get("y", [])) == size
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
+def test_depends_on_its_generator_alone_and_leaves_the_global_one(policy):
+    parts, method = [data([0, 1] * 10), data([1, 2] * 10, 20)], Replay(8, policy, "round")
+    torch.manual_seed(1)
+    before, first = torch.get_rng_state(), numbers(learn(method, parts, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert numbers(learn(method, parts, seed=3)) == first
+    assert numbers(learn(method, parts, seed=4)) != first
+
+
+def test_rehearses_all_it_remembers():
+    memory = learn(Replay(5, "reservoir", "round"), [data([0, 1, 2] * 4)])
+    x, y = Replay().rehearse(memory)
+    assert x is memory["x"] and y is memory["y"] and Replay().rehearse({}) is None
+
+
+def replayed(memory):
+    """Joins a window of the memory to every batch, as a plain Trainer does."""
+
+    def mix(epoch, i, x, y):
+        if not memory:
+            return x, y
+        window = torch.tensor([(i * min(len(memory["y"]), len(y)) + k) % len(memory["y"]) for k in range(len(y))])
+        window = window[: len(memory["y"])]
+        return torch.cat([x, memory["x"][window]]), torch.cat([y, memory["y"][window]])
+
+    return mix
+
+
+def test_drops_in_with_a_memory_of_the_last_epoch(make_task, samples, train, by_hand, assert_same):
+    task, copied, whole, memory = make_task(), make_task(), samples(), {}
+    train(task, [Replay(5, "refresh", "round")], whole, epochs=3)
+
+    def begin(epoch):
+        if epoch:  # after an epoch: a random choice of it, drawn with the epoch's number
+            chosen = torch.randperm(20, generator=generator(epoch - 1))[:5]
+            memory.update(x=whole[0][chosen], y=whole[1][chosen])
+
+    by_hand(copied, whole, epochs=3, begin=begin, mix=replayed(memory))
+    assert_same(task, copied)
+
+
+def test_repeated_samples_are_as_many_as_were_offered():
+    parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
+    once, repeated = (learn(Replay(7, "reservoir", repeat=repeat), parts) for repeat in (False, True))
+    x, y = Replay(7, "reservoir").rehearse(once)
+    assert len(y) == 7
+    many_x, many_y = Replay(7, "reservoir", repeat=True).rehearse(repeated)
+    assert len(many_y) == 60
+    values, counts = many_x.flatten().unique(return_counts=True)
+    assert values.tolist() == x.flatten().sort().values.tolist()
+    assert sorted(set(counts.tolist())) == [8, 9]  # 60 samples of 7
+    assert ((many_x.flatten() // 20).long() == many_y).all()
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
+def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, assert_same, policy):
+    task, copied, method = make_task(), make_task(), Replay(11, policy)
+    first, second = samples([0, 2]), samples([1, 3], seed=1)
+    train(task, [method], first)
+    by_hand(copied, first)
+    assert_same(task, copied)
+    remembered = {name: value.clone() for name, value in method.memory.items()}
+    assert len(remembered["y"]) == 11
+    for x, y in zip(remembered["x"], remembered["y"], strict=True):
+        assert any(torch.equal(x, other) and y == label for other, label in zip(*first, strict=True))
+    train(task, [method], second)
+    by_hand(copied, second, mix=replayed(remembered))
+    assert_same(task, copied)
+    assert set(method.memory["task"].tolist()) == {0, 1}
+
+
+def test_other_methods_see_the_mixed_batch(make_task, samples, train, assert_same):
+    first, second, data = make_task(), make_task(), samples()
+    train(first, [Replay(5, "refresh", "round"), FedProx(0.3)], data)
+    train(second, [FedProx(0.3), Replay(5, "refresh", "round")], data)
+    assert_same(first, second, 0)
+
+
+def test_a_batch_that_is_no_list(make_task, samples, train):
+    message = (
+        "Expected a batch `[x, y]`, as the default collate function makes it, for `Replay` but got tuple. Return a "
+        "pair from your dataset."
+    )
+
+    def pairs(items):
+        return tuple(torch.stack(column) for column in zip(*items, strict=True))
+
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        train(make_task(), [Replay(update="round")], samples(), collate=pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_size": 0},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.",
+        ),
+        (
+            {"max_size": 1.5},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 1.5.",
+        ),
+        (
+            {"max_size": 0.0},
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got 0.0.",
+        ),
+        ({"policy": "best"}, 'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "best".'),
+        ({"update": "never"}, 'Expected `update` to be "round" or "experience" but got "never".'),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Replay(**options)

@@ -1,0 +1,140 @@
+"""Unlearning: a client that is forgotten might never have been there."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Unlearning
+from lightning_fcl.models import EchoStateNetwork
+from lightning_fcl.tasks.reservoir import ReservoirClassifier
+
+EVERYBODY = (0, 1, 2, 3)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    y = np.arange(96) % 3
+    return (rng.normal(size=(96, 8, 2)) + y[:, None, None]).astype(np.float32), y, np.repeat(EVERYBODY, 24)
+
+
+def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statistics", symmetric=False, **kwargs):
+    """A federation of some of the clients, each with ``steps`` new sequences in every round."""
+    x, y, owner = arrays()
+    chosen = np.isin(owner, clients)
+    stream = FederatedStream.from_arrays(
+        x[chosen],
+        y[chosen],
+        client=owner[chosen],
+        experiences=1,
+        rounds_per_experience=rounds,
+        samples_per_round=steps,
+        test=0.0,
+        seed=0,
+    )
+    # Every client's samples of a round are drawn from its own alone, so that the others do not depend on who is there.
+    stream.setup("fit")
+    order = {str(c): np.flatnonzero(owner[chosen] == c) for c in clients}
+    for round, current in enumerate(stream.plan.train):
+        current.update({c: rows[round * steps : (round + 1) * steps] for c, rows in order.items()})
+    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3, share=share, symmetric=symmetric).double()
+    trainer = fit(task, stream, callbacks, seed=0, **kwargs)
+    return task, trainer
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
+    forgotten, _ = run(fit, callbacks=[Unlearning({1: after})], cohort_size=cohort_size, symmetric=symmetric)
+    never, _ = run(fit, clients=(0, 2, 3), symmetric=symmetric)
+    everybody, _ = run(fit, symmetric=symmetric)
+    assert int(forgotten.readout.n) == int(never.readout.n)
+    torch.testing.assert_close(forgotten.readout.weight, never.readout.weight, rtol=0, atol=1e-9)
+    assert (everybody.readout.weight - never.readout.weight).abs().max() > 1e-3
+
+
+def test_a_trainer_with_it_tests_too(fit, quiet):
+    task, _ = run(fit, callbacks=[Unlearning({1: 0})])
+    stream = FederatedStream.from_arrays(*arrays()[:2], client=arrays()[2], experiences=1, seed=0)
+    trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
+    assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
+
+
+def test_several_leave_at_different_times(fit):
+    forgotten, _ = run(fit, callbacks=[Unlearning({"0": 2, "3": 0})])
+    never, _ = run(fit, clients=(1, 2))
+    torch.testing.assert_close(forgotten.readout.weight, never.readout.weight, rtol=0, atol=1e-9)
+
+
+def test_who_has_left_takes_no_part_and_keeps_nothing(fit):
+    unlearning = Unlearning({"2": 0})
+    uploads = []
+
+    class Watch(L.Callback):
+        def on_round_end(self, trainer, module):
+            uploads.append(sorted(trainer.strategy.server.record.upload_bytes))
+
+    _, trainer = run(fit, callbacks=[unlearning, Watch()])
+    assert uploads == [["0", "1", "2", "3"], ["0", "1", "3"], ["0", "1", "3"]]
+    assert trainer.strategy.server.store["2"] == {}
+    assert unlearning.forgotten == ["2"]
+
+
+def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
+    """After plasticity the sums begin anew: what a client added before it is not in them any more."""
+    x, y, owner = arrays()
+
+    def fitted(callbacks, clients=EVERYBODY):
+        chosen = np.isin(owner, clients)
+        stream = FederatedStream.from_arrays(
+            x[chosen], y[chosen], client=owner[chosen], experiences=3, rounds_per_experience=2, test=0.0, seed=0
+        )
+        task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3).double()
+        fit(task, stream, callbacks, seed=0)
+        return task
+
+    # Client 1 leaves after the round that adapts the last experience's reservoir: its part is of the one before.
+    task = fitted([IntrinsicPlasticity(), Unlearning({"1": 4})])
+    others = [8 * int(((owner == c) & (y == y[owner == c][0])).sum()) for c in (0, 2, 3)]
+    assert int(task.readout.n) == sum(others)
+
+
+def test_continued_run_remembers_who_has_left(fit, tmp_path):
+    whole, _ = run(fit, callbacks=[Unlearning({"1": 0})])
+    _, trainer = run(fit, callbacks=[Unlearning({"1": 0})], max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    unlearning = Unlearning({"1": 0})
+    continued, _ = run(fit, callbacks=[unlearning], ckpt_path=tmp_path / "two.ckpt")
+    assert unlearning.forgotten == ["1"]
+    assert torch.equal(continued.readout.weight, whole.readout.weight)
+
+
+def test_metrics_after_it_are_those_of_the_rest(fit):
+    x, y, owner = arrays()
+    metrics = ContinualMetrics()
+    stream = FederatedStream.from_arrays(x, y, client=owner, experiences=1, seed=0)
+    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3).double()
+    fit(task, stream, [Unlearning({"0": 0}), metrics], seed=0)
+    with torch.no_grad():
+        tx, ty = stream.take(stream.plan.test)
+        right = (task(tx).argmax(dim=-1) == ty[:, None]).sum()
+    assert sum(metrics.record["rounds"][-1]["correct"]["server"]) == int(right)
+
+
+def test_bad_requests(fit, quiet):
+    with pytest.raises(
+        ValueError, match=re.escape("Expected `requests` of the stream's clients (0, 1, 2, 3) but got 9.")
+    ):
+        run(fit, callbacks=[Unlearning({"9": 0})])
+    with pytest.raises(ValueError, match="shares its weights: means cannot be taken apart"):
+        run(fit, callbacks=[Unlearning({"1": 0})], share="weights")
+    x, y, _ = arrays()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
+    task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3)
+    with pytest.raises(ValueError, match=re.escape('Expected a Trainer with `strategy="federated"` for `Unlearning`')):
+        L.Trainer(max_epochs=1, callbacks=[Unlearning({"1": 0})], **quiet).fit(task, loader)
+    assert FederatedStrategy().absent == set()

@@ -1,0 +1,189 @@
+"""Interrupted and continued fits end bit-identical to uninterrupted ones, whatever killed the process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF2T, Replay
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def callbacks(folder=None, **kwargs):
+    saving = [ModelCheckpoint(folder, "round-{epoch}", save_top_k=-1, **kwargs)] if folder else []
+    return [FLwF2T(0.3, 0.3), Replay(9, "class-balanced", "round"), FedProx(0.1), ContinualMetrics(), *saving]
+
+
+OPTIONS = {
+    "reductions": {"model.3.bias": "none"},
+    "participation": 0.7,
+    "server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-3),
+    "seed": 5,
+}
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+@pytest.mark.parametrize("at_epoch_end", [True, None])
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size, validation, at_epoch_end):
+    stream = {"rounds_per_experience": 3, "validation": validation, "clients": 5}
+    options = {**OPTIONS, "client_store": store, "cohort_size": cohort_size}
+    saving = {"enable_checkpointing": True}
+    whole, parts = make_task(), callbacks(tmp_path, save_on_train_epoch_end=at_epoch_end)
+    fit(whole, make_stream(**stream), parts, trainer_args=saving, **options)
+    for epoch in (0, 2, 4):
+        again, metrics = make_task(seed=99), callbacks()
+        path = tmp_path / f"round-epoch={epoch}.ckpt"
+        trainer = fit(again, make_stream(**stream), metrics, ckpt_path=path, **options)
+        assert equal(whole.state_dict(), again.state_dict()), epoch
+        records = [[r["correct"] for r in c[3].record["rounds"]] for c in (parts, metrics)]
+        assert records[0] == records[1]
+        assert trainer.current_epoch == 6
+
+
+def test_checkpoints_hold_no_pickled_objects(fit, make_stream, make_task, tmp_path):
+    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
+    checkpoint = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 6}, "seed was 5, is 6"),
+        ({"local_epochs": 2}, "local_epochs was 1, is 2"),
+        ({"stream": {"clients": 4}}, "data was"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, tmp_path, change, message):
+    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args={"enable_checkpointing": True}, **OPTIONS)
+    options = {**OPTIONS, **{k: v for k, v in change.items() if k != "stream"}}
+    with pytest.raises(ValueError, match=rf"Expected a checkpoint of this recipe but .*{message}"):
+        fit(make_task(), make_stream(**change.get("stream", {})), callbacks(),
+            ckpt_path=tmp_path / "round-epoch=0.ckpt", **options)  # fmt: skip
+
+
+def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tmp_path):
+    saving = {"enable_checkpointing": True}
+    one = make_stream(clients=1)
+    fit(make_task(), one, [ModelCheckpoint(tmp_path, "plain")], strategy="auto", max_epochs=1, trainer_args=saving)
+    with pytest.raises(ValueError, match=r"Expected a federation's checkpoint but .* written by another strategy"):
+        fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "plain.ckpt")
+    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
+    whole = (tmp_path / "round-epoch=1.ckpt").read_bytes()
+    (tmp_path / "half.ckpt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"Expected a whole checkpoint .* half.ckpt|half.ckpt but could not read it"):
+        fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "half.ckpt", **OPTIONS)
+
+
+def test_a_checkpoint_from_within_a_round_is_refused(fit, make_stream, make_task, tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    fit(make_task(), make_stream(), [Save()], cohort_size=1)
+    with pytest.raises(ValueError, match="in the middle of one"):
+        fit(make_task(), make_stream(), [Save()], cohort_size=1, ckpt_path=tmp_path / "within.ckpt")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_continued_to_the_same_end(tmp_path):
+    recipe = "recipes/quickstart.yaml"
+
+    def command(out, *more):
+        words = ["fit", "--config", recipe, "--out", str(out), "--trainer.enable_progress_bar", "false", *more]
+        return [sys.executable, "-c", f"from lightning_fcl.cli.main import main; main({words!r})"]
+
+    def newest(out):
+        return max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run(command(whole), check=True, capture_output=True, env=environment)
+    kills = 0
+    for after in (1, 6, 11):
+        more = ["--ckpt_path", str(newest(killed))] if kills else []
+        process = subprocess.Popen(
+            command(killed, *more), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        )
+        while process.poll() is None:
+            done = [int(path.stem.split("=")[1]) for path in (killed / "checkpoints").glob("*.ckpt")]
+            if done and max(done) >= after:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+            time.sleep(0.002)
+        process.wait()
+        assert process.returncode == -signal.SIGKILL
+    subprocess.run(
+        command(killed, "--ckpt_path", str(newest(killed))), check=True, capture_output=True, env=environment
+    )
+    states = [torch.load(newest(out), weights_only=True) for out in (whole, killed)]
+    assert equal(states[0]["state_dict"], states[1]["state_dict"])
+    assert states[0]["epoch"] == states[1]["epoch"] == 14
+
+
+def test_a_finished_fit_can_be_continued_from_its_last_checkpoint(fit, make_stream, make_task, tmp_path):
+    task, again = make_task(), make_task(seed=9)
+    saving = {"enable_checkpointing": True}
+    fit(task, make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
+    trainer = fit(again, make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", **OPTIONS)
+    assert equal(task.state_dict(), again.state_dict())
+    assert trainer.current_epoch == 2
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
+    whole, parts = make_task(), make_task()
+    fit(whole, make_stream(rounds_per_experience=2), callbacks(), **OPTIONS)
+    stream = make_stream(rounds_per_experience=2)
+    trainer = fit(parts, stream, callbacks(), max_epochs=2, **OPTIONS)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(parts, datamodule=stream)
+    assert equal(whole.state_dict(), parts.state_dict())
+
+
+def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):
+    stream = make_stream()
+    saver = ModelCheckpoint(tmp_path, "step-{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(make_task(), stream, [saver], trainer_args={"enable_checkpointing": True}, cohort_size=1)
+    for path in tmp_path.glob("*.ckpt"):
+        with pytest.raises(ValueError, match="in the middle of one"):
+            fit(make_task(), make_stream(), cohort_size=1, ckpt_path=path)
+
+
+def test_a_checkpoint_of_weights_alone_is_named_as_such(fit, make_stream, make_task, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
+    fit(make_task(), make_stream(), [saver], trainer_args={"enable_checkpointing": True})
+    with pytest.raises(ValueError, match=r"weights.ckpt holds weights only"):
+        fit(make_task(), make_stream(), ckpt_path=tmp_path / "weights.ckpt")
+
+
+def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self):
+            self.targets = [i % 4 for i in range(120)]
+
+        def __getitem__(self, i):
+            return torch.eye(4, 6)[i % 4] + torch.randn(6), i % 4
+
+        def __len__(self):
+            return 120
+
+    def stream():
+        return FederatedStream.from_arrays(Noisy(), clients=3, experiences=2, batch_size=8, seed=0)
+
+    whole, parts = make_task(), make_task()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(whole, stream(), [saver], trainer_args={"enable_checkpointing": True})
+    fit(parts, stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert equal(whole.state_dict(), parts.state_dict())

@@ -1,0 +1,643 @@
+import copy
+from collections import OrderedDict
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStrategy
+from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Replay
+from lightning_fcl.models import MLP
+from lightning_fcl.randomness import seed_of
+from lightning_fcl.simulation.loader import participants, plan_batches
+
+
+def close(left, right, tolerance=1e-6):
+    return all(torch.allclose(left[name].double(), right[name].double(), atol=tolerance, rtol=0) for name in left)
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def snapshot(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def local_training(task, stream, client, round, epochs, seed=0):
+    """A client's local training, written by hand."""
+    x, y = stream.take(stream.plan.train[round][client])
+    optimizer = task.configure_optimizers()
+    generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
+    task.train()
+    for indices in plan_batches(len(y), stream.batch_size, epochs, stream.shuffle, generator):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(task.model(x[indices]), y[indices]).backward()
+        optimizer.step()
+    return snapshot(task), len(y)
+
+
+def fedavg(task, stream, epochs, rounds, weight=lambda client, n: n, choose=None):
+    """FedAvg, written by hand."""
+    server = snapshot(task)
+    for round in range(rounds):
+        total, sums = 0.0, None
+        for client in choose(round) if choose else stream.plan.train[round]:
+            local = copy.deepcopy(task)
+            local.load_state_dict(server)
+            state, n = local_training(local, stream, client, round, epochs)
+            w = weight(client, n)
+            sums = {name: (sums[name] if sums else 0) + w * value.double() for name, value in state.items()}
+            total += w
+        server = {name: (sums[name] / total).to(value.dtype) for name, value in server.items()}
+    return server
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_strategy_is_the_hand_written_fedavg(fit, make_stream, make_task, shuffle):
+    stream, task = make_stream(rounds_per_experience=2, shuffle=shuffle), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, local_epochs=2, cohort_size=1, seed=0)
+    assert equal(task.state_dict(), fedavg(start, stream, epochs=2, rounds=4))
+
+
+def test_any_lightning_module_trains_unchanged(fit, make_stream):
+    class Plain(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Linear(6, 4)
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return nn.functional.cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    stream, task = make_stream(), Plain()
+    start = copy.deepcopy(task)
+    fit(task, stream, seed=0)
+    assert equal(task.state_dict(), fedavg(start, stream, epochs=1, rounds=2))
+
+
+def test_one_client_is_the_plain_trainer(fit, make_stream, make_task):
+    federated, plain = make_task(), make_task()
+    fit(federated, make_stream(clients=1, rounds_per_experience=3), cohort_size=1, seed=0)
+    fit(plain, make_stream(clients=1, rounds_per_experience=3), strategy="auto", max_epochs=6)
+    # The plain Trainer keeps its optimizer from epoch to epoch; SGD without momentum has nothing to keep.
+    assert equal(federated.state_dict(), plain.state_dict())
+
+
+def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
+    def momentum(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    kept, plain, fresh = make_task(momentum), make_task(momentum), make_task(momentum)
+    options = {"clients": 1, "rounds_per_experience": 2}
+    fit(kept, make_stream(**options), keep_optimizer=True, seed=0)
+    fit(fresh, make_stream(**options), seed=0, cohort_size=1)
+    fit(plain, make_stream(**options), strategy="auto", max_epochs=4)
+    assert equal(kept.state_dict(), plain.state_dict())
+    assert not close(fresh.state_dict(), plain.state_dict(), 1e-3)
+
+
+@pytest.mark.parametrize(("participation", "number"), [(0.5, 5), (3, 3), (0.01, 1), (1.0, 10), (99, 10)])
+def test_participation_is_seeded_and_never_none(make_stream, participation, number):
+    stream = make_stream(clients=10)
+    stream.setup("fit")
+    chosen = [participants(stream.plan, round, participation, seed=1)[0] for round in (0, 1, 0)]
+    assert [len(names) for names in chosen] == [number] * 3
+    assert chosen[0] == chosen[2]
+    if number < 10:
+        assert {tuple(participants(stream.plan, 0, participation, seed)[0]) for seed in range(20)} != {tuple(chosen[0])}
+
+
+def test_participants_alone_are_averaged(fit, make_stream, make_task):
+    stream, task = make_stream(clients=6), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, participation=0.5, cohort_size=1, seed=7)
+    expected = fedavg_seeded(start, stream, 7)
+    assert equal(task.state_dict(), expected)
+
+
+def fedavg_seeded(task, stream, seed):
+    server = snapshot(task)
+    for round in range(stream.plan.rounds):
+        states = []
+        for client in participants(stream.plan, round, 0.5, seed)[0]:
+            local = copy.deepcopy(task)
+            local.load_state_dict(server)
+            states.append(local_training(local, stream, client, round, 1, seed))
+        total = sum(n for _, n in states)
+        server = {k: (sum(n * s[k].double() for s, n in states) / total).to(v.dtype) for k, v in server.items()}
+    return server
+
+
+@pytest.mark.parametrize(
+    ("weights", "weight"),
+    [("uniform", lambda c, n: 1), ({"0": 1, "1": 4, "2": 0.5}, lambda c, n: {"0": 1, "1": 4, "2": 0.5}[c])],
+)
+def test_client_weights(fit, make_stream, make_task, weights, weight):
+    stream, task = make_stream(partition="dirichlet"), make_task()
+    start = copy.deepcopy(task)
+    fit(task, stream, client_weights=weights, cohort_size=1, seed=0)
+    assert close(task.state_dict(), fedavg(start, stream, 1, 2, weight), 1e-7)
+
+
+def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_task):
+    owners = np.array(["a", "a", "b", "c"])[np.arange(240) % 4]  # by label
+    stream = make_stream(client=owners, class_order=[0, 1, 2, 3])
+    seen = []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            seen.append(trainer.strategy.server.record)
+
+    fit(make_task(), stream, [Watch()])
+    assert [log.skipped for log in seen] == [["b", "c"], ["a"]]
+    assert [list(log.upload_bytes) for log in seen] == [["a"], ["b", "c"]]
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
+    places = []
+
+    class Watch(Callback):
+        def check(self, trainer, pl_module):
+            strategy = trainer.strategy
+            places.append(equal(pl_module.state_dict(), strategy.server.state))
+
+        def on_validation_start(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.check(trainer, pl_module)
+
+        on_train_epoch_end = check
+
+    task = make_task()
+    before = snapshot(task)
+    fit(task, make_stream(validation=validation), [Watch()])
+    assert len(places) == (4 if validation else 2)
+    assert all(places)
+    assert not equal(before, task.state_dict())
+
+
+def test_an_entry_without_reduction_stays_with_its_client(fit, make_stream, make_task):
+    task, stream = make_task(), make_stream()
+    head = task.model[-1].weight.clone()
+    heads = {}
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            heads[client_round.client] = pl_module.model[-1].weight.clone()
+
+    trainer = fit(task, stream, [Watch()], reductions={"model.3.*": "none"}, cohort_size=1)
+    assert torch.equal(task.model[-1].weight, head)
+    assert not torch.equal(heads["0"], heads["1"])
+    for client, weight in heads.items():
+        assert torch.equal(trainer.strategy.server.store[client]["model"]["model.3.weight"], weight)
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_where_nothing_travels_everyone_trains_alone(fit, make_stream, make_task, cohort_size):
+    task, stream, servers = make_task(), make_stream(rounds_per_experience=2), []
+    start = copy.deepcopy(task)
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            servers.append(snapshot(pl_module))
+
+    trainer = fit(task, stream, [Watch()], reductions={"*": "none"}, cohort_size=cohort_size, seed=0)
+    assert len(servers) == 4 and all(equal(server, start.state_dict()) for server in servers)
+    for client in stream.plan.clients:
+        alone = copy.deepcopy(start)
+        for round in range(4):
+            local_training(alone, stream, client, round, 1)
+        kept = trainer.strategy.server.store[client]["model"]
+        assert kept.keys() == alone.state_dict().keys()
+        assert close(kept, alone.state_dict(), 0 if cohort_size == 1 else 1e-5)
+        assert not close(kept, start.state_dict(), 1e-2)
+
+
+def with_head():
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(body=nn.Linear(6, 5), activation=nn.Tanh(), head=nn.Linear(5, 4)))
+
+
+@pytest.mark.parametrize(
+    ("methods", "rules"),
+    [
+        (lambda: [], {"model.head.*": "none"}),
+        (lambda: [APFL(0.7)], {}),
+        (lambda: [FedViT(integrate_last=True)], {"model.head.*": "none"}),
+    ],
+)
+def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, make_task, caplog, methods, rules):
+    task, metrics = make_task(model=with_head()), ContinualMetrics(when="aggregated")
+    stream = make_stream(clients=4, rounds_per_experience=2, partition="dirichlet")
+    trainer = fit(task, stream, [*methods(), metrics], reductions=rules, participation=3, seed=1)
+    correct, server = metrics.record["rounds"][-1]["correct"], snapshot(task)
+
+    def accuracy():
+        return trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"]
+
+    assert accuracy() == pytest.approx(sum(correct["server"]) / len(stream.plan.test))
+    assert ("This is the server's model" in caplog.text) == bool(rules)
+    caplog.clear()
+    loaded = []
+    for client in "01230":  # one after the other, as from the server's each time
+        expected = snapshot(task) if loaded else server
+        state = trainer.strategy.client_state(client)
+        assert equal(task.state_dict(), expected)
+        trainer.strategy.load_client(client)
+        loaded.append(snapshot(task))
+        assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state(client, server))
+        assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
+    assert equal(loaded[0], loaded[4]) and not equal(loaded[0], loaded[1])
+    assert "This is the server's model" not in caplog.text
+    assert len({tuple(correct[client]) for client in "0123"}) > 2
+
+
+def test_a_checkpoint_takes_a_loaded_client_s_place(fit, make_stream, make_task, tmp_path, caplog):
+    task, stream = make_task(), make_stream()
+    trainer = fit(task, stream, reductions={"model.3.*": "none"})
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.strategy.load_client("1")
+    trainer.test(task, datamodule=stream, verbose=False)
+    assert "This is the server's model" not in caplog.text
+    trainer.test(task, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert "This is the server's model" in caplog.text
+
+
+def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
+    for ask in (FederatedStrategy().client_state, FederatedStrategy().load_client):
+        with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
+            ask("0")
+    task = make_task()
+    trainer = fit(task, make_stream())
+    before = snapshot(task)
+    for ask in (trainer.strategy.client_state, trainer.strategy.load_client):
+        with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
+            ask("seven")
+    assert equal(task.state_dict(), before)
+
+
+def test_bytes_are_those_of_what_travels(fit, make_stream, make_task):
+    logs = []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.server.record)
+
+    fit(make_task(), make_stream(), [Watch()], reductions={"model.3.*": "none"})
+    body = 4 * (6 * 5 + 5)
+    assert all(set(log.upload_bytes.values()) == set(log.download_bytes.values()) == {body} for log in logs)
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("reduction", "down"), [("download", 4 * (35 + 24)), ("fixed", 4 * 35)])
+def test_what_no_client_sends_stays_the_servers(fit, make_stream, make_task, reduction, down, cohort_size):
+    task, stream, logs = make_task(), make_stream(), []
+
+    class Watch(Callback):
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.server.record)
+
+    start, server = copy.deepcopy(task), snapshot(task)
+    fit(task, stream, [Watch()], reductions={"model.3.*": reduction}, cohort_size=cohort_size, seed=0)
+    for round in range(2):  # each client trains the head too, from the server's
+        states = []
+        for client in stream.plan.train[round]:
+            local = copy.deepcopy(start)
+            local.load_state_dict(server)
+            states.append(local_training(local, stream, client, round, 1))
+        total = sum(n for _, n in states)
+        means = {name: sum(n * s[name].double() for s, n in states) / total for name in server}
+        server |= {name: value.float() for name, value in means.items() if not name.startswith("model.3.")}
+    assert close(task.state_dict(), server)
+    assert torch.equal(task.model[3].weight, start.model[3].weight)
+    for log in logs:
+        assert set(log.upload_bytes.values()) == {4 * 35} and set(log.download_bytes.values()) == {down}
+
+
+@pytest.mark.parametrize("reduction", ["download", "fixed"])
+def test_numbers_that_are_not_sent_may_be_anything(fit, make_stream, make_task, reduction):
+    task = make_task()
+    task.register_buffer("unknown", torch.full((3,), float("nan")))
+    trainer = fit(task, make_stream(), reductions={"unknown": reduction})
+    assert not trainer.strategy.server.record.dropped and torch.isnan(task.unknown).all()
+
+
+def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, make_task, caplog):
+    logs = []
+
+    class Poison(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            if trainer.strategy.client_round.client == "1":
+                pl_module.model[1].weight.data[0, 0] = float("nan")
+
+        def on_round_end(self, trainer, pl_module):
+            logs.append(trainer.strategy.server.record)
+
+    task, stream = make_task(), make_stream()
+    start = copy.deepcopy(task)
+    fit(task, stream, [Poison()], cohort_size=1, seed=0)
+    expected = fedavg(start, stream, 1, 2, choose=lambda round: [c for c in stream.plan.train[round] if c != "1"])
+    assert equal(task.state_dict(), expected)
+    assert all(set(log.dropped) == {"1"} and "1" not in log.upload_bytes for log in logs)
+    assert "not finite: model.1.weight" in logs[0].dropped["1"]
+    assert "dropped the upload of client 1" in caplog.text
+
+
+def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
+    def run(kind):
+        task = make_task()
+        trainer = fit(
+            task, make_stream(rounds_per_experience=2), [FLwF2T(0.3, 0.3), Replay(12, "class-balanced", "round")],
+            client_store=kind,
+            reductions={"model.3.*": "none"}, cohort_size=1,
+        )  # fmt: skip
+        return task.state_dict(), {
+            client: trainer.strategy.server.store[client] for client in trainer.strategy.server.store
+        }
+
+    (memory, memories), (disk, disks) = run("memory"), run("disk")
+    assert equal(memory, disk)
+    assert memories.keys() == disks.keys()
+    assert all(equal(memories[c][s], disks[c][s]) for c in memories for s in memories[c])
+
+
+def test_order_of_clients_does_not_matter(fit, make_task, make_stream):
+    owners = np.array(["a", "b", "c"])[np.arange(240) % 3]
+    renamed = {"a": "c", "b": "b", "c": "a"}
+    task, mirrored = make_task(), make_task()
+    stream = make_stream(client=owners)
+    fit(task, stream, cohort_size=1, seed=0)
+    reverse = make_stream(client=owners)
+    reverse.setup("fit")
+    plan = reverse.plan
+    for current in plan.train:
+        for client in sorted(current, reverse=True):
+            current[client] = current.pop(client)
+    plan.experiences.update({client: plan.experiences.pop(client) for client in sorted(renamed, reverse=True)})
+    fit(mirrored, reverse, cohort_size=1, seed=0)
+    assert reverse.plan.clients == ("c", "b", "a")
+    assert close(task.state_dict(), mirrored.state_dict(), 1e-7)
+
+
+def test_a_client_is_the_same_whoever_else_takes_part(fit, make_stream, make_task):
+    uploads = {}
+
+    class Watch(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_client_end(self, trainer, pl_module, client_round):
+            if client_round.round == 0:
+                uploads.setdefault(client_round.client, {})[self.name] = snapshot(pl_module)
+
+    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
+    for name, share in (("all", 1.0), ("some", 0.34)):
+        fit(make_task(model=copy.deepcopy(dropout)), make_stream(), [Watch(name)], participation=share, seed=3)
+    both = [states for states in uploads.values() if len(states) == 2]
+    assert both
+    assert all(equal(states["all"], states["some"]) for states in both)
+
+
+def test_server_optimizer_with_unit_rate_is_fedavg(fit, make_stream, make_task):
+    task, plain = make_task(), make_task()
+    fit(task, make_stream(), server_optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+    fit(plain, make_stream())
+    assert close(task.state_dict(), plain.state_dict(), 1e-6)
+
+
+def test_sums_are_pooled(fit, make_stream):
+    """A module that counts labels instead of learning: the federation's counts are those of all data."""
+
+    class Counter(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.reductions = {"counts": "sum", "seen": "cat"}
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("counts", torch.zeros(4, dtype=torch.float64))
+            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.counts += torch.bincount(batch[1], minlength=4)
+            self.seen = torch.cat([self.seen, batch[1]])
+            return self.weight.sum() * 0
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task, stream = Counter(), make_stream()
+    fit(task, stream)
+    labels = torch.cat([torch.from_numpy(stream.y[rows]) for current in stream.plan.train for rows in current.values()])
+    assert torch.equal(task.counts, torch.bincount(labels, minlength=4).double())
+    assert torch.equal(task.seen.sort().values, labels.sort().values)
+
+
+def test_batch_norm_buffers_are_averaged_on_purpose(fit, make_stream, make_task):
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    task, states = make_task(model=model), []
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            states.append((snapshot(pl_module), client_round.samples))
+
+    fit(task, make_stream(drop_last=True), [Watch()], max_epochs=1)
+    total = sum(n for _, n in states)
+    mean = sum(n * state["model.1.running_mean"].double() for state, n in states) / total
+    assert torch.allclose(task.model[1].running_mean.double(), mean, atol=1e-7)
+    batches = sum(n * int(state["model.1.num_batches_tracked"]) for state, n in states) / total
+    assert int(task.model[1].num_batches_tracked) == round(batches)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
+        ({"limit_train_batches": 3}, "limit_train_batches=1.0"),
+        ({"max_steps": 5}, "max_steps=-1"),
+        ({"val_check_interval": 2}, "val_check_interval=1.0"),
+    ],
+)
+def test_what_a_federation_cannot_honour_is_refused_by_name(fit, make_stream, make_task, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), trainer_args=arguments)
+
+
+def test_several_optimizers_are_refused(fit, make_stream, make_task):
+    task = make_task()
+    task.automatic_optimization = False
+    task.configure_optimizers = lambda: [torch.optim.SGD(task.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(ValueError, match="Expected one optimizer but `configure_optimizers` returned 2"):
+        fit(task, make_stream())
+
+
+def test_schedulers_by_round_are_honoured_and_by_step_refused(fit, make_stream, make_task):
+    def with_scheduler(interval):
+        task = make_task()
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        task.configure_optimizers = lambda: {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": interval},
+        }
+        return task, optimizer
+
+    task, optimizer = with_scheduler("epoch")
+    fit(task, make_stream(rounds_per_experience=2))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+    with pytest.raises(ValueError, match='interval="epoch"'):
+        fit(with_scheduler("step")[0], make_stream())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"participation": 0}, "`participation` to be a share above 0"),
+        ({"participation": 1.5}, "`participation` to be a share above 0"),
+        ({"local_epochs": 0}, "`local_epochs` to be at least 1 but got 0"),
+        ({"cohort_size": 0}, "`cohort_size`"),
+        ({"client_weights": "size"}, "`client_weights`"),
+        ({"client_store": "cloud"}, "`client_store`"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedStrategy(**arguments)
+
+
+def test_unknown_clients_are_named(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"clients of the stream \(0, 1, 2\) but got seven"):
+        fit(make_task(), make_stream(), [FedProx(clients=["seven"])])
+    with pytest.raises(ValueError, match=r"but got x"):
+        fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1, "2": 1, "x": 1})
+    with pytest.raises(ValueError, match=r"it misses \['2'\]"):
+        fit(make_task(), make_stream(), client_weights={"0": 1, "1": 1})
+
+
+def test_more_epochs_than_rounds_are_refused(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"at most the stream's 2 rounds but got 3. Set `max_epochs=2`"):
+        fit(make_task(), make_stream(), max_epochs=3)
+
+
+def test_a_loader_that_is_no_stream_is_refused(make_task):
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8, dtype=torch.long))
+    trainer = L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="Expected a `FederatedStream`"):
+        trainer.fit(make_task(), torch.utils.data.DataLoader(data))
+
+
+def test_the_strategy_is_chosen_by_name():
+    assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
+
+
+def test_averaging_callbacks_are_refused_by_name(fit, make_stream, make_task):
+    for callback in (StochasticWeightAveraging(0.1), GradientAccumulationScheduler({0: 4})):
+        with pytest.raises(ValueError, match=f"Expected no `{type(callback).__name__}` among the callbacks"):
+            fit(make_task(), make_stream(), [callback])
+
+
+def test_a_round_that_is_cut_short_leaves_the_server_in_the_module(fit, make_stream, make_task, caplog):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 2:
+                raise KeyboardInterrupt
+
+    task, one = make_task(), make_task()
+    with pytest.raises(SystemExit):
+        fit(task, make_stream(), [Stop()], cohort_size=1)
+    fit(one, make_stream(), cohort_size=1, max_epochs=1)
+    assert equal(task.state_dict(), one.state_dict())
+    assert "cut short" in caplog.text
+
+
+def test_what_cat_has_gathered_is_loaded_again(fit, make_stream, tmp_path):
+    class Collector(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.reductions = {"seen": "cat"}
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
+
+        def training_step(self, batch, batch_idx):
+            self.seen = torch.cat([self.seen, batch[1]])
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    whole, again = Collector(), Collector()
+    fit(whole, make_stream(), [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)],
+        trainer_args={"enable_checkpointing": True})  # fmt: skip
+    fit(again, make_stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert torch.equal(whole.seen, again.seen)
+    assert len(whole.seen) > 0
+
+
+def test_extra_state_is_refused(fit, make_stream, make_task):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(ValueError, match=r"`model._extra_state` is extra state"):
+        fit(make_task(model=Extra(6, 4)), make_stream())
+
+
+def test_frozen_parameters_do_not_move_on_the_server(fit, make_stream, make_task):
+    task = make_task()
+    task.model[1].weight.requires_grad_(False)
+    before = task.model[1].weight.clone()
+    fit(task, make_stream(), server_optimizer=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
+    assert torch.equal(task.model[1].weight, before)
+
+
+def test_clients_may_be_numbers(fit, make_stream, make_task):
+    task, named = make_task(), make_task()
+    fit(task, make_stream(), [FedProx(0.5, clients=[0])], client_weights={0: 1, 1: 2, 2: 3})
+    fit(named, make_stream(), [FedProx(0.5, clients=["0"])], client_weights={"0": 1, "1": 2, "2": 3})
+    assert equal(task.state_dict(), named.state_dict())
+
+
+def test_reserved_names_and_contradictions_in_streams(make_stream):
+    with pytest.raises(ValueError, match='not to be called "server"'):
+        make_stream(client=np.array(["server", "b"])[np.arange(240) % 2]).setup("fit")
+    with pytest.raises(ValueError, match="Expected `class_order` or `order_per_client=True` but got both"):
+        make_stream(class_order=[0, 1, 2, 3], order_per_client=True)
+
+
+def test_a_malicious_client_is_outvoted(fit, make_stream, make_task):
+    """Krum and the median keep near the honest clients where the mean does not."""
+    distances = {}
+    for reduction in ("mean", "median", "krum"):
+        stream = make_stream(clients=6)
+        stream.setup("fit")
+        liar = torch.from_numpy(stream.plan.train[0]["3"])
+        task, honest = make_task(), make_task()
+        fit(honest, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        stream._samples[liar] = 1e3
+        fit(task, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        pairs = zip(honest.state_dict().values(), task.state_dict().values(), strict=True)
+        distances[reduction] = max(float((a - b).abs().max()) for a, b in pairs)
+    assert distances["median"] < 0.2 < distances["mean"]
+    assert distances["krum"] < 0.2
+
+
+def test_a_stream_with_more_classes_than_outputs_is_refused(make_stream, quiet):
+    task = Classifier(MLP([6, 5, 3]), num_classes=3)
+    trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, **quiet)
+    with pytest.raises(ValueError, match="at least the stream's 4 classes but got 3"):
+        trainer.fit(task, datamodule=make_stream())

@@ -1,0 +1,245 @@
+import copy
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import (
+    AGEM,
+    EWC,
+    GEM,
+    MAS,
+    ContinualMetrics,
+    FedProx,
+    FLwF,
+    FLwF2T,
+    LwF,
+    MeanOutputLoss,
+    Replay,
+)
+from lightning_fcl.simulation.vectorized import automatic_size
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.5),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
+}
+
+METHODS = {
+    "none": list,
+    "LwF": lambda: [LwF(2.0)],
+    "FLwF": lambda: [FLwF(0.3)],
+    "FLwF-2T": lambda: [FLwF2T(0.3, 0.3)],
+    "FLwF-2T/FT": lambda: [FLwF2T(0.3, 0.3, clients=["0", "3"])],
+    "FLwF-2T, live": lambda: [FLwF2T(0.3, 0.3, mean_over="elements", previous="live")],
+    "FedProx": lambda: [FedProx(0.5)],
+    "EWC": lambda: [EWC(5.0)],
+    "MAS": lambda: [MAS(0.5, clients=["0", "3"])],
+    "MeanOutputLoss": lambda: [MeanOutputLoss(2.0)],
+    "MeanOutputLoss, on logits of all seen": lambda: [
+        MeanOutputLoss(2.0, "logits", "absolute", "seen", clients=["0", "3"]),
+    ],
+    "MeanOutputLoss, beside remembered samples": lambda: [Replay(9, "class-balanced", "round"), MeanOutputLoss(2.0)],
+    "Replay": lambda: [Replay(9, "class-balanced", "round")],
+    "all": lambda: [Replay(9, "refresh", "round"), FLwF2T(0.3, 0.3), FedProx(0.5, clients=["1"])],
+}
+
+
+def difference(left, right):
+    return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
+
+
+def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
+    """States and records of the same fit with two cohort sizes, on clients of very different sizes."""
+    stream = {"partition": "dirichlet", "clients": 7, "partition_args": {"alpha": 0.5}, "rounds_per_experience": 2}
+    results = []
+    for size in sizes:
+        task, metrics = make_task(OPTIMIZERS[optimizer]), ContinualMetrics()
+        callbacks = [*METHODS[methods or "none"](), metrics]
+        options = {"local_epochs": 2, **options}
+        trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
+        assert (trainer.strategy.cohort_clients > 1) == (size != 1)
+        results.append((task.state_dict(), metrics.record))
+    return results
+
+
+@pytest.mark.parametrize("methods", METHODS)
+def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, methods):
+    (one, record), (many, other) = both(fit, make_stream, make_task, methods)
+    assert difference(one, many) < 1e-5
+    for left, right in zip(record["rounds"], other["rounds"], strict=True):
+        assert left["correct"] == right["correct"]
+        assert left["upload_bytes"] == right["upload_bytes"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_cohort_is_one_by_one_with_every_optimizer(fit, make_stream, make_task, optimizer):
+    (one, _), (many, _) = both(fit, make_stream, make_task, optimizer=optimizer)
+    assert difference(one, many) < 1e-5
+
+
+@pytest.mark.parametrize("size", [2, 3, 100])
+def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, size):
+    (one, _), (many, _) = both(fit, make_stream, make_task, "FLwF-2T", sizes=(1, size))
+    assert difference(one, many) < 1e-5
+
+
+def test_cohort_with_personal_heads_and_partial_participation(fit, make_stream, make_task):
+    options = {"reductions": {"model.3.*": "none"}, "participation": 0.6}
+    (one, record), (many, other) = both(fit, make_stream, make_task, "FLwF-2T", **options)
+    assert difference(one, many) < 1e-5
+    assert [r["correct"] for r in record["rounds"]] == [r["correct"] for r in other["rounds"]]
+
+
+def test_a_frozen_parameter_stays_frozen_in_a_cohort(fit, make_stream, make_task):
+    task = make_task()
+    task.model[1].weight.requires_grad_(False)
+    before = task.model[1].weight.clone()
+    fit(task, make_stream(), cohort_size=3)
+    assert torch.equal(task.model[1].weight, before)
+
+
+def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make_task):
+    stream = make_stream()
+    stream.setup("fit")
+    poisoned = stream.plan.train[0]["1"]
+    stream._samples[torch.from_numpy(poisoned)] = float("nan")
+    task, metrics = make_task(), ContinualMetrics()
+    fit(task, stream, [metrics], cohort_size=3, max_epochs=1)
+    assert set(metrics.record["rounds"][0]["dropped"]) == {"1"}
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+
+
+def clients_per_step(fit, stream, task, **options):
+    return fit(task, stream, max_epochs=1, **options).strategy.cohort_clients
+
+
+def test_auto_chooses(fit, make_stream, make_task):
+    assert clients_per_step(fit, make_stream(), make_task()) > 1
+    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
+    assert clients_per_step(fit, make_stream(), make_task(model=dropout)) == 1
+    assert automatic_size(make_task(model=nn.Linear(1000, 1000))) == 1
+
+
+class Own(Classifier):
+    def training_step(self, batch, batch_idx):
+        return 2 * super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))}, "its forward changes buffers"),
+        ({"optimizer": lambda params: torch.optim.LBFGS(params)}, "`LBFGS` does not update each number on its own"),
+    ],
+)
+def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, make_task, change, reason):
+    with pytest.raises(ValueError, match=f'Expected `cohort_size=1` or "auto" but got 4: {reason}'):
+        fit(make_task(**change), make_stream(), cohort_size=4)
+    with pytest.raises(ValueError, match="each client keeps its optimizer"):
+        fit(make_task(), make_stream(), cohort_size=4, keep_optimizer=True)
+    with pytest.raises(ValueError, match="clipping by norm"):
+        fit(make_task(), make_stream(), cohort_size=4, trainer_args={"gradient_clip_val": 1.0})
+
+
+def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
+    for method in (GEM, AGEM):
+        assert clients_per_step(fit, make_stream(), make_task(), callbacks=[method()]) == 1
+        message = (
+            f'Expected `cohort_size=1` or "auto" but got 3: `{method.__name__}` changes the gradient of one client'
+        )
+        with pytest.raises(ValueError, match=message):
+            fit(make_task(), make_stream(), [method()], cohort_size=3)
+
+
+def test_a_module_with_a_training_step_of_its_own_trains_one_by_one(fit, make_stream):
+    task = Own(nn.Linear(6, 4), 4)
+    assert clients_per_step(fit, make_stream(), task) == 1
+    with pytest.raises(ValueError, match="overrides `training_step`"):
+        fit(Own(nn.Linear(6, 4), 4), make_stream(), cohort_size=4)
+
+
+def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_stream, make_task):
+    class Watch(Callback):
+        def __init__(self):
+            self.norms = []
+
+        def on_after_backward(self, trainer, pl_module):
+            self.norms.append(float(pl_module.model[1].weight.grad.norm()))
+
+    watch = Watch()
+    trainer = fit(make_task(), make_stream(), [watch])
+    assert trainer.strategy.cohort_clients == 1
+    assert len(watch.norms) == trainer.global_step
+    assert all(norm > 0 for norm in watch.norms)
+    with pytest.raises(ValueError, match="`Watch` overrides `on_after_backward`"):
+        fit(make_task(), make_stream(), [Watch()], cohort_size=3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.relu(self.encode(x)))[:, :4]
+
+
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Dropping(6, 4), Recurrent(6, 4), Counting(6, 4)])
+def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
+    auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
+    assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
+    fit(one, make_stream(), cohort_size=1, max_epochs=1, seed=0)
+    assert difference(auto.state_dict(), one.state_dict()) == 0
+
+
+def test_tied_weights_are_one_entry(fit, make_stream, make_task):
+    states, sent, model = [], [], Tied()
+    for size in (1, 3):
+        task, metrics = make_task(model=copy.deepcopy(model)), ContinualMetrics()
+        fit(task, make_stream(), [FLwF2T(0.3, 0.3), metrics], cohort_size=size, seed=0)
+        assert task.model.decode.weight is task.model.encode.weight
+        states.append(task.state_dict())
+        sent.append(metrics.record["rounds"][0]["upload_bytes"]["0"])
+    assert difference(*states) < 1e-5
+    assert sent == [4 * (36 + 6 + 6)] * 2
+
+
+def test_the_logged_loss_does_not_depend_on_the_cohort(fit, make_stream, make_task):
+    losses = []
+    for size in (1, 3):
+        stream = make_stream(partition="dirichlet")
+        trainer = fit(make_task(), stream, [FLwF2T(0.3, 0.3)], cohort_size=size, max_epochs=1, seed=0)
+        losses.append(float(trainer.callback_metrics["train/loss"]))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
+    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
+    fit(make_task(model=dropout), make_stream(), cohort_size=3, max_epochs=1)
+    assert "Random layers draw other numbers in a cohort" in caplog.text
