@@ -24,7 +24,7 @@ class ClientRound:
         rehearsed: Number of remembered samples that join them.
         new_classes: Classes that any client of the federation learns in this round and none has learnt before.
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
-        block: All classes of the client's current task, ascending, to which a task-incremental method slices the
+        task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
             logits; empty where all classes compete.
     """
 
@@ -39,7 +39,7 @@ class ClientRound:
     rehearsed: int = 0
     new_classes: tuple[int, ...] = ()
     old_classes: tuple[int, ...] = ()
-    block: tuple[int, ...] = ()
+    task_classes: tuple[int, ...] = ()
 
     @property
     def balanced(self) -> bool:

@@ -377,7 +377,7 @@ class FederatedStream(L.LightningDataModule):
             total,
             new_classes=new,
             old_classes=old,
-            block=self.plan.block(client, numbers[round]),
+            task_classes=self.plan.classes_of_task(client, numbers[round]),
         )
 
     # Loaders, as any LightningDataModule has them.

@@ -355,7 +355,7 @@ class DyToxTraining(Method):
 
 
 def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:
-    blocks = stream.plan.common_blocks
+    blocks = stream.plan.common_tasks
     if not blocks:
         raise ValueError(
             f"Expected a stream that tells tasks of classes, the same for all clients, for `DyToxTraining` but got "

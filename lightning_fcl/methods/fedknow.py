@@ -117,7 +117,7 @@ class FedKNOW(FedViT):
             remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{client_round.experience}")
         )
         memory[f"block{client_round.experience}"] = torch.tensor(
-            client_round.block or range(client_round.num_classes), dtype=torch.long
+            client_round.task_classes or range(client_round.num_classes), dtype=torch.long
         )
         memory["present"] = torch.tensor(client_round.experience)
         return memory | remember(self._tuned(memory, client_round.experience, x, y), "kept")

@@ -107,7 +107,7 @@ class FedWEIT(Method):
             return memory
         model, past = self._model, int(memory.get("tasks", torch.tensor(0)))
         new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(client_round.experience)}
-        new["classes"] = torch.tensor(client_round.block)
+        new["classes"] = torch.tensor(client_round.task_classes)
         for i in range(past):
             mask, adaptive = (server[f"model.tasks.{i}.{name}"] for name in ("mask", "adaptive"))
             new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
@@ -239,7 +239,7 @@ class FedWEIT(Method):
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
-        blocks = stream.plan.blocks if isinstance(stream, FederatedStream) else {}
+        blocks = stream.plan.task_classes if isinstance(stream, FederatedStream) else {}
         most = max((len(parts) for parts in blocks.values()), default=0)
         if most > len(model.tasks):
             raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")

@@ -163,8 +163,8 @@ def cohort_batches(
 class RoundLoader:
     """The batches of the current round, client after client or cohort after cohort.
 
-    Iterating yields plain batches, as a LightningModule's `training_step` expects them; the `BatchContext` of each waits
-    in ``slots``. The number of batches is not known beforehand: it changes from round to round.
+    Iterating yields plain batches, as a LightningModule's `training_step` expects them; the `BatchContext` of each
+    waits in ``slots``. The number of batches is not known beforehand: it changes from round to round.
 
     Args:
         stream: Where the data is.

@@ -74,7 +74,7 @@ class Classifier(L.LightningModule):
         if not self.task_incremental or stage == "predict":
             return
         stream: Any = getattr(self.trainer, "datamodule", None)
-        blocks = stream.plan.blocks if isinstance(stream, FederatedStream) else {}
+        blocks = stream.plan.task_classes if isinstance(stream, FederatedStream) else {}
         if not blocks and self._blocks is not None and stage != "fit":
             return
         if not blocks:

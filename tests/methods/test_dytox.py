@@ -103,9 +103,9 @@ def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
     stream, task, watch = fedvit(), make_task(optimizer, task_incremental=True), Watch()
     fit(task, stream, [DyToxTraining(0.3), watch], local_epochs=2, seed=0)
     blocks, tuned = {block: i for i, block in enumerate(task.model.blocks)}, 0
-    assert set(blocks) == set(stream.plan.blocks["0"])
+    assert set(blocks) == set(stream.plan.task_classes["0"])
     for client_round, epoch, _, changed in watch.steps:
-        slot = blocks[client_round.block]
+        slot = blocks[client_round.task_classes]
         mine = {"decoder", f"tokens.{slot}", f"heads.{slot}"}
         if epoch == 2:
             assert changed == mine
@@ -116,7 +116,7 @@ def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
             assert changed - {f"divergence.{slot}"} == mine | {"body"}
     assert tuned and all(p.requires_grad for p in task.parameters())
     assert (
-        len({client_round.block for client_round, *_ in watch.steps if client_round.round == 0}) > 1
+        len({client_round.task_classes for client_round, *_ in watch.steps if client_round.round == 0}) > 1
     )  # orders of their own
 
 
@@ -225,7 +225,7 @@ def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
         memory = trainer.strategy.server.store[client]["DyToxTraining"]
         assert memory["task"].bincount().tolist() == [4, 4, 4] and int(memory["present"]) == -1
         assert memory["old"].all()
-        for number, block in enumerate(stream.plan.blocks[client]):
+        for number, block in enumerate(stream.plan.task_classes[client]):
             assert set(memory["y"][memory["task"] == number].tolist()) <= set(block)
 
 

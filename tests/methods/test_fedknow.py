@@ -35,7 +35,7 @@ def extracted(method, task, tasks=3):
         torch.manual_seed(number)
         own = {name: torch.randn_like(value) for name, value in task.state_dict().items()}
         data = [torch.randn(12, 6), torch.randint(0, 2, (12,)) + 2 * number]
-        client_round = ClientRound("a", number, number, num_classes=8, block=(2 * number, 2 * number + 1))
+        client_round = ClientRound("a", number, number, num_classes=8, task_classes=(2 * number, 2 * number + 1))
         memory = method.extract(memory, own, data, client_round)
         memories.append((own, memory))
     return memories
@@ -102,7 +102,7 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
         student, teacher = make_task(), make_task()
         student.load_state_dict(state)
         teacher.load_state_dict(network)
-        block = list(stream.plan.block(client, 0))
+        block = list(stream.plan.classes_of_task(client, 0))
         target = F.softmax(teacher(x)[:, block] / 3, dim=1).detach()
         loss = -(target * F.log_softmax(student(x)[:, block] / 3, dim=1)).sum(dim=1).mean()
         by_hand = torch.autograd.grad(loss, list(student.model.body.parameters()))
@@ -115,7 +115,7 @@ def test_clients_that_were_not_drawn_keep_weights_too(fit):
     for client in stream.plan.clients:
         memory = trainer.strategy.server.store[client]["FedKNOW"]
         owner = section(memory, "owner")["model.body.0.weight"]
-        assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.block(client, 0))
+        assert (owner == 1).sum() == 9 and memory["block0"].tolist() == list(stream.plan.classes_of_task(client, 0))
         assert not any(name.startswith("body.") for name in memory)
 
 

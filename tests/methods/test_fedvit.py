@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedKNOW, FedViT
-from lightning_fcl.callbacks import fedvit as module
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.methods import fedvit as module
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.methods.projection import agem
 
@@ -83,15 +83,15 @@ def by_hand(stream, rho, heads, bodies, integration):
                 before.body = state["body"]
                 for _ in range(integration):
                     g_a, g_b = (
-                        flat_gradient(net, body, x, y, client_round.block),
-                        flat_gradient(before, parts(before)[0], x, y, client_round.block),
+                        flat_gradient(net, body, x, y, client_round.task_classes),
+                        flat_gradient(before, parts(before)[0], x, y, client_round.task_classes),
                     )
                     changed += bool(g_a @ g_b < 0)
                     step(body, agem(g_b, g_a))
             for _ in range(heads):
-                step(head, flat_gradient(net, head, x, y, client_round.block))
+                step(head, flat_gradient(net, head, x, y, client_round.task_classes))
             for _ in range(bodies):
-                gradient = flat_gradient(net, body, x, y, client_round.block)
+                gradient = flat_gradient(net, body, x, y, client_round.task_classes)
                 if state["memory"] is not None:
                     past = flat_gradient(net, body, *state["memory"])
                     changed += bool(past @ gradient < 0)
@@ -99,13 +99,13 @@ def by_hand(stream, rho, heads, bodies, integration):
                 step(body, gradient)
             state["head"], state["body"] = copy.deepcopy(net.head), copy.deepcopy(net.body)
             if client_round.last_round:
-                logits = net(x)[:, client_round.block]
+                logits = net(x)[:, client_round.task_classes]
                 loss = F.cross_entropy(
-                    logits, torch.searchsorted(torch.tensor(client_round.block), y), reduction="none"
+                    logits, torch.searchsorted(torch.tensor(client_round.task_classes), y), reduction="none"
                 )
                 kept = [r for c in y.unique() for r in best(loss, y, c, rho)]
                 kept = sorted(kept)
-                state["body"], state["memory"] = None, (x[kept], y[kept], client_round.block)
+                state["body"], state["memory"] = None, (x[kept], y[kept], client_round.task_classes)
             trained.append(net)
             sizes.append(len(y))
         with torch.no_grad():
@@ -154,7 +154,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         net, before = copy.deepcopy(task.model), copy.deepcopy(local.bodies[client])
         net.head.load_state_dict({n.split(".")[-1]: v for n, v in kept["model"].items()})
         before.head = net.head
-        (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.block(client, 1)
+        (x, y), block = stream.take(stream.plan.train[5][client]), stream.plan.classes_of_task(client, 1)
         for _ in range(2):
             g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
             seen.append(bool(g_a @ g_b < 0))
@@ -264,7 +264,7 @@ def test_clients_that_were_not_drawn_remember(fit):
         memory, (x, y) = kept["FedViT"], stream.take(stream.plan.train[1][client])
         own = copy.deepcopy(task)
         own.load_state_dict({**task.state_dict(), **kept.get("model", {})})
-        block = stream.client_round(client, 1).block
+        block = stream.client_round(client, 1).task_classes
         logits = own(x)[:, block]
         loss = F.cross_entropy(logits, torch.searchsorted(torch.tensor(block), y), reduction="none")
         expected = sorted(r for c in y.unique() for r in best(loss, y, c, 0.1))

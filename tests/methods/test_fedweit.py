@@ -238,10 +238,10 @@ def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
     stream.setup("fit")
     x = stream.take(stream.plan.test)[0]
     for client in "012":
-        block = list(stream.plan.block(client, 0))
+        block = list(stream.plan.classes_of_task(client, 0))
         before, after = (predict(task, watch.rounds[number], client, x)[:, block] for number in (3, 5))
         assert torch.equal(before, after) == frozen
-        now = list(stream.plan.block(client, 1))  # the present task has been trained
+        now = list(stream.plan.classes_of_task(client, 1))  # the present task has been trained
         assert not torch.equal(*(predict(task, watch.rounds[number], client, x)[:, now] for number in (1, 3)))
 
 
@@ -342,7 +342,7 @@ def test_it_is_what_is_measured(fit):
     x, y = stream.take(stream.plan.test)
     for client in "012":
         logits = predict(task, watch.rounds[-1], client, x)
-        blocks = stream.plan.blocks[client]
+        blocks = stream.plan.task_classes[client]
         block = torch.tensor([next(b for b in blocks if label in b) for label in y.tolist()])
         correct = block[torch.arange(len(y)), logits.gather(1, block).argmax(1)] == y
         assert sum(metrics.record["rounds"][-1]["correct"][client]) == int(correct.sum())

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
-from lightning_fcl.callbacks import importance as module_under_test
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods import importance as module_under_test
 from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
 from lightning_fcl.methods.method import Step, section
 

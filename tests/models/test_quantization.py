@@ -10,8 +10,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.device import quantization
-from lightning_fcl.models import DSICNet
+from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
 from lightning_fcl.simulation.vectorized import why_not_vectorized
 

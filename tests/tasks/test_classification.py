@@ -42,7 +42,7 @@ def test_only_the_rows_of_the_task_learn(fit, cohort_size):
     task, stream = make_task(task_incremental=True), make_tasks(clients=2)
     before = {name: value.clone() for name, value in task.state_dict().items()}
     fit(task, stream, max_epochs=2, cohort_size=cohort_size)
-    seen = sorted({c for client in stream.plan.clients for c in stream.plan.block(client, 0)})
+    seen = sorted({c for client in stream.plan.clients for c in stream.plan.classes_of_task(client, 0)})
     others = [c for c in range(6) if c not in seen]
     assert others
     for name in ("model.3.weight", "model.3.bias"):
@@ -55,7 +55,7 @@ def test_the_loss_is_that_of_the_sliced_logits(fit):
     task, stream = make_task(task_incremental=True), make_tasks(clients=1)
     fit(task, stream, max_epochs=1)
     output, y = torch.randn(30, 6, requires_grad=True), torch.arange(30) % 6
-    blocks = {c: stream.plan.block("0", e) for e in range(3) for c in stream.plan.block("0", e)}
+    blocks = {c: stream.plan.classes_of_task("0", e) for e in range(3) for c in stream.plan.classes_of_task("0", e)}
     sliced = [
         F.cross_entropy(output[i, list(blocks[int(c)])], torch.tensor(blocks[int(c)].index(int(c))))
         for i, c in enumerate(y)
@@ -71,7 +71,9 @@ def test_it_is_measured_within_the_task(fit):
     task, stream, metrics = make_task(task_incremental=True), make_tasks(clients=1), ContinualMetrics()
     fit(task, stream, [metrics], max_epochs=1)
     x, y = stream.take(stream.plan.test)
-    blocks = {c: list(stream.plan.block("0", e)) for e in range(3) for c in stream.plan.block("0", e)}
+    blocks = {
+        c: list(stream.plan.classes_of_task("0", e)) for e in range(3) for c in stream.plan.classes_of_task("0", e)
+    }
     with torch.no_grad():
         logits = task(x)
     right = [blocks[int(c)][int(logits[i, blocks[int(c)]].argmax())] == int(c) for i, c in enumerate(y)]

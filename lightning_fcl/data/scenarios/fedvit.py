@@ -38,8 +38,8 @@ def fedvit(
     of a class no sample goes to more than one client more than another does (the paper's 100 clients ask for more than
     there is). No client has a sample twice. All of a task's samples are there in each of its rounds.
 
-    Evaluation is task-incremental: a sample of a task is classified among the task's whole block, `Plan.block`, of
-    which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
+    Evaluation is task-incremental: a sample of a task is classified among the task's whole block,
+    `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
 
     A client's draws depend on the seed, its number and the block alone: a stream of fewer clients holds the first ones
     of a stream of more.
@@ -67,9 +67,9 @@ def fedvit(
 
     Example:
         >>> plan = fedvit(np.repeat(np.arange(20), 100), tasks=4, clients=3)
-        >>> plan.rounds, plan.clients, len(plan.block("1", 0))
+        >>> plan.rounds, plan.clients, len(plan.classes_of_task("1", 0))
         (40, ('0', '1', '2'), 5)
-        >>> set(plan.tasks["1"][0]) <= set(plan.block("1", 0))
+        >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
         True
     """
     for name, number in (("tasks", tasks), ("clients", clients), ("rounds_per_task", rounds_per_task)):
@@ -98,7 +98,7 @@ def fedvit(
         groups=np.asarray(y),
         test=test,
         validation=validation,
-        blocks={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
+        task_classes={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
     )
 
 

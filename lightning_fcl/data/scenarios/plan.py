@@ -32,8 +32,8 @@ class Plan:
         order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
         outputs: Number of classes to tell apart, the first ones of ``order``.
         of_classes: Whether the test groups are classes.
-        blocks: For every client, all classes of the task of each of its experiences, see `block`; empty where
-            experiences are not told apart.
+        task_classes: For every client, all classes of the task of each of its experiences, see `classes_of_task`; empty
+            where experiences are not told apart.
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -47,7 +47,7 @@ class Plan:
     order: IntArray | None = None
     outputs: int | None = None
     of_classes: bool = True
-    blocks: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    task_classes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The classes that are new to the whole federation in a round, and those of earlier experiences."""
@@ -68,21 +68,21 @@ class Plan:
         """What `classes` has found: it goes through all clients, and every client of a round asks."""
         return {}
 
-    def block(self, client: str, experience: int) -> tuple[int, ...]:
+    def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
         """The classes among which a sample of a client's experience is classified, if it is told which experience.
 
         These are the outputs to which a task-incremental method slices the logits; ``tasks`` has the classes of which
         the client has samples. Empty where experiences are not told apart: all classes then compete.
         """
-        return self.blocks[client][experience] if self.blocks else ()
+        return self.task_classes[client][experience] if self.task_classes else ()
 
     @property
-    def common_blocks(self) -> tuple[tuple[int, ...], ...]:
+    def common_tasks(self) -> tuple[tuple[int, ...], ...]:
         """The classes of each task that all clients have in common, each in its order, by their first label.
 
         Empty where tasks are not of classes, or two of them overlap in part.
         """
-        parts = self.blocks or (self.tasks if self.of_classes else {})
+        parts = self.task_classes or (self.tasks if self.of_classes else {})
         blocks = tuple(sorted({block for own in parts.values() for block in own}))
         labels = [label for block in blocks for label in block]
         return blocks if len(set(labels)) == len(labels) else ()

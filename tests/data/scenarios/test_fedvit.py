@@ -36,7 +36,9 @@ def rows(plan):
 
 
 def text(plan):
-    return str([{c: i.tolist() for c, i in current.items()} for current in plan.train] + [plan.tasks, plan.blocks])
+    return str(
+        [{c: i.tolist() for c, i in current.items()} for current in plan.train] + [plan.tasks, plan.task_classes]
+    )
 
 
 def copies(plan):
@@ -59,12 +61,12 @@ def test_it_is_the_papers_plan(plan):
 
 
 def test_every_client_has_every_block_once_in_an_order_of_its_own(plan):
-    blocks = sorted(plan.blocks["0"])
+    blocks = sorted(plan.task_classes["0"])
     assert sorted(c for block in blocks for c in block) == list(range(100)) and {len(b) for b in blocks} == {10}
     assert blocks != [tuple(range(first, first + 10)) for first in range(0, 100, 10)]
-    assert all(sorted(plan.blocks[client]) == blocks for client in plan.clients)
-    assert len(set(plan.blocks.values())) == 20
-    assert plan.block("7", 4) == plan.blocks["7"][4]
+    assert all(sorted(plan.task_classes[client]) == blocks for client in plan.clients)
+    assert len(set(plan.task_classes.values())) == 20
+    assert plan.classes_of_task("7", 4) == plan.task_classes["7"][4]
 
 
 def test_classes_and_shares_are_in_their_ranges(plan):
@@ -72,7 +74,7 @@ def test_classes_and_shares_are_in_their_ranges(plan):
     for client, parts in rows(plan).items():
         for e, part in enumerate(parts):
             own = plan.tasks[client][e]
-            assert tuple(np.unique(Y[part])) == own and set(own) <= set(plan.block(client, e))
+            assert tuple(np.unique(Y[part])) == own and set(own) <= set(plan.classes_of_task(client, e))
             numbers.append(len(own))
             for label in own:
                 count, whole = (Y[part] == label).sum(), OF_CLASS[label]
@@ -113,7 +115,7 @@ def test_all_of_a_class_for_all():
 def test_the_seed_draws_everything(plan):
     assert text(draw()) == text(plan)
     other = draw(seed=4)
-    assert sorted(other.blocks["0"]) != sorted(plan.blocks["0"]) and text(other) != text(plan)
+    assert sorted(other.task_classes["0"]) != sorted(plan.task_classes["0"]) and text(other) != text(plan)
 
 
 def test_more_clients_change_nothing_for_the_first(plan):
@@ -121,13 +123,13 @@ def test_more_clients_change_nothing_for_the_first(plan):
     for r in range(100):
         assert all(np.array_equal(few.train[r][client], plan.train[r][client]) for client in few.clients)
     assert few.tasks == {client: plan.tasks[client] for client in few.clients}
-    assert few.blocks == {client: plan.blocks[client] for client in few.clients}
+    assert few.task_classes == {client: plan.task_classes[client] for client in few.clients}
 
 
 def test_an_order_for_all_leaves_each_client_its_samples(plan):
     shared = draw(order_per_client=False)
-    assert len(set(shared.blocks.values())) == 1
-    assert sorted(shared.blocks["0"]) == sorted(plan.blocks["0"])
+    assert len(set(shared.task_classes.values())) == 1
+    assert sorted(shared.task_classes["0"]) == sorted(plan.task_classes["0"])
     for client in plan.clients:
         one, other = (np.sort(np.concatenate(rows(p)[client])) for p in (shared, plan))
         assert np.array_equal(one, other)
@@ -135,21 +137,21 @@ def test_an_order_for_all_leaves_each_client_its_samples(plan):
 
 def test_the_order_of_the_classes_can_be_given():
     plan = draw(class_order="ascending", order_per_client=False, tasks=25, classes_per_client=(2, 4))
-    assert plan.blocks["3"] == tuple(tuple(range(first, first + 4)) for first in range(0, 100, 4))
+    assert plan.task_classes["3"] == tuple(tuple(range(first, first + 4)) for first in range(0, 100, 4))
     order = list(range(99, -1, -1))
     plan = draw(class_order=order, order_per_client=False)
-    assert plan.blocks["3"][0] == tuple(range(90, 100)) and plan.blocks["3"][9] == tuple(range(10))
+    assert plan.task_classes["3"][0] == tuple(range(90, 100)) and plan.task_classes["3"][9] == tuple(range(10))
 
 
 def test_blocks_of_one_class_may_be_given_whole():
     plan = draw(tasks=100, classes_per_client=(1, 1), clients=2, rounds_per_task=1)
-    assert plan.tasks == plan.blocks and {len(block) for block in plan.blocks["1"]} == {1}
+    assert plan.tasks == plan.task_classes and {len(block) for block in plan.task_classes["1"]} == {1}
 
 
 def test_labels_need_not_be_those_of_all_classes():
     y = np.repeat([2, 5, 7, 30], 40)
     plan = fedvit(y, tasks=2, clients=3, classes_per_client=(2, 2))
-    assert sorted(c for block in plan.blocks["0"] for c in block) == [2, 5, 7, 30]
+    assert sorted(c for block in plan.task_classes["0"] for c in block) == [2, 5, 7, 30]
     assert plan.classes(0)[1] == () and set(plan.classes(19)[0] + plan.classes(19)[1]) == {2, 5, 7, 30}
 
 
@@ -235,14 +237,16 @@ def test_turns_name_the_block_of_the_clients_task(plan):
     for client, round in (("0", 0), ("0", 10), ("13", 99)):
         client_round = stream.client_round(client, round)
         assert client_round.experience == round // 10 and client_round.last_round == (round % 10 == 9)
-        assert client_round.block == plan.blocks[client][round // 10]
-        assert set(client_round.labels.tolist()) == set(plan.tasks[client][round // 10]) <= set(client_round.block)
+        assert client_round.task_classes == plan.task_classes[client][round // 10]
+        assert (
+            set(client_round.labels.tolist()) == set(plan.tasks[client][round // 10]) <= set(client_round.task_classes)
+        )
 
 
 def test_other_streams_have_no_blocks():
     stream = FederatedStream("digits", seed=0)
     stream.setup("fit")
-    assert stream.client_round("0", 0).block == () and stream.plan.block("0", 3) == ()
+    assert stream.client_round("0", 0).task_classes == () and stream.plan.classes_of_task("0", 3) == ()
 
 
 def test_the_streams_own_arguments_are_refused_among_the_scenarios():
