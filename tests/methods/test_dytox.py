@@ -85,7 +85,7 @@ class Watch(Callback):
         self.steps = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        client_round = getattr(trainer.strategy, "turn", None)
+        client_round = getattr(trainer.strategy, "client_round", None)
         epoch = trainer.strategy.local_epoch if client_round is not None else trainer.current_epoch
         self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
 
