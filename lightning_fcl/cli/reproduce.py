@@ -18,8 +18,9 @@ import yaml
 from tqdm import tqdm
 
 from lightning_fcl import __version__
+from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.figures import check_figures, write_figures
-from lightning_fcl.evaluation.report import compare_plot, did_you_mean, read_results, table, write_table
+from lightning_fcl.evaluation.report import compare_plot, read_results, table, write_table
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.evaluation.report import did_you_mean
+from lightning_fcl.errors import did_you_mean
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),

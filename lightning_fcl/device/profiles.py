@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lightning_fcl.evaluation.report import did_you_mean
+from lightning_fcl.errors import did_you_mean
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
 MEMORIES = ("tcdm", "ram", "flash")

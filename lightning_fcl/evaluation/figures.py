@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
 from lightning_fcl.evaluation.metrics import FloatArray, stream_accuracies, task_curves
 from lightning_fcl.evaluation.panels import (
@@ -19,7 +20,7 @@ from lightning_fcl.evaluation.panels import (
     task_panels,
     volume_panels,
 )
-from lightning_fcl.evaluation.report import Results, did_you_mean, save_figure
+from lightning_fcl.evaluation.report import Results, save_figure
 
 __all__ = ["check_figures", "write_figures"]
 

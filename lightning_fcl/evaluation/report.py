@@ -5,9 +5,8 @@ Every file is written under a temporary name and then renamed, so an interrupted
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -289,17 +288,6 @@ def _number(name: str, value: float | None) -> str:
 def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
-
-
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: the nearest that is, if one is near.
-
-    Example:
-        >>> did_you_mean("FedIPP", ["FedRR", "FedIP"])
-        ' Did you mean FedIP?'
-    """
-    near = get_close_matches(str(name), list(known), 1)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 @contextmanager

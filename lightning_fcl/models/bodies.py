@@ -6,11 +6,12 @@ timm takes seconds to import: each builder imports what it needs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fcl.errors import did_you_mean
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 from lightning_fcl.models.transformer import check_blocks
@@ -48,7 +49,9 @@ def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]
     variant = FAMILIES.get(variant, variant)
     if variant not in VARIANTS:
         names = sorted({*FAMILIES, *VARIANTS})
-        raise ValueError(f"Expected `name` to be one of {', '.join(names)} but got {name!r}.{_hint(variant, names)}")
+        raise ValueError(
+            f"Expected `name` to be one of {', '.join(names)} but got {name!r}.{did_you_mean(variant, names)}"
+        )
     if channels < 1:
         raise ValueError(f"Expected `channels` to be at least 1 but got {channels}. Read it from the data.")
     build, defaults = VARIANTS[variant]
@@ -233,15 +236,9 @@ def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, 
         if name not in known:
             raise ValueError(
                 f"Expected options of {kind.__name__}, which are {', '.join(known)}, but got {name!r}."
-                f"{_hint(name, known)}"
+                f"{did_you_mean(name, known)}"
             )
     return options
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    from lightning_fcl.evaluation.report import did_you_mean
-
-    return did_you_mean(name, known)
 
 
 _CAIT = {"embed_dim": 192, "num_heads": 4, "init_values": 1e-5}
