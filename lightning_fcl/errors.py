@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from types import ModuleType
 
-__all__ = ["did_you_mean", "require"]
+__all__ = ["above", "at_least", "between", "did_you_mean", "one_of", "require"]
 
 # What pip calls the packages that are imported by another name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
@@ -63,3 +63,70 @@ def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
             f"Expected `{missing}`, which {for_what}, but it is not installed. Run `pip install {wanted}`.",
             name=error.name,
         ) from error
+
+
+def at_least(low: float, **arguments: float) -> None:
+    """Refuse an argument that is below ``low``, or no number.
+
+    Raises:
+        ValueError: If one is; the message names it.
+
+    Example:
+        >>> at_least(0, mu=-1.0)
+        Traceback (most recent call last):
+        ValueError: Expected `mu` to be at least 0 but got -1.0.
+    """
+    for name, value in arguments.items():
+        if not value >= low:
+            raise ValueError(f"Expected `{name}` to be at least {low} but got {value}.")
+
+
+def above(low: float, **arguments: float) -> None:
+    """Refuse an argument that is not above ``low``.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+
+    Example:
+        >>> above(0, temperature=0.0)
+        Traceback (most recent call last):
+        ValueError: Expected `temperature` to be above 0 but got 0.0.
+    """
+    for name, value in arguments.items():
+        if not value > low:
+            raise ValueError(f"Expected `{name}` to be above {low} but got {value}.")
+
+
+def between(low: float, high: float, **arguments: float) -> None:
+    """Refuse an argument outside of a closed range.
+
+    Raises:
+        ValueError: If one is; the message names it.
+
+    Example:
+        >>> between(0, 1, alpha=1.7)
+        Traceback (most recent call last):
+        ValueError: Expected `alpha` to be between 0 and 1 but got 1.7.
+    """
+    for name, value in arguments.items():
+        if not low <= value <= high:
+            raise ValueError(f"Expected `{name}` to be between {low} and {high} but got {value}.")
+
+
+def one_of(choices: Collection[str], **arguments: object) -> None:
+    """Refuse an argument that is none of some words.
+
+    Raises:
+        ValueError: If one is; the message names it and the words.
+
+    Example:
+        >>> one_of(["round", "seen", "all"], history="sean")
+        Traceback (most recent call last):
+        ValueError: Expected `history` to be "round", "seen" or "all" but got "sean". Did you mean seen?
+    """
+    *rest, last = (f'"{choice}"' for choice in choices)
+    words = f"{', '.join(rest)} or {last}" if rest else last
+    for name, value in arguments.items():
+        if value not in choices:
+            hint = did_you_mean(value, choices)
+            raise ValueError(f'Expected `{name}` to be {words} but got "{value}".{hint}')
