@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream, current_round
+from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.classification import Classifier

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import lightning.pytorch as L
 
 
 @dataclass(frozen=True)
@@ -48,3 +52,9 @@ class ClientRound:
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
         return bool(2 * counts.min() >= counts.max())
+
+
+def current_round(trainer: L.Trainer) -> int:
+    """The round that a Trainer is in, also before a continued fit has brought its epoch counter up to date."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    return int(progress.processed)

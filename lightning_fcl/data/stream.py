@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_fcl.data import partition as partitioners
 from lightning_fcl.data import scenarios
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.batches import batches, plan_batches
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.scenarios import History, IntArray, Plan
 from lightning_fcl.randomness import seed_of
@@ -426,8 +427,6 @@ class ClientLoader:
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        from lightning_fcl.simulation.loader import batches, plan_batches
-
         clients = self.stream.plan.clients
         trainer = self.stream.trainer
         if len(clients) != 1 or trainer is None:
@@ -447,12 +446,6 @@ class ClientLoader:
         stream = self.stream
         plan = plan_batches(size, stream.batch_size, 1, stream.shuffle, generator, drop_last=stream.drop_last)
         yield from batches(data, plan)
-
-
-def current_round(trainer: L.Trainer) -> int:
-    """The round that a Trainer is in, also before a continued fit has brought its epoch counter up to date."""
-    progress: Any = trainer.fit_loop.epoch_progress.current
-    return int(progress.processed)
 
 
 def check_arguments(name: str, given: Mapping[str, Any], function: Callable[..., Any] | None) -> None:

@@ -20,6 +20,7 @@ from jsonargparse import ArgumentError
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
+from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.profiles import Device, Link, read_device, read_link
@@ -27,7 +28,6 @@ from lightning_fcl.device.table import render
 from lightning_fcl.device.trace import Layer
 from lightning_fcl.evaluation.report import write_whole
 from lightning_fcl.models.quantization import fold_batchnorm
-from lightning_fcl.simulation.loader import round_half_up
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28

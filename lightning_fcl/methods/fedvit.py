@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import current_round
+from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.server import own_entries
@@ -23,7 +23,6 @@ from lightning_fcl.methods.gem import at_task, labelled, with_task
 from lightning_fcl.methods.method import data_of, remember, section
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.randomness import seed_of, start_randomness
-from lightning_fcl.simulation.loader import plan_batches
 
 
 class FedViT(FedRep):

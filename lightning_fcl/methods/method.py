@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream, current_round
+from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.server import own_entries
@@ -378,7 +378,7 @@ class Method(Callback):
             client_round = stream.client_round(client, round)
             if not (client_round.last_round and self.remembers(client_round)):
                 continue
-            data = data_of(trainer, client, round)
+            data = data_of(trainer, client, round) if self.needs_samples else None
             kept = federation.store[client]
             own = {**entries(pl_module), **own_entries(kept, pl_module.device)}
             generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, round, name))

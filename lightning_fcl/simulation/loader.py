@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fcl.data.batches import ClientData, batches, cohort_batches, plan_batches
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.participation import participants
 from lightning_fcl.randomness import seed_of, start_randomness
 
 
@@ -26,7 +27,7 @@ class BatchContext:
 
     Args:
         client_rounds: The clients that train on it, side by side.
-        data: The data of each of these clients in this round, without rehearsed samples.
+        data: The samples of each of these clients in this round, without rehearsed ones.
         first: Whether it is the first batch of these clients' local training.
         last: Whether it is the last one.
         last_of_round: Whether the round ends with it.
@@ -36,128 +37,13 @@ class BatchContext:
     """
 
     client_rounds: tuple[ClientRound, ...]
-    data: tuple[Any, ...]
+    data: tuple[ClientData, ...]
     first: bool
     last: bool
     last_of_round: bool
     active: int = 1
     weight: Tensor | None = None
     epoch: int = 0
-
-
-def participants(
-    plan: Plan, round: int, participation: float | int, seed: int, absent: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """The clients of a round, in the plan's order: those that train, and those that were chosen but have no data.
-
-    Args:
-        plan: Who has data in which round.
-        round: Round, from 0.
-        participation: Share (a float) or number (an int) of all clients; at least one client always trains.
-        seed: Seed of the choice.
-        absent: Clients that are gone; the choice among the others is not touched by it.
-
-    Raises:
-        ValueError: If no client has data in the round.
-    """
-    clients, present = plan.clients, {c: rows for c, rows in plan.train[round].items() if c not in absent}
-    if not present:
-        gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
-        raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
-    number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
-    rng = np.random.default_rng(seed_of(seed, "participation", round))
-    chosen = set(rng.permutation(len(clients))[: max(1, number)].tolist())
-    training = [client for i, client in enumerate(clients) if i in chosen and client in present]
-    skipped = [c for i, c in enumerate(clients) if i in chosen and c not in present and c not in absent]
-    if not training:
-        training = [sorted(present)[int(rng.integers(len(present)))]]
-    return training, skipped
-
-
-def round_half_up(value: float) -> int:
-    """The nearest whole number, halves up: 0.5 clients are one client.
-
-    Example:
-        >>> [round_half_up(v) for v in (0.4, 0.5, 2.5)]
-        [0, 1, 3]
-    """
-    return int(value + 0.5)
-
-
-def plan_batches(
-    samples: int,
-    batch_size: int,
-    epochs: int,
-    shuffle: bool,
-    generator: torch.Generator,
-    remembered: int = 0,
-    drop_last: bool = False,
-) -> list[Tensor]:
-    """Which samples make up each batch of a client's local training.
-
-    Args:
-        samples: Number of the client's samples.
-        batch_size: Samples per batch; the last batch of an epoch may be smaller.
-        epochs: Local epochs.
-        shuffle: Whether every epoch has an order of its own.
-        generator: Draws the orders.
-        remembered: Number of rehearsed samples, numbered from ``samples`` on; each joins one batch of every epoch.
-        drop_last: Whether an incomplete last batch is left out, unless it is the only one.
-
-    Returns:
-        One index tensor per step.
-
-    Example:
-        >>> plan_batches(5, 2, 1, False, torch.Generator(), remembered=1)
-        [tensor([0, 1, 5]), tensor([2, 3]), tensor([4])]
-    """
-    plan: list[Tensor] = []
-    for _ in range(epochs):
-        order = torch.randperm(samples, generator=generator) if shuffle else torch.arange(samples)
-        parts = torch.split(order, batch_size)
-        if drop_last and len(parts) > 1 and len(parts[-1]) < batch_size:
-            parts = parts[:-1]
-        if remembered:
-            extra = samples + (torch.randperm(remembered, generator=generator) if shuffle else torch.arange(remembered))
-            parts = tuple(torch.cat(pair) for pair in zip(parts, extra.tensor_split(len(parts)), strict=True))
-        plan.extend(parts)
-    return plan
-
-
-def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
-    """The batches of a plan, from samples stacked in any nest of lists and dicts of tensors."""
-    for indices in plan:
-        yield apply_to_collection(data, Tensor, lambda value, indices=indices: value[indices])
-
-
-def cohort_batches(
-    data: Sequence[Any], plans: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[list[Tensor], int, Tensor]]:
-    """Batches of several clients side by side, padded where they are unequal.
-
-    Args:
-        data: ``[x, y]`` of each client.
-        plans: The batches of each client, the longest plan first.
-
-    Yields:
-        ``[x, y]`` of shapes (clients, batch, ...) and (clients, batch); the number of clients whose plan is not over;
-        the share of every sample in its client's mean, shape (clients, batch), 0 for padding.
-    """
-    x, y = (torch.cat([client[position] for client in data]) for position in (0, 1))
-    steps = len(plans[0])
-    lengths = [[row.shape[0] for row in plan] + [0] * (steps - len(plan)) for plan in plans]
-    sizes = torch.tensor(lengths)
-    real = torch.arange(int(sizes.max())) < sizes[:, :, None]
-    offsets = torch.tensor([0, *[client[1].shape[0] for client in data[:-1]]]).cumsum(0)
-    index = torch.zeros(real.shape, dtype=torch.long)
-    index[real] = torch.cat([row for plan in plans for row in plan])
-    index += offsets[:, None, None]
-    share = real / sizes.clamp(min=1)[:, :, None]
-    active = (sizes > 0).sum(dim=0).tolist()
-    widest = sizes.max(dim=0).values.tolist()
-    for step in range(steps):
-        chosen = index[:, step, : widest[step]]
-        yield [x[chosen], y[chosen]], active[step], share[:, step, : widest[step]]
 
 
 class RoundLoader:
@@ -234,24 +120,26 @@ class RoundLoader:
             )
             yield batch
 
-    def _data(self, client_rounds: Sequence[ClientRound]) -> list[Any]:
+    def _data(self, client_rounds: Sequence[ClientRound]) -> list[ClientData]:
         """Each client's samples of this round."""
         indices = [self.stream.plan.train[client_round.round][client_round.client] for client_round in client_rounds]
         if not self.stream.draws:
             x, y = self.stream.take(np.concatenate(indices))
             sizes = [len(rows) for rows in indices]
-            return [list(pair) for pair in zip(x.split(sizes), y.split(sizes), strict=True)]
+            pairs = [list(pair) for pair in zip(x.split(sizes), y.split(sizes), strict=True)]
+            return [ClientData(lambda pair=pair: pair) for pair in pairs]  # type: ignore[misc]
         # The samples are drawn ahead of the training, but must not depend on who trains before.
         data = []
         for client_round, rows in zip(client_rounds, indices, strict=True):
             with isolate_rng():
                 start_randomness(self.seed, client_round.client, client_round.round, "data")
-                data.append(self.stream.take(rows))
+                samples = self.stream.take(rows)
+            data.append(ClientData(lambda samples=samples: samples))  # type: ignore[misc]
         return data
 
-    def _part(self, client_round: ClientRound, data: Any) -> tuple[ClientRound, Any, Any, list[Tensor]]:
+    def _part(self, client_round: ClientRound, data: ClientData) -> tuple[ClientRound, ClientData, Any, list[Tensor]]:
         extra = self.rehearsed(client_round)
-        pool = [torch.cat(pair) for pair in zip(data, extra, strict=True)] if extra else data
+        pool = [torch.cat(pair) for pair in zip(data.samples(), extra, strict=True)] if extra else data.samples()
         generator = torch.Generator().manual_seed(
             seed_of(self.seed, client_round.client, client_round.round, "batches")
         )

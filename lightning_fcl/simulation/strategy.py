@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import ClientLoader, FederatedStream, current_round
+from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.stream import ClientLoader, FederatedStream
 from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
@@ -519,7 +519,8 @@ class FederatedStrategy(SingleDeviceStrategy):
                 generator = torch.Generator().manual_seed(
                     seed_of(self.seed, client_round.client, client_round.round, name)
                 )
-                kept[name] = method.finish(memory, state, slot.data[row], client_round, generator)
+                data = slot.data[row].samples() if method.needs_samples else None
+                kept[name] = method.finish(memory, state, data, client_round, generator)
             if self.keep_optimizer:
                 kept["optimizer"] = optimizer_memory(self.optimizers[0])
             self.server.keep(client_round.client, state, kept, missed[row])

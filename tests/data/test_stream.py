@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fcl import FederatedStream
+from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.randomness import seed_of
-from lightning_fcl.simulation.loader import plan_batches
 
 
 def exactly(message):

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
+from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import seed_of
-from lightning_fcl.simulation.loader import plan_batches
 
 
 def snapshot(module):

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, ContinualMetrics
+from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.apfl import mix
 from lightning_fcl.models import ViT
 from lightning_fcl.randomness import seed_of
-from lightning_fcl.simulation.loader import plan_batches
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

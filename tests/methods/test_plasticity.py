@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
+from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.federation.compression import TopK
+from lightning_fcl.federation.participation import participants
 from lightning_fcl.randomness import seed_of
-from lightning_fcl.simulation.loader import participants, plan_batches
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 

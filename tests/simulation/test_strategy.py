@@ -15,9 +15,10 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy
 from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Replay
+from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.federation.participation import participants
 from lightning_fcl.models import MLP
 from lightning_fcl.randomness import seed_of
-from lightning_fcl.simulation.loader import participants, plan_batches
 
 
 def close(left, right, tolerance=1e-6):
