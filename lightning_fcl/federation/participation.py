@@ -1,14 +1,19 @@
-"""Who takes part in a round."""
+"""Who takes part in a round: who is drawn, who has left, who misses a synchronisation, and who is a swarm's master."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import seed_of
+
+log = logging.getLogger(__name__)
 
 
 def participants(
@@ -38,3 +43,84 @@ def participants(
     if not training:
         training = [sorted(present)[int(rng.integers(len(present)))]]
     return training, skipped
+
+
+class Participation:
+    """Decides who takes part in each round of a federation.
+
+    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before; only
+    clients that were withdrawn, and the last master, are remembered.
+
+    Args:
+        clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.
+        seed: Seed of all choices.
+        swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
+
+    Raises:
+        ValueError: If ``clients`` is out of range.
+
+    Example:
+        >>> participation = Participation(clients=2, swarm=Swarm(leaves={"client1": 3}))
+        >>> participation.withdraw("client4")
+        >>> sorted(participation.unavailable(2)), sorted(participation.unavailable(3))
+        (['client4'], ['client1', 'client4'])
+    """
+
+    def __init__(self, clients: int | float = 1.0, seed: int = 0, swarm: Swarm | None = None) -> None:
+        if not clients > 0 or (isinstance(clients, float) and clients > 1):
+            raise ValueError(
+                f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
+                f"{clients}."
+            )
+        self.clients = clients
+        self.seed = seed
+        self.swarm = swarm
+        self.withdrawn: set[str] = set()
+        self._master: str | None = None  # of the last round
+
+    @property
+    def named(self) -> list[str]:
+        """The clients that the settings name: each should be one of the stream's."""
+        return self.swarm.nodes if self.swarm is not None else []
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether clients may miss a synchronisation, and go on from their own state."""
+        return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
+
+    def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
+        """The clients of a round, in the plan's order: those that train, and those that were drawn but have no data.
+
+        Raises:
+            ValueError: If no client has data in the round.
+        """
+        return participants(plan, round, self.clients, self.seed, self.unavailable(round))
+
+    def unavailable(self, round: int) -> set[str]:
+        """The clients that have left the swarm, or were withdrawn."""
+        return self.withdrawn | (self.swarm.gone(round) if self.swarm is not None else set())
+
+    def withdraw(self, client: str) -> None:
+        """Let a client take part in no later round."""
+        self.withdrawn.add(client)
+
+    def misses(self, client: str, round: int) -> bool:
+        """Whether a client trains in a round but misses its synchronisation."""
+        return self.swarm is not None and self.swarm.misses(client, round, self.seed)
+
+    def elect(self, record: RoundRecord, clients: Sequence[str]) -> None:
+        """Name the master of a round in a swarm, over whose radio nothing went.
+
+        Args:
+            record: What happened in the round: ``master`` and the master's bytes are written here.
+            clients: All clients, in the order in which they are preferred as master.
+        """
+        if self.swarm is None:
+            return
+        record.master = self.swarm.master([client for client in clients if client in record.upload_bytes])
+        if record.master is None:
+            return
+        if self._master not in (None, *record.upload_bytes):
+            log.warning("%s is out of reach as the swarm's master: %s takes over.", self._master, record.master)
+        self._master = record.master
+        record.upload_bytes[record.master] = record.download_bytes[record.master] = 0

@@ -1,0 +1,103 @@
+"""Who takes part in a round: the same choices whoever asks, in whatever order."""
+
+import re
+
+import numpy as np
+import pytest
+
+from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.swarm import Swarm
+
+
+@pytest.fixture
+def plan(make_stream):
+    stream = make_stream(clients=10, rounds_per_experience=3)
+    stream.setup("fit")
+    return stream.plan
+
+
+@pytest.mark.parametrize(("clients", "number"), [(1.0, 10), (0.25, 3), (0.01, 1), (1, 1), (4, 4), (99, 10)])
+def test_a_share_or_a_number_is_drawn_anew_each_round(plan, clients, number):
+    draws = [Participation(clients, seed=3).draw(plan, round) for round in range(plan.rounds)]
+    backwards = Participation(clients, seed=3)
+    assert draws[::-1] == [backwards.draw(plan, round) for round in reversed(range(plan.rounds))]
+    assert all(len(training) == number and skipped == [] for training, skipped in draws)
+    assert all(training == [c for c in plan.clients if c in training] for training, _ in draws)
+    assert (number == 10) == (len({tuple(training) for training, _ in draws}) == 1)
+    other = [Participation(clients, seed=4).draw(plan, round) for round in range(plan.rounds)]
+    assert (number == 10) == (other == draws)
+
+
+def test_who_has_no_data_is_skipped_and_somebody_trains(plan):
+    drawn = Participation(4, seed=0).draw(plan, 0)[0]
+    plan.train[0].pop(drawn[1])
+    assert Participation(4, seed=0).draw(plan, 0) == ([drawn[0], *drawn[2:]], [drawn[1]])
+    for client in drawn:
+        plan.train[0].pop(client, None)
+    training, skipped = Participation(4, seed=0).draw(plan, 0)
+    assert len(training) == 1 and training[0] in plan.train[0] and skipped == drawn
+
+
+def test_who_is_unavailable_leaves_the_others_as_they_were(plan):
+    everybody = Participation(6, seed=1)
+    participation = Participation(6, seed=1, swarm=Swarm(leaves={"2": 4}))
+    participation.withdraw("5")
+    for round in range(plan.rounds):
+        gone = {"5"} | ({"2"} if round >= 4 else set())
+        assert participation.unavailable(round) == gone and everybody.unavailable(round) == set()
+        drawn = [client for client in everybody.draw(plan, round)[0] if client not in gone]
+        assert participation.draw(plan, round) == (drawn, [])
+
+
+def test_nobody_left(plan):
+    participation = Participation()
+    for client in plan.clients:
+        participation.withdraw(client)
+    message = "Expected at least one client with data in round 2 but none has any that has not left, as 0, 1, 2, 3"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        participation.draw(plan, 2)
+
+
+def test_only_a_swarm_misses():
+    clients, rounds = [str(i) for i in range(10)], range(20)
+    swarm = Swarm(dropout=0.3, missing={"4": [7]})
+    participation = Participation(seed=5, swarm=swarm)
+    missed = {(c, r) for c in clients for r in rounds if participation.misses(c, r)}
+    assert missed == {(c, r) for c in clients for r in rounds if swarm.misses(c, r, 5)} and ("4", 7) in missed
+    assert 0.2 < np.mean([(c, r) in missed for c in clients for r in rounds]) < 0.4
+    assert not any(Participation(seed=5).misses(c, r) for c in clients for r in rounds)
+    assert [Participation(swarm=s).may_miss for s in (None, Swarm(), Swarm(leaves={"1": 2}), swarm)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    assert Participation(swarm=Swarm(missing={"4": [7]}, leaves={"1": 2})).named == ["4", "1"]
+    assert Participation().named == []
+
+
+def test_the_master_is_the_first_who_sends_and_its_bytes_are_none(caplog):
+    participation, masters = Participation(swarm=Swarm()), []
+    for sends in ("bac", "bc", "", "cb", "abc"):
+        record = RoundRecord()
+        for client in sends:
+            record.upload(client, 8)
+            record.download(client, 4)
+        participation.elect(record, ["a", "b", "c"])
+        masters.append(record.master)
+        assert record.upload_bytes == {c: 0 if c == record.master else 8 for c in sends}
+        assert record.download_bytes == {c: 0 if c == record.master else 4 for c in sends}
+    assert masters == ["a", "b", None, "b", "a"]
+    assert [r.message for r in caplog.records] == ["a is out of reach as the swarm's master: b takes over."]
+
+
+def test_a_server_is_no_master():
+    record = RoundRecord()
+    record.upload("a", 8)
+    Participation().elect(record, ["a"])
+    assert record.master is None and record.upload_bytes == {"a": 8}
+
+
+@pytest.mark.parametrize("clients", [0, 0.0, -1, 1.5, float("nan")])
+def test_wrong_share(clients):
+    message = f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got {clients}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}\\.$"):
+        Participation(clients)
