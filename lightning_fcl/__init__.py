@@ -1,48 +1,47 @@
-"""Federated continual learning for PyTorch Lightning."""
+"""Federated continual learning for PyTorch Lightning.
+
+Importing the package loads neither torch nor Lightning: a name's module is imported when the name is asked for.
+"""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_fcl.door import MovedModules, lazy_names, register_strategy
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from lightning_fcl.data.stream import FederatedStream
-    from lightning_fcl.simulation.strategy import FederatedStrategy
-    from lightning_fcl.tasks.classification import Classifier, HARClassifier
-    from lightning_fcl.tasks.reservoir import ReservoirClassifier, ReservoirRegressor
-    from lightning_fcl.tasks.ridge import RidgeClassifier
-
-_HOMES = {
+HOMES = {
+    "Classifier": "lightning_fcl.tasks.classification",
     "FederatedStrategy": "lightning_fcl.simulation.strategy",
     "FederatedStream": "lightning_fcl.data.stream",
-    "Classifier": "lightning_fcl.tasks.classification",
     "HARClassifier": "lightning_fcl.tasks.classification",
+    "Quantize": "lightning_fcl.federation.compression",
+    "RandomClassifier": "lightning_fcl.tasks.classification",
     "ReservoirClassifier": "lightning_fcl.tasks.reservoir",
     "ReservoirRegressor": "lightning_fcl.tasks.reservoir",
     "RidgeClassifier": "lightning_fcl.tasks.ridge",
+    "Swarm": "lightning_fcl.federation.swarm",
+    "TopK": "lightning_fcl.federation.compression",
 }
 
-__all__ = [
-    "Classifier",
-    "FederatedStrategy",
-    "FederatedStream",
-    "HARClassifier",
-    "ReservoirClassifier",
-    "ReservoirRegressor",
-    "RidgeClassifier",
-]
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import FederatedStream as FederatedStream
+    from lightning_fcl.federation.compression import Quantize as Quantize
+    from lightning_fcl.federation.compression import TopK as TopK
+    from lightning_fcl.federation.swarm import Swarm as Swarm
+    from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
+    from lightning_fcl.tasks.classification import Classifier as Classifier
+    from lightning_fcl.tasks.classification import HARClassifier as HARClassifier
+    from lightning_fcl.tasks.classification import RandomClassifier as RandomClassifier
+    from lightning_fcl.tasks.reservoir import ReservoirClassifier as ReservoirClassifier
+    from lightning_fcl.tasks.reservoir import ReservoirRegressor as ReservoirRegressor
+    from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier
+else:
+    __all__ = sorted(HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-# Importing the package registers the strategy "federated". Only the command waits: its `--help` must not load torch.
-if Path(sys.argv[0] if sys.argv else "").stem != "lightning-fcl":
-    import_module("lightning_fcl.simulation.strategy")
+sys.meta_path.append(MovedModules())
+if "lightning.pytorch" in sys.modules:
+    register_strategy()

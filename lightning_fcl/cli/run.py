@@ -29,8 +29,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.door import import_names
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.report import write_report, write_whole
+
+import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
 
 
 @dataclass

@@ -1,1 +1,64 @@
-"""methods."""
+"""Algorithms against forgetting and for unlike clients: what each adds to a loss, a gradient, a batch or an upload.
+
+What never belongs here: who trains when and how, Trainers and strategies; a method is functions of their arguments.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_fcl.door import lazy_names
+
+HOMES = {
+    "AGEM": "lightning_fcl.methods.gem",
+    "APFL": "lightning_fcl.methods.apfl",
+    "BCN": "lightning_fcl.methods.bcn",
+    "DyToxTraining": "lightning_fcl.methods.dytox",
+    "EWC": "lightning_fcl.methods.importance",
+    "FLwF": "lightning_fcl.methods.distillation",
+    "FLwF2T": "lightning_fcl.methods.distillation",
+    "FedKNOW": "lightning_fcl.methods.fedknow",
+    "FedProx": "lightning_fcl.methods.fedprox",
+    "FedRep": "lightning_fcl.methods.fedrep",
+    "FedViT": "lightning_fcl.methods.fedvit",
+    "FedWEIT": "lightning_fcl.methods.fedweit",
+    "GEM": "lightning_fcl.methods.gem",
+    "IntrinsicPlasticity": "lightning_fcl.methods.plasticity",
+    "LVTMethod": "lightning_fcl.methods.lvt",
+    "LowestLoss": "lightning_fcl.methods.fedvit",
+    "LwF": "lightning_fcl.methods.distillation",
+    "MAS": "lightning_fcl.methods.importance",
+    "MeanOutputLoss": "lightning_fcl.methods.mean_output",
+    "Method": "lightning_fcl.methods.method",
+    "Replay": "lightning_fcl.methods.replay",
+    "Step": "lightning_fcl.methods.method",
+    "Unlearning": "lightning_fcl.methods.unlearning",
+}
+
+if TYPE_CHECKING:
+    from lightning_fcl.methods.apfl import APFL as APFL
+    from lightning_fcl.methods.bcn import BCN as BCN
+    from lightning_fcl.methods.distillation import FLwF as FLwF
+    from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
+    from lightning_fcl.methods.distillation import LwF as LwF
+    from lightning_fcl.methods.dytox import DyToxTraining as DyToxTraining
+    from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
+    from lightning_fcl.methods.fedprox import FedProx as FedProx
+    from lightning_fcl.methods.fedrep import FedRep as FedRep
+    from lightning_fcl.methods.fedvit import FedViT as FedViT
+    from lightning_fcl.methods.fedvit import LowestLoss as LowestLoss
+    from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
+    from lightning_fcl.methods.gem import AGEM as AGEM
+    from lightning_fcl.methods.gem import GEM as GEM
+    from lightning_fcl.methods.importance import EWC as EWC
+    from lightning_fcl.methods.importance import MAS as MAS
+    from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
+    from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
+    from lightning_fcl.methods.method import Method as Method
+    from lightning_fcl.methods.method import Step as Step
+    from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
+    from lightning_fcl.methods.replay import Replay as Replay
+    from lightning_fcl.methods.unlearning import Unlearning as Unlearning
+else:
+    __all__ = sorted(HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, HOMES)

@@ -1,32 +1,50 @@
-"""Plain ``nn.Module`` networks of the papers, one file each."""
+"""Networks of the papers, each a plain ``nn.Module`` in a file of its own, imported when its name is asked for.
 
-from lightning_fcl.models.cvt import CvTBody
-from lightning_fcl.models.decomposed import Decomposed, decomposed_vit
-from lightning_fcl.models.dsicnet import DSICNet
-from lightning_fcl.models.dytox import DyTox
-from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.models.har_cnn import HARCNN
-from lightning_fcl.models.lvt import LVT, LVTBody
-from lightning_fcl.models.mlp import MLP
-from lightning_fcl.models.ridge import RidgeReadout, RidgeStatistics
-from lightning_fcl.models.t2t import T2TBody
-from lightning_fcl.models.vit import SplitViT, ViT, fcl_vit
+What never belongs here: losses, training and anything of Lightning (that is a task), or how states travel.
+"""
 
-__all__ = [
-    "HARCNN",
-    "LVT",
-    "MLP",
-    "CvTBody",
-    "DSICNet",
-    "Decomposed",
-    "DyTox",
-    "EchoStateNetwork",
-    "LVTBody",
-    "RidgeReadout",
-    "RidgeStatistics",
-    "SplitViT",
-    "T2TBody",
-    "ViT",
-    "decomposed_vit",
-    "fcl_vit",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_fcl.door import lazy_names
+
+HOMES = {
+    "CvTBody": "lightning_fcl.models.cvt",
+    "DSICNet": "lightning_fcl.models.dsicnet",
+    "Decomposed": "lightning_fcl.models.decomposed",
+    "DyTox": "lightning_fcl.models.dytox",
+    "EchoStateNetwork": "lightning_fcl.models.esn",
+    "HARCNN": "lightning_fcl.models.har_cnn",
+    "LVT": "lightning_fcl.models.lvt",
+    "LVTBody": "lightning_fcl.models.lvt",
+    "MLP": "lightning_fcl.models.mlp",
+    "RidgeReadout": "lightning_fcl.models.ridge",
+    "RidgeStatistics": "lightning_fcl.models.ridge",
+    "SplitViT": "lightning_fcl.models.vit",
+    "T2TBody": "lightning_fcl.models.t2t",
+    "ViT": "lightning_fcl.models.vit",
+    "decomposed_vit": "lightning_fcl.models.decomposed",
+    "fcl_vit": "lightning_fcl.models.vit",
+}
+
+if TYPE_CHECKING:
+    from lightning_fcl.models.cvt import CvTBody as CvTBody
+    from lightning_fcl.models.decomposed import Decomposed as Decomposed
+    from lightning_fcl.models.decomposed import decomposed_vit as decomposed_vit
+    from lightning_fcl.models.dsicnet import DSICNet as DSICNet
+    from lightning_fcl.models.dytox import DyTox as DyTox
+    from lightning_fcl.models.esn import EchoStateNetwork as EchoStateNetwork
+    from lightning_fcl.models.har_cnn import HARCNN as HARCNN
+    from lightning_fcl.models.lvt import LVT as LVT
+    from lightning_fcl.models.lvt import LVTBody as LVTBody
+    from lightning_fcl.models.mlp import MLP as MLP
+    from lightning_fcl.models.ridge import RidgeReadout as RidgeReadout
+    from lightning_fcl.models.ridge import RidgeStatistics as RidgeStatistics
+    from lightning_fcl.models.t2t import T2TBody as T2TBody
+    from lightning_fcl.models.vit import SplitViT as SplitViT
+    from lightning_fcl.models.vit import ViT as ViT
+    from lightning_fcl.models.vit import fcl_vit as fcl_vit
+else:
+    __all__ = sorted(HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, HOMES)

@@ -1,1 +1,8 @@
-"""LightningModules that a federation can train, one client at a time or in cohorts."""
+"""LightningModules that a federation trains one client at a time or vectorised: a network with a loss and metrics.
+
+What never belongs here: rounds, clients and methods; each also works in a plain Trainer.
+"""
+
+from lightning_fcl.door import register_strategy
+
+register_strategy()

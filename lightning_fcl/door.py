@@ -1,0 +1,127 @@
+"""What keeps `import lightning_fcl` light: names that are imported when they are asked for, and where old ones went."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Modules of 0.1 and where they are now, all below `lightning_fcl`; what is not named keeps its place in its package.
+MOVED = {
+    "aggregation": "federation.aggregation",
+    "callbacks.apfl": "methods.apfl",
+    "callbacks.bcn": "methods.bcn",
+    "callbacks.distillation": "methods.distillation",
+    "callbacks.dytox": "methods.dytox",
+    "callbacks.fedknow": "methods.fedknow",
+    "callbacks.fedprox": "methods.fedprox",
+    "callbacks.fedrep": "methods.fedrep",
+    "callbacks.fedvit": "methods.fedvit",
+    "callbacks.fedweit": "methods.fedweit",
+    "callbacks.functional": "methods.functional",
+    "callbacks.gem": "methods.gem",
+    "callbacks.importance": "methods.importance",
+    "callbacks.lvt": "methods.lvt",
+    "callbacks.mean_output": "methods.mean_output",
+    "callbacks.method": "methods.method",
+    "callbacks.plasticity": "methods.plasticity",
+    "callbacks.replay": "methods.replay",
+    "callbacks.unlearning": "methods.unlearning",
+    "clients": "federation.client_store",
+    "cohort": "simulation.vectorized",
+    "compression": "federation.compression",
+    "datasets": "data.datasets",
+    "datasets.downloads": "hub.fetch",
+    "device.quantization": "models.quantization",
+    "figures": "evaluation.figures",
+    "gram": "methods.gram",
+    "limits": "simulation.limits",
+    "main": "cli.main",
+    "metrics": "evaluation.metrics",
+    "panels": "evaluation.panels",
+    "partition": "data.partition",
+    "plots": "evaluation.plots",
+    "projection": "methods.projection",
+    "report": "evaluation.report",
+    "reproduce": "cli.reproduce",
+    "rounds": "simulation.loader",
+    "scenarios": "data.scenarios",
+    "search": "cli.search",
+    "strategy": "simulation.strategy",
+    "stream": "data.stream",
+    "swarm": "federation.swarm",
+    "traffic": "evaluation.communication",
+    "tune": "cli.tune",
+}
+
+
+class MovedModules(MetaPathFinder):
+    """Tells where a module of 0.1 is now, when someone imports it by its old name."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Nothing is found here: the last finder that is asked.
+
+        Raises:
+            ModuleNotFoundError: With the new name, if the module has moved.
+        """
+        package, _, module = name.partition(".")
+        if package == __package__ and module in MOVED:
+            new = f"{package}.{MOVED[module]}"
+            raise ModuleNotFoundError(f"`{name}` is now `{new}`: import from there, or write that in the recipe.")
+        return None
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package that imports its public names when they are asked for.
+
+    Args:
+        package: Name of the package.
+        homes: The module of each public name.
+
+    Example:
+        >>> getattribute, names = lazy_names("lightning_fcl", {"MLP": "lightning_fcl.models.mlp"})
+        >>> "MLP" in names(), getattribute("MLP").__name__
+        (True, 'MLP')
+    """
+
+    def getattribute(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module `{package}` has no attribute `{name}`")
+        value = getattr(importlib.import_module(homes[name]), name)
+        if "lightning.pytorch" in sys.modules:
+            register_strategy()
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return getattribute, names
+
+
+def register_strategy() -> None:
+    """Let ``Trainer(strategy="federated")`` find `FederatedStrategy`; it is imported when a Trainer asks for it."""
+    from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+    def federated() -> Strategy:
+        strategy: Strategy = importlib.import_module("lightning_fcl.simulation.strategy").FederatedStrategy()
+        return strategy
+
+    if "federated" not in StrategyRegistry:
+        StrategyRegistry.register("federated", federated, description="Rounds of many clients in one Trainer")
+
+
+def import_names(*packages: str) -> None:
+    """Import every public name of packages: a recipe's short class names are those of classes that are imported.
+
+    Args:
+        packages: Names of packages that have `lazy_names`.
+    """
+    for package in map(importlib.import_module, packages):
+        for name in package.__all__:
+            getattr(package, name)

@@ -1,0 +1,113 @@
+"""The package's door: what importing it loads, the names that it offers, and where old names went."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+
+import lightning_fcl
+from lightning_fcl import callbacks, methods, models
+from lightning_fcl.door import MOVED
+
+HEAVY = "{'torch', 'lightning', 'numpy', 'avalanche', 'timm', 'torchvision', 'scipy', 'yaml'}"
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_importing_the_package_is_light():
+    code = "import sys, time; began = time.perf_counter(); import lightning_fcl; took = time.perf_counter() - began\n"
+    code += "import lightning_fcl.callbacks, lightning_fcl.methods, lightning_fcl.models, lightning_fcl.data\n"
+    code += "import lightning_fcl.cli, lightning_fcl.federation, lightning_fcl.evaluation, lightning_fcl.hub\n"
+    loaded, took = python(f"{code}print(sorted({HEAVY} & set(sys.modules)), took)").rsplit(" ", 1)
+    assert loaded == "[]"
+    assert float(took) < 0.3
+
+
+def test_a_name_loads_no_more_than_it_needs():
+    code = "import sys, lightning_fcl.callbacks as c, lightning_fcl.models as m\nc.FLwF2T, m.MLP, m.EchoStateNetwork\n"
+    code += "import lightning_fcl as f; f.Classifier, f.FederatedStrategy\n"
+    ours = "{'timm', 'avalanche', 'quadprog', 'sklearn', 'pandas', 'pooch', 'jsonargparse', 'optuna', 'tensorboard'}"
+    assert python(f"{code}print(sorted({ours} & set(sys.modules)))") == "[]"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import lightning as L, lightning_fcl",
+        "import lightning_fcl; import lightning as L; lightning_fcl.callbacks.FedProx",
+        "import lightning_fcl; lightning_fcl.FederatedStream; import lightning as L",
+        "import lightning_fcl.tasks.ridge, lightning as L",
+    ],
+)
+def test_the_strategy_is_registered(first: str):
+    if ".callbacks" in first:
+        first = f"import lightning_fcl.callbacks; {first}"
+    code = f"{first}\ntrainer = L.Trainer(strategy='federated', logger=False, enable_checkpointing=False)\n"
+    assert python(f"{code}print(type(trainer.strategy).__name__)").endswith("FederatedStrategy")
+
+
+def test_a_registered_strategy_is_made_when_a_trainer_asks():
+    code = "import lightning.pytorch, lightning_fcl, sys; print('lightning_fcl.simulation.strategy' in sys.modules)"
+    assert python(code) == "False"
+    trainer = L.Trainer(strategy="federated", logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is lightning_fcl.FederatedStrategy
+
+
+@pytest.mark.parametrize("package", [lightning_fcl, callbacks, methods, models], ids=lambda package: package.__name__)
+def test_names_are_where_the_table_says_and_where_type_checkers_look(package):
+    for name, home in package.HOMES.items():
+        assert getattr(package, name) is getattr(importlib.import_module(home), name)
+    assert set(package.HOMES) <= set(dir(package))
+    assert set(package.__all__) == set(package.HOMES)
+    seen = {}
+    for node in ast.walk(ast.parse(Path(package.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and all(a.asname == a.name for a in node.names):
+            seen |= {alias.name: node.module for alias in node.names}
+    assert seen == {name: home for name, home in package.HOMES.items() if package is methods or ".methods" not in home}
+
+
+def test_a_name_that_is_not_there_is_no_attribute():
+    for package in (lightning_fcl, callbacks, models):
+        assert not hasattr(package, "Nothing")
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_old_modules_fail_with_their_new_name(old: str, new: str):
+    assert find_spec(f"lightning_fcl.{new}"), "the table names a module that is not there"
+    with pytest.raises(ModuleNotFoundError, match=f"now `lightning_fcl.{new.removesuffix('.fetch')}"):
+        importlib.import_module(f"lightning_fcl.{old}")
+
+
+def test_old_names_in_recipes_fail_with_their_new_name():
+    from jsonargparse import ArgumentParser
+
+    from lightning_fcl.federation.swarm import Swarm
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--swarm", type=Swarm)
+    with pytest.raises(Exception, match=r"`lightning_fcl\.swarm` is now `lightning_fcl\.federation\.swarm`"):
+        parser.parse_args(["--swarm=lightning_fcl.swarm.Swarm"])
+
+
+def test_short_class_names_are_found_in_recipes():
+    from lightning_fcl.cli.run import resolve
+
+    words = [
+        "fit",
+        "--model=RidgeClassifier",
+        "--model.num_classes=2",
+        "--model.model=MLP",
+        "--model.model.sizes=[1,2]",
+    ]
+    trainer = resolve([*words, "--trainer.callbacks=FLwF2T", "--trainer.strategy=federated"])["trainer"]
+    assert [entry["class_path"].rsplit(".", 1)[1] for entry in trainer["callbacks"]] == ["FLwF2T"]
