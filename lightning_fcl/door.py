@@ -34,7 +34,6 @@ MOVED = {
     "cohort": "simulation.vectorized",
     "compression": "federation.compression",
     "datasets": "data.datasets",
-    "datasets.downloads": "hub.fetch",
     "device.quantization": "models.quantization",
     "figures": "evaluation.figures",
     "gram": "methods.gram",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Literal
 
 import numpy as np
-import quadprog
 import torch
 from torch import Tensor
 
@@ -21,6 +21,7 @@ _TOLERANCE = 4e-9  # of cosines: with what rounding adds, 1e-8 holds
 _PIECE = 16384  # coordinates: a dozen gradients of them stay in the cache of a processor core
 _STRETCH = 2**18  # coordinates: a stretch of the result stays in a cache while others are added to it
 _LONG = 100_000  # coordinates
+_FIRST = 0 if find_spec("quadprog") else 1  # of the two solvers
 
 
 @torch.no_grad()
@@ -267,7 +268,7 @@ def _solve(unit: Matrix, slope: Matrix) -> Matrix:
         return np.zeros_like(slope)
     if len(slope) == 1:
         return -slope
-    for solver in (_by_quadprog, _by_least_squares):
+    for solver in (_by_quadprog, _by_active_sets)[_FIRST:]:
         for ridge in (1e-14 * len(slope), 1e-11 * len(slope)):
             weights = _refine(solver, unit, slope, ridge)
             if weights is not None:
@@ -295,16 +296,29 @@ def _refine(solver: Solver, unit: Matrix, slope: Matrix, ridge: float) -> Matrix
 
 
 def _by_quadprog(matrix: Matrix, slope: Matrix) -> Matrix:
-    """The quadratic program by Goldfarb and Idnani's active sets."""
+    """The quadratic program by Goldfarb and Idnani's active sets, compiled."""
+    import quadprog
+
     weights: Matrix = quadprog.solve_qp(matrix, -slope, np.eye(len(slope)), np.zeros_like(slope))[0]
     return weights
 
 
-def _by_least_squares(matrix: Matrix, slope: Matrix) -> Matrix:
-    """The same as ``min_v ||L^T v + L^-1 slope||`` such that ``v >= 0``, by Lawson and Hanson's active sets."""
-    from scipy.linalg import solve_triangular
-    from scipy.optimize import nnls
-
-    root = np.linalg.cholesky(matrix)
-    weights: Matrix = nnls(root.T, -solve_triangular(root, slope, lower=True))[0]
+def _by_active_sets(matrix: Matrix, slope: Matrix) -> Matrix:
+    """The same as non-negative least squares by Lawson and Hanson's active sets, in NumPy."""
+    weights, free = np.zeros_like(slope), np.zeros(len(slope), dtype=bool)
+    for _ in range(10 * len(slope)):
+        gain = np.where(free, 0.0, -(matrix @ weights + slope))
+        if gain.max() <= _TOLERANCE / 4:
+            break
+        free[gain.argmax()] = True
+        while True:
+            best = np.zeros_like(slope)
+            best[free] = np.linalg.solve(matrix[np.ix_(free, free)], -slope[free])
+            leaving = free & (best <= 0)
+            if not leaving.any():
+                break
+            share = weights[leaving] / (weights[leaving] - best[leaving])
+            weights = weights + share.min() * (best - weights)
+            free[np.flatnonzero(leaving)[share.argmin()]] = False
+        weights = best
     return weights

@@ -233,7 +233,7 @@ def test_a_solution_that_is_nan_is_no_solution(monkeypatch):
 
 
 def test_if_nothing_is_found_there_is_no_step(monkeypatch):
-    for solver in ("_by_quadprog", "_by_least_squares"):
+    for solver in ("_by_quadprog", "_by_active_sets"):
         monkeypatch.setattr(
             f"lightning_fcl.methods.projection.{solver}", lambda matrix, slope: np.full_like(slope, np.nan)
         )
