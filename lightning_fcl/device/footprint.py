@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
-from lightning_fcl.federation.aggregation import Reduction, entries, reductions_of, travels_down, travels_up
+from lightning_fcl.federation.aggregation import Reduction, entries, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 
@@ -164,9 +164,9 @@ def _trained(module: nn.Module, reductions: Mapping[str, Reduction]) -> set[str]
     """The entries of M_T."""
     if isinstance(module, ReservoirTask):
         return {name for name in reductions if name.startswith("readout.")}
-    kept = {name for name, reduction in reductions.items() if reduction not in ("fixed", "download")}
+    kept = {name for name, reduction in reductions.items() if reduction.up or reduction.own}
     # What gathers statistics is learnt too, though no gradient reaches it.
-    gathered = {name for name in kept if reductions[name] in ("sum", "cat")}
+    gathered = {name for name in kept if reductions[name].up and not reductions[name].down}
     return gathered | {name for name, p in module.named_parameters() if p.requires_grad and name in kept}
 
 
@@ -190,7 +190,7 @@ def _entries(
         size, reduction = value.nbytes, reductions[name]
         if not learnt and value.is_floating_point():
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
-        up, down = travels_up(reduction) * value.nbytes, travels_down(reduction) * value.nbytes
+        up, down = reduction.up * value.nbytes, reduction.down * value.nbytes
         result.append(Entry(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
     return tuple(result)
 

@@ -29,6 +29,7 @@ class ClientStore:
         folder: Where ``"disk"`` writes; a temporary folder, removed at the end, where none is given.
 
     Example:
+        >>> import torch
         >>> store = ClientStore()
         >>> store["client1"] = {"model": {"head.weight": torch.zeros(2)}}
         >>> store["client1"]["model"]["head.weight"]

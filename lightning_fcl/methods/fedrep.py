@@ -89,7 +89,7 @@ class FedRep(Method):
             )
         strategy: Any = trainer.strategy
         reductions = reductions_of(pl_module, strategy.reductions)
-        if any(reductions[name] != "none" for name in chosen):
+        if any(not reductions[name].own for name in chosen):
             raise ValueError(
                 f"Expected the head to stay with the clients but {sorted(chosen)[0]} has the reduction "
                 f'"{reductions[sorted(chosen)[0]]}". Give the strategy `reductions={{"{self.head}": "none"}}`.'

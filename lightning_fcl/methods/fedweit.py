@@ -251,7 +251,7 @@ class FedWEIT(Method):
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}
         for name, allowed in wanted.items():
-            if reductions[name] not in allowed:
+            if reductions[name].name not in allowed:
                 raise ValueError(
                     f'Expected the reduction of {name} to be "{allowed[0]}" for `FedWEIT` but got '
                     f'"{reductions[name]}". Give the strategy `reductions={{"model.tasks.*": "none", '

@@ -74,7 +74,7 @@ class Unlearning(Method):
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
-        sums = [name for name, reduction in self._strategy.server.reductions.items() if reduction == "sum"]
+        sums = [name for name, reduction in self._strategy.server.reductions.items() if reduction.name == "sum"]
         if not sums:
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])

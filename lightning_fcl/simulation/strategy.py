@@ -230,7 +230,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         rules = reductions_of(module, self.reductions)
-        own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name] == "none"]
+        own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
         if own and self._server is None:
             log.warning(
                 "This is the server's model, whose %s%s no client has trained: each keeps its own. "
@@ -398,7 +398,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         known = entries(module)
         reductions = reductions_of(module, self.reductions)
         for name, tensor in known.items():
-            if reductions[name] == "cat" and name in state:
+            if reductions[name].resizes and name in state:
                 tensor.data = state[name].to(tensor.device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self._server = None

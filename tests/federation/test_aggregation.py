@@ -1,6 +1,5 @@
-"""Reductions against independent NumPy, and server optimisers against their papers' formulas."""
+"""Reductions against independent NumPy."""
 
-import copy
 import itertools
 import re
 
@@ -9,18 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fcl.federation.aggregation import (
-    Aggregator,
-    ServerOptimizer,
-    declare,
-    krum,
-    median,
-    neutral,
-    travels_down,
-    travels_up,
-    trimmed_mean,
-    wire_bytes,
-)
+from lightning_fcl.federation.aggregation import Aggregator, built_in, declare, resolve
+from lightning_fcl.federation.robust import Krum, krum, median, trimmed_mean
 
 REDUCTIONS = ("mean", "sparse_mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum")
 
@@ -29,9 +18,13 @@ def random_uploads(clients, shape=(3, 4), seed=0):
     return list(torch.randn(clients, *shape, generator=torch.Generator().manual_seed(seed)))
 
 
+def aggregator_of(**names):
+    return Aggregator({entry: resolve(entry, name) for entry, name in names.items()})
+
+
 def aggregate(reduction, uploads, weights=None, server=None, **kwargs):
     """The new value of the only entry of a state."""
-    aggregator = Aggregator({"w": reduction}, **kwargs)
+    aggregator = Aggregator({"w": built_in(**kwargs)[reduction]})
     for upload, weight in zip(uploads, weights or [1.0] * len(uploads), strict=True):
         aggregator.add({"w": upload}, weight)
     return aggregator.result({"w": torch.zeros_like(uploads[0]) if server is None else server})["w"]
@@ -73,7 +66,7 @@ def test_cat_appends_in_the_order_of_uploads():
 
 @pytest.mark.parametrize("reduction", ["none", "download", "fixed"])
 def test_what_does_not_travel_up_is_neither_read_nor_changed(reduction):
-    aggregator = Aggregator({"head": reduction, "w": "mean"})
+    aggregator = aggregator_of(head=reduction, w="mean")
     aggregator.add({"w": torch.ones(1)}, weight=1)
     server = {"head": torch.tensor([5.0]), "w": torch.zeros(1)}
     assert aggregator.result(server) == {"head": server["head"], "w": torch.ones(1)}
@@ -147,7 +140,7 @@ def test_krum_takes_all_its_entries_from_one_client():
     uploads = [
         {"a": a, "b": b} for a, b in zip(random_uploads(6, seed=1), random_uploads(6, (2,), seed=2), strict=True)
     ]
-    aggregator = Aggregator({"a": "krum", "b": "krum"}, byzantine=1)
+    aggregator = Aggregator(dict.fromkeys("ab", Krum(byzantine=1)))
     for upload in uploads:
         aggregator.add(upload, 1.0)
     chosen = krum_by_hand([torch.cat([u["a"].flatten(), u["b"]]) for u in uploads], 1)
@@ -178,21 +171,23 @@ def test_order_of_clients_is_irrelevant(reduction):
 
 def test_without_uploads_the_server_stays():
     server = {reduction: torch.randn(2) for reduction in REDUCTIONS}
-    result = Aggregator({reduction: reduction for reduction in REDUCTIONS}).result(server)
+    result = Aggregator(built_in()).result(server)
     assert result.keys() == server.keys() and all(result[name] is server[name] for name in server)
 
 
 @pytest.mark.parametrize(("reduction", "held"), [("mean", 1), ("sum", 1), ("median", 50)])
 def test_memory_does_not_grow_with_clients_for_means_and_sums(reduction, held):
-    aggregator = Aggregator({"w": reduction})
+    aggregator = aggregator_of(w=reduction)
     for upload in random_uploads(50):
         aggregator.add({"w": upload}, 1.0)
-    tensors = [*aggregator._sums.values(), *itertools.chain.from_iterable(aggregator._lists.values())]
+    ((_, accumulator),) = aggregator._groups
+    ((tensors,),) = (value.values() for value in vars(accumulator).values() if isinstance(value, dict))
+    tensors = tensors if isinstance(tensors, list) else [tensors]
     assert len(tensors) == held
 
 
 def test_uploads_are_copied():
-    aggregator, shared = Aggregator({"w": "median", "v": "mean"}), {"w": torch.zeros(1), "v": torch.zeros(1)}
+    aggregator, shared = aggregator_of(w="median", v="mean"), {"w": torch.zeros(1), "v": torch.zeros(1)}
     for value in (1.0, 2.0, 9.0):  # as a strategy does, which trains all clients in one module
         shared["w"].fill_(value)
         shared["v"].fill_(value)
@@ -202,38 +197,30 @@ def test_uploads_are_copied():
 
 
 def test_where_clients_start():
-    value = torch.ones(3)
-    assert [r for r in REDUCTIONS if travels_down(r)] == [
-        "mean",
-        "sparse_mean",
-        "download",
-        "median",
-        "trimmed_mean",
-        "krum",
-    ]
-    assert [r for r in REDUCTIONS if travels_up(r)] == [
-        "mean",
-        "sparse_mean",
-        "sum",
-        "cat",
-        "median",
-        "trimmed_mean",
-        "krum",
-    ]
-    assert neutral(value, "sum").tolist() == [0, 0, 0] and neutral(value, "cat").tolist() == []
-    assert neutral(value, "none") is value and neutral(value, "mean") is value
-    assert neutral(value, "download") is value and neutral(value, "fixed") is value
+    value, known = torch.ones(3), built_in()
+    assert tuple(known) == REDUCTIONS == tuple(map(repr, known.values()))
+    down, up = ([name for name in REDUCTIONS if getattr(known[name], way)] for way in ("down", "up"))
+    robust = ["median", "trimmed_mean", "krum"]
+    assert down == ["mean", "sparse_mean", "download", *robust]
+    assert up == ["mean", "sparse_mean", "sum", "cat", *robust]
+    assert [name for name in REDUCTIONS if known[name].own] == ["none"]
+    assert [name for name in REDUCTIONS if known[name].resizes] == ["cat"]
+    for name in REDUCTIONS:
+        expected = {"sum": [0, 0, 0], "cat": []}.get(name, [1, 1, 1])
+        assert known[name].start(value).tolist() == expected
+        assert (known[name].start(value) is value) == (name not in ("sum", "cat"))
 
 
 def test_later_rules_win():
     state = dict.fromkeys(("body.a", "body.b", "head.a"), torch.zeros(1))
     own = {"*": "median", "head.*": "sum"}
-    assert declare(state, own, {"*.b": "none", "body.b": "cat"}) == {
+    reductions = declare(state, own, {"*.b": "none", "body.b": "cat"})
+    assert {entry: reduction.name for entry, reduction in reductions.items()} == {
         "body.a": "median",
         "body.b": "cat",
         "head.a": "sum",
     }
-    assert declare(state) == dict.fromkeys(state, "mean")
+    assert declare(state) == dict.fromkeys(state, built_in()["mean"])
 
 
 def test_unknown_reduction():
@@ -258,7 +245,7 @@ def test_pattern_without_a_match():
 def test_wrong_weight(weight):
     message = f"Expected `weight` to be a positive number but got {weight}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Aggregator({"w": "mean"}).add({"w": torch.zeros(1)}, weight)
+        aggregator_of(w="mean").add({"w": torch.zeros(1)}, weight)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "median", "trimmed_mean", "krum"])
@@ -282,73 +269,10 @@ def test_one_upload_is_the_result_of_every_rule():
     assert torch.equal(median(upload[None]), upload)
 
 
-def rounds(optimizer, aggregates, server):
-    """The server's parameter after each round."""
-    states = []
-    for value in aggregates:
-        server = optimizer.step({"w": server}, {"w": value})["w"]
-        states.append(server)
-    return states
-
-
-def test_sgd_with_rate_one_is_fedavg():
-    server, aggregates = torch.randn(4), random_uploads(3, (4,))
-    optimizer = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=1.0), ["w"])
-    for result, expected in zip(rounds(optimizer, aggregates, server), aggregates, strict=True):
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
-
-
-def test_momentum_is_fedavgm():
-    server, aggregates = torch.randn(4, dtype=torch.float64), [u.double() for u in random_uploads(3, (4,))]
-    optimizer = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9), ["w"])
-    w, v = server.clone(), torch.zeros(4, dtype=torch.float64)
-    for result, value in zip(rounds(optimizer, aggregates, server), aggregates, strict=True):
-        v = 0.9 * v + (w - value)  # Hsu et al. 2019
-        w = w - 0.7 * v
-        torch.testing.assert_close(result, w, rtol=0, atol=1e-12)
-
-
-def test_adam_is_fedadam():
-    server, aggregates = torch.randn(4, dtype=torch.float64), [u.double() for u in random_uploads(3, (4,))]
-    optimizer = ServerOptimizer(lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99), eps=1e-3), ["w"])
-    w, m, v = server.clone(), 0.0, 0.0
-    for t, (result, value) in enumerate(zip(rounds(optimizer, aggregates, server), aggregates, strict=True), start=1):
-        m = 0.9 * m + 0.1 * (w - value)
-        v = 0.99 * v + 0.01 * (w - value) ** 2
-        w = w - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-3)
-        torch.testing.assert_close(result, w, rtol=0, atol=1e-12)
-
-
-def test_server_optimizer_continues_to_the_bit():
-    def make():
-        return ServerOptimizer(lambda p: torch.optim.Adam(p, lr=0.1), ["w"])
-
-    server, aggregates = torch.randn(4), random_uploads(4, (4,))
-    whole, first = make(), make()
-    expected = rounds(whole, aggregates, server)
-    middle = rounds(first, aggregates[:2], server)[-1]
-    second = make()
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert (
-        second.state_dict()["state"].keys() == first.state_dict()["state"].keys()
-    )  # a checkpoint before the next step
-    assert torch.equal(rounds(second, aggregates[2:], middle)[-1], expected[-1])
-    assert not torch.equal(rounds(make(), aggregates[2:], middle)[-1], expected[-1])
-
-
-def test_buffers_take_the_aggregate():
-    server = {"w": torch.zeros(2), "running": torch.zeros(2), "count": torch.tensor(3)}
-    target = {"w": torch.ones(2), "running": torch.full((2,), 5.0), "count": torch.tensor(8)}
-    result = ServerOptimizer(lambda p: torch.optim.SGD(p, lr=0.5), ["w"]).step(server, target)
-    assert result["w"].tolist() == [0.5, 0.5]
-    assert result["running"].tolist() == [5, 5] and result["count"].item() == 8
-    assert server["w"].tolist() == [0, 0] and target["w"].tolist() == [1, 1]
-
-
 def test_sparse_mean_is_that_of_those_who_send():
     uploads = torch.tensor([[1.0, 0.0, 0.0, 2.0], [4.0, 6.0, 0.0, 0.0]])
     for together in (True, False):
-        aggregator = Aggregator({"w": "sparse_mean"})
+        aggregator = aggregator_of(w="sparse_mean")
         if together:
             aggregator.add_all({"w": uploads}, [1.0, 2.0])
         else:
@@ -362,15 +286,16 @@ def test_sparse_mean_of_whole_uploads_is_the_mean():
     uploads, weights = torch.randn(5, 100), [1.0, 3.0, 2.0, 7.0, 0.1]
     results = []
     for reduction in ("mean", "sparse_mean"):
-        aggregator = Aggregator({"w": reduction})
+        aggregator = aggregator_of(w=reduction)
         aggregator.add_all({"w": uploads}, weights)
         results.append(aggregator.result({"w": torch.zeros(100)})["w"])
     assert torch.equal(*results)
 
 
 def test_bytes_on_the_wire():
+    mean, sparse = (built_in()[name].wire_bytes for name in ("mean", "sparse_mean"))
     value = torch.zeros(100)
     value[:7] = 1.0
-    assert wire_bytes(value, "sparse_mean") == 7 * 4 + 13 and wire_bytes(value, "mean") == 400
-    assert wire_bytes(torch.ones(100), "sparse_mean") == 400  # as it is, where the bits would make it more
-    assert wire_bytes(value.double(), "sparse_mean") == 7 * 8 + 13
+    assert sparse(value) == 7 * 4 + 13 and mean(value) == 400
+    assert sparse(torch.ones(100)) == 400  # as it is, where the bits would make it more
+    assert sparse(value.double()) == 7 * 8 + 13

@@ -1,0 +1,186 @@
+"""The messages of a round: what clients download and upload, and what stays with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import Aggregator
+from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
+from lightning_fcl.federation.compression import Compression, transmit
+from lightning_fcl.federation.reductions import Reduction, State
+
+log = logging.getLogger(__name__)
+
+_UNSENT = "unsent"  # the section of what a client could not send
+_RESIDUAL = "residual"  # and of what compression has left over
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        trained: Clients whose upload was taken.
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were chosen but had no data.
+        missed: Clients that trained but missed the synchronisation.
+        master: In a swarm, the client that brought the uploads together.
+    """
+
+    trained: list[str] = field(default_factory=list)
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    master: str | None = None
+
+    def upload(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def download(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
+
+
+def own_entries(kept: ClientState, device: torch.device) -> State:
+    """What a client goes on from in place of the server's: its own entries, and what it could not send.
+
+    Example:
+        >>> own_entries({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
+        {'head': tensor([1.])}
+    """
+    return {name: value.to(device) for part in ("model", _UNSENT) for name, value in kept.get(part, {}).items()}
+
+
+class Messages:
+    """The messages of one round between the server and its clients, each counted in bytes.
+
+    Args:
+        store: Keeps the clients' states.
+        state: The server's state at the start of the round.
+        reductions: The reduction of each of its entries.
+        weight: Tells a client's weight in means.
+        compression: Code of the uploads of ``learnt`` entries whose reduction is ``mean``.
+        learnt: The trainable parameters that clients send.
+    """
+
+    def __init__(
+        self,
+        store: ClientStore,
+        state: State,
+        reductions: Mapping[str, Reduction],
+        weight: Callable[[ClientRound], float],
+        compression: Compression | None,
+        learnt: Sequence[str],
+    ) -> None:
+        self.record = RoundRecord()
+        self.aggregator = Aggregator(reductions)
+        self._store = store
+        self._reductions = reductions
+        self._weight = weight
+        self._compression = compression
+        self._learnt = learnt
+        self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
+        self.offer(state)
+
+    def offer(self, state: State) -> None:
+        """Let clients download this state from now on."""
+        self._state = state
+        self._start = {name: self._reductions[name].start(value) for name, value in state.items()}
+        down = {name: value for name, value in state.items() if self._reductions[name].down}
+        self._download_bytes = sum(self._reductions[name].wire_bytes(value) for name, value in down.items())
+        self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
+
+    def download(self, client: str) -> tuple[State, ClientState]:
+        """The state that a client starts the round from, and all that it has kept."""
+        kept = self._store[client]
+        unsent = kept.get(_UNSENT, {})
+        if not unsent:
+            self.record.download(client, self._download_bytes)
+            if self._all_travel:
+                return self._state, kept
+        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self._reductions[n].own}
+        mine = {**unsent, **own}
+        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
+        return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}, kept
+
+    def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
+        """Take in clients' states; whether each client's was taken."""
+        missing = [name for name, reduction in self._reductions.items() if reduction.up and name not in states]
+        if missing:
+            raise ValueError(
+                f"Expected clients' states with `{'`, `'.join(missing)}`, which travel up, but they have none."
+            )
+        taken = self._finite(client_rounds, states)
+        rows = [row for row, fine in enumerate(taken) if fine]
+        if rows:
+            sent = {name: states[name] for name, reduction in self._reductions.items() if reduction.up}
+            if len(rows) < len(taken):
+                sent = {name: value[rows] for name, value in sent.items()}
+            clients = [client_rounds[row].client for row in rows]
+            coded, each = self._coded(clients, sent)
+            self.aggregator.add_all({**sent, **coded}, [self._weight(client_rounds[row]) for row in rows])
+            by_value = [name for name in sent if not self._reductions[name].by_shape]
+            for i, client in enumerate(clients):
+                self.record.upload(client, each + sum(self._reductions[n].wire_bytes(sent[n][i]) for n in by_value))
+            self.record.trained += clients
+        return taken
+
+    def _finite(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
+        """Whether all numbers are finite that a client sends, or goes on from; drop who has others."""
+        numbers = {
+            name: value
+            for name, value in states.items()
+            if (self._reductions[name].up or self._reductions[name].own)
+            and (value.is_floating_point() or value.is_complex())
+        }
+        # A sum that is finite has finite terms; only where one is not must every number be looked at.
+        if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
+            return [True] * len(client_rounds)
+        finite = {n: torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1) for n, value in numbers.items()}
+        taken: list[bool] = torch.stack(list(finite.values())).all(dim=0).tolist()
+        for row in (row for row, fine in enumerate(taken) if not fine):
+            self._drop(client_rounds[row], [name for name, fine in finite.items() if not fine[row]])
+        return taken
+
+    def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
+        client, kept = client_round.client, self._store[client_round.client]
+        if _UNSENT in kept:  # from which it would never recover
+            self._store[client] = {section: memory for section, memory in kept.items() if section != _UNSENT}
+        names = ", ".join(at_fault[:3]) + (" ..." if len(at_fault) > 3 else "")
+        self.record.dropped[client] = f"not finite: {names}"
+        log.warning("Round %d: dropped the upload of client %s (not finite: %s).", client_round.round, client, names)
+
+    def _coded(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
+        """What the server decodes in place of some entries, and bytes per client of all whose bytes do not vary."""
+        coded: State = {}
+        code_bytes = 0
+        if self._compression is not None:
+            names = [name for name in self._learnt if self._reductions[name].name == "mean"]
+            coded = {name: sent[name] for name in names if self._compression.saves(self._state[name])}
+            residuals = [self._store[client].get(_RESIDUAL, {}) for client in clients]
+            coded, left, code_bytes = transmit(self._compression, self._state, coded, residuals)
+            self._residuals.update(zip(clients, left, strict=True))  # what is left over waits for `keep`
+        plain = [value for name, value in sent.items() if name not in coded and self._reductions[name].by_shape]
+        return coded, code_bytes + sum(value.nbytes for value in plain) // len(clients)
+
+    def keep(
+        self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
+    ) -> None:
+        """Keep what stays with a client: its own entries of ``state``, what it could not send, and ``memories``."""
+        own = {n: v.detach().clone() for n, v in state.items() if self._reductions[n].own}
+        unsent = {n: v.detach().clone() for n, v in state.items() if missed and self._reductions[n].up}
+        sections = {"model": own, _UNSENT: unsent, _RESIDUAL: self._residuals.pop(client, {}), **memories}
+        kept: ClientState = {section: memory for section, memory in sections.items() if memory}
+        if kept or self._store[client]:
+            self._store[client] = kept

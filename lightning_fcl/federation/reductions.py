@@ -1,0 +1,305 @@
+"""Reductions: how the entries of a federated state come together at the end of a round.
+
+Every entry of a module's state has one *reduction*. These are known by name:
+
+========================  ===========================================================================================
+``mean``                  average of the uploads, weighted by client (the default; FedAvg)
+``sparse_mean``           average of each number over the uploads where it is not zero, weighted by client; if there
+                          is none, the server's. Zeros do not travel (a base of which clients send parts)
+``sum``                   a client starts each round at zero; the uploads are added to the server's value
+``cat``                   a client starts each round empty; the uploads are appended to the server's value
+``none``                  stays with the client: never uploaded, never downloaded
+``download``              the server's: clients receive it and send nothing back
+``fixed``                 the same everywhere from the start: it never travels (a reservoir's random weights)
+``median``                coordinate-wise median of the uploads (unweighted)
+``trimmed_mean``          coordinate-wise mean without the ``trim`` fraction at each end (unweighted)
+``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together
+========================  ===========================================================================================
+
+All but the last three stream: their memory does not grow with the number of clients (beyond what ``cat`` is asked to
+keep). The last three need all uploads of a round at once.
+
+A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherever a name does: in a module's
+``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, and in YAML as a
+``class_path``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""Entries of a module's or server's state, by name."""
+
+
+class Accumulator(Protocol):
+    """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time."""
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Take in some clients' uploads.
+
+        Args:
+            values: Entries of shape (clients, ...). They are the clients' own tensors: copy what is kept.
+            weights: Each client's weight in means, above 0.
+        """
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        """The new server values of these entries, when all uploads of the round have come: at least one.
+
+        Args:
+            server: The server's values at the start of the round.
+        """
+
+
+class Reduction:
+    """How entries come together: where a client starts, what travels, and what the server makes of the uploads.
+
+    A subclass gives a ``name`` and an `accumulator`; what it takes as arguments should be plain values, since they say
+    whether two reductions are the same: entries with the same reduction share an accumulator.
+
+    Example:
+        >>> class Maximum(Reduction):
+        ...     name = "maximum"
+        ...
+        ...     def accumulator(self):
+        ...         return Gather(lambda rows, server: {n: torch.stack(r).amax(dim=0) for n, r in rows.items()})
+        >>> accumulator = Maximum().accumulator()
+        >>> accumulator.add({"w": torch.tensor([[1.0], [4.0]])}, weights=[1, 1])
+        >>> accumulator.add({"w": torch.tensor([[3.0]])}, weights=[1])
+        >>> accumulator.result({"w": torch.tensor([0.0])})
+        {'w': tensor([4.])}
+    """
+
+    name: str
+    """What it is called in messages and checkpoints."""
+
+    down: bool = True
+    """Whether a client receives the server's value at the start of a round."""
+
+    up: bool = True
+    """Whether a client sends its value at the end of a round."""
+
+    own: bool = False
+    """Whether each client goes on from its own value of the round before."""
+
+    resizes: bool = False
+    """Whether values may differ in shape from client to client and from round to round."""
+
+    def start(self, server: Tensor) -> Tensor:
+        """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
+        return server
+
+    def wire_bytes(self, value: Tensor) -> int:
+        """Bytes that one client's value takes on the wire."""
+        return value.nbytes
+
+    def accumulator(self) -> Accumulator:
+        """What takes in a round's uploads: a new one for each round."""
+        raise NotImplementedError(f"Expected `{type(self).__name__}`, whose entries travel up, to have an accumulator.")
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether a value's bytes on the wire depend on nothing but its shape and type."""
+        return type(self).wire_bytes is Reduction.wire_bytes
+
+    def hparams(self) -> dict[str, Any]:
+        """What makes this reduction the one that it is, for checkpoints."""
+        return {"name": self.name, **vars(self)}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Gather:
+    """An `Accumulator` that keeps all uploads of a round, for a rule that needs them at once.
+
+    Args:
+        rule: Makes the new values from the uploads of each entry, in the order in which they came, and the server's
+            values.
+    """
+
+    def __init__(self, rule: Callable[[Mapping[str, list[Tensor]], Mapping[str, Tensor]], State]) -> None:
+        self._rule = rule
+        self._rows: dict[str, list[Tensor]] = {}
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        """Keep a copy of each upload."""
+        for name, value in values.items():
+            self._rows.setdefault(name, []).extend(value.clone())
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        """What the rule makes of them."""
+        return self._rule(self._rows, server)
+
+
+class _Mean:
+    """The weighted mean, from a sum in double precision."""
+
+    weighted = True
+
+    def __init__(self) -> None:
+        self._sums: State = {}
+        self._weight = 0.0
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        factors = weights if self.weighted else [1.0] * len(weights)
+        for name, value in values.items():
+            # In double precision the sum of identical uploads is each of them to the bit, whatever the weights.
+            if name not in self._sums:
+                self._sums[name] = torch.zeros(value.shape[1:], dtype=_wide(value), device=value.device)
+            if len(factors) == 1:
+                _add_in_pieces(self._sums[name], value[0], factors[0])
+            else:
+                value = value.to(_wide(value))
+                self._sums[name].add_(torch.tensordot(value.new_tensor(factors), value, dims=1))
+        self._weight += sum(weights)
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        return {name: round_to(total / self._weight, server[name].dtype) for name, total in self._sums.items()}
+
+
+class _Sum(_Mean):
+    """The server's value and all uploads together."""
+
+    weighted = False
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        return {name: (total + server[name]).to(server[name].dtype) for name, total in self._sums.items()}
+
+
+class _SparseMean(_Mean):
+    """The weighted mean of each number over those who send it, from the sum of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shares: State = {}
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        super().add(values, weights)
+        for name, value in values.items():
+            share = torch.tensordot(self._sums[name].new_tensor(weights), (value != 0).to(_wide(value)), dims=1)
+            self._shares[name] = self._shares[name] + share if name in self._shares else share
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        state: State = {}
+        for name, share in self._shares.items():
+            sent = share != 0
+            mean = self._sums[name] / share.masked_fill(~sent, 1.0)
+            state[name] = torch.where(sent, round_to(mean, server[name].dtype), server[name])
+        return state
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    if value.device.type == "mps":
+        return torch.float32
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest integer.
+
+    Example:
+        >>> round_to(torch.tensor(2.75), torch.int64)
+        tensor(3)
+    """
+    return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
+
+
+def _add_in_pieces(total: Tensor, value: Tensor, factor: float) -> None:
+    """Add in pieces that stay in the cache: six times faster than one copy of a large tensor in double precision."""
+    size = 1 << 16
+    for part, piece in zip(torch.split(total.view(-1), size), torch.split(value.reshape(-1), size), strict=True):
+        part.add_(piece.to(part.dtype), alpha=factor)
+
+
+class Mean(Reduction):
+    """``mean``."""
+
+    name = "mean"
+
+    def accumulator(self) -> Accumulator:
+        """A sum weighted by client."""
+        return _Mean()
+
+
+class SparseMean(Reduction):
+    """``sparse_mean``."""
+
+    name = "sparse_mean"
+
+    def wire_bytes(self, value: Tensor) -> int:
+        """One bit for each number, and those that are not zero; or all as they are, where that is less.
+
+        Example:
+            >>> value = torch.tensor([0.0] * 15 + [1.0])
+            >>> Mean().wire_bytes(value), SparseMean().wire_bytes(value)
+            (64, 6)
+        """
+        return min(value.nbytes, int(value.count_nonzero()) * value.element_size() + -(-value.numel() // 8))
+
+    def accumulator(self) -> Accumulator:
+        """Sums weighted by client, of the numbers and of their weights."""
+        return _SparseMean()
+
+
+class Sum(Reduction):
+    """``sum``."""
+
+    name = "sum"
+    down = False
+
+    def start(self, server: Tensor) -> Tensor:
+        """Zero."""
+        return torch.zeros_like(server)
+
+    def accumulator(self) -> Accumulator:
+        """A sum."""
+        return _Sum()
+
+
+class Cat(Reduction):
+    """``cat``."""
+
+    name = "cat"
+    down = False
+    resizes = True
+
+    def start(self, server: Tensor) -> Tensor:
+        """Empty."""
+        return server[:0]
+
+    def accumulator(self) -> Accumulator:
+        """The uploads, in the order in which they come."""
+        return Gather(lambda rows, server: {name: torch.cat([server[name], *row]) for name, row in rows.items()})
+
+
+class Own(Reduction):
+    """``none``."""
+
+    name = "none"
+    down = up = False
+    own = True
+
+
+class Download(Reduction):
+    """``download``."""
+
+    name = "download"
+    up = False
+
+
+class Fixed(Reduction):
+    """``fixed``."""
+
+    name = "fixed"
+    down = up = False

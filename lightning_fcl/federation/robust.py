@@ -1,0 +1,119 @@
+"""Robust reductions, which a few lying clients can move only a little: median, trimmed mean and Krum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State, round_to
+
+Rows = Mapping[str, list[Tensor]]
+
+
+def median(stack: Tensor) -> Tensor:
+    """Coordinate-wise median over the first dimension; the mean of the middle two for an even number.
+
+    Example:
+        >>> median(torch.tensor([[1.0], [2.0], [30.0], [4.0]]))
+        tensor([3.])
+    """
+    return round_to(torch.quantile(stack.double(), 0.5, dim=0), stack.dtype)
+
+
+def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
+    """Coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end.
+
+    Raises:
+        ValueError: If ``trim`` is not in [0, 0.5).
+
+    Example:
+        >>> trimmed_mean(torch.tensor([[0.0], [1.0], [2.0], [99.0]]), trim=0.25)
+        tensor([1.5000])
+    """
+    if not 0 <= trim < 0.5:
+        raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
+    k = int(trim * len(stack))
+    return round_to(stack.double().sort(dim=0).values[k : len(stack) - k].mean(dim=0), stack.dtype)
+
+
+def krum(uploads: Tensor, byzantine: int) -> int:
+    """Index of the upload with the smallest summed squared distance to its nearest neighbours (Blanchard et al. 2017).
+
+    Args:
+        uploads: Flattened uploads, shape (clients, parameters).
+        byzantine: Number ``f`` of clients that may lie; the ``clients - f - 2`` nearest neighbours count, at least 1.
+
+    Example:
+        >>> krum(torch.tensor([[0.0], [0.1], [0.2], [50.0]]), byzantine=1)
+        0
+    """
+    distances = torch.cdist(uploads.double()[None], uploads.double()[None])[0] ** 2
+    neighbours = max(1, min(len(uploads) - byzantine - 2, len(uploads) - 1))
+    if len(uploads) == 1:
+        return 0
+    nearest = distances.sort(dim=1).values[:, 1 : 1 + neighbours]
+    return int(nearest.sum(dim=1).argmin())
+
+
+class Median(Reduction):
+    """``median``."""
+
+    name = "median"
+
+    def accumulator(self) -> Accumulator:
+        """All uploads."""
+        return Gather(lambda rows, server: {name: median(torch.stack(row)) for name, row in rows.items()})
+
+
+class TrimmedMean(Reduction):
+    """``trimmed_mean``.
+
+    Args:
+        trim: Fraction of the values that is cut at each end, from 0 and below 0.5.
+
+    Raises:
+        ValueError: If ``trim`` is out of range.
+    """
+
+    name = "trimmed_mean"
+
+    def __init__(self, trim: float = 0.1) -> None:
+        trimmed_mean(torch.zeros(1), trim)  # looks at the range
+        self.trim = trim
+
+    def accumulator(self) -> Accumulator:
+        """All uploads."""
+        return Gather(
+            lambda rows, server: {name: trimmed_mean(torch.stack(row), self.trim) for name, row in rows.items()}
+        )
+
+
+class Krum(Reduction):
+    """``krum``.
+
+    Args:
+        byzantine: Number of clients that may lie.
+
+    Raises:
+        ValueError: If ``byzantine`` is negative.
+    """
+
+    name = "krum"
+
+    def __init__(self, byzantine: int = 0) -> None:
+        at_least(0, byzantine=byzantine)
+        self.byzantine = byzantine
+
+    def accumulator(self) -> Accumulator:
+        """All uploads: one client's is chosen for all entries together."""
+        return Gather(self._choose)
+
+    def _choose(self, rows: Rows, server: Mapping[str, Tensor]) -> State:
+        clients = [
+            torch.cat([value.flatten().double() for value in upload]) for upload in zip(*rows.values(), strict=True)
+        ]
+        chosen = krum(torch.stack(clients), self.byzantine)
+        return {name: row[chosen] for name, row in rows.items()}
