@@ -113,8 +113,8 @@ def between(low: float, high: float, **arguments: float) -> None:
             raise ValueError(f"Expected `{name}` to be between {low} and {high} but got {value}.")
 
 
-def one_of(choices: Collection[str], **arguments: object) -> None:
-    """Refuse an argument that is none of some words.
+def one_of(choices: Collection[str | None], **arguments: object) -> None:
+    """Refuse an argument that is none of some words, of which None may be one.
 
     Raises:
         ValueError: If one is; the message names it and the words.
@@ -124,9 +124,13 @@ def one_of(choices: Collection[str], **arguments: object) -> None:
         Traceback (most recent call last):
         ValueError: Expected `history` to be "round", "seen" or "all" but got "sean". Did you mean seen?
     """
-    *rest, last = (f'"{choice}"' for choice in choices)
+    *rest, last = map(_quoted, choices)
     words = f"{', '.join(rest)} or {last}" if rest else last
     for name, value in arguments.items():
         if value not in choices:
-            hint = did_you_mean(value, choices)
-            raise ValueError(f'Expected `{name}` to be {words} but got "{value}".{hint}')
+            hint = did_you_mean(value, filter(None, choices))
+            raise ValueError(f"Expected `{name}` to be {words} but got {_quoted(value)}.{hint}")
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,4 +1,4 @@
-"""Archives of the publishers: downloaded once, verified, and unpacked whole or not at all."""
+"""Downloads that are verified, and archives that are unpacked whole or not at all."""
 
 import sys
 import tarfile
@@ -7,46 +7,11 @@ import zipfile
 import zlib
 from pathlib import Path
 
-__all__ = ["fetch_folder", "retrieve"]
+from lightning_fcl.errors import require
+
+__all__ = ["retrieve", "unpack"]
 
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
-
-
-def fetch_folder(name: str, url: str, digest: str, archive: Path, folder: str) -> Path:
-    """Download an archive, verify it, and unpack it beside itself.
-
-    Args:
-        name: Name of the data set.
-        url: Where the archive is.
-        digest: Its SHA-256, or another digest as in ``"md5:..."``.
-        archive: Where it is put until it is unpacked, after which it is deleted: a ``.zip``, or a tar file.
-        folder: The folder inside that is wanted.
-
-    Returns:
-        The unpacked folder, beside the archive.
-
-    Raises:
-        ConnectionError: If the download fails.
-        ValueError: If what came is not the published file, which is deleted then.
-        OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
-
-    Example:
-        >>> fetch_folder("x", "https://x.org/x.zip", 64 * "0", Path("x/x.zip"), "x")  # doctest: +SKIP
-        PosixPath('x/x')
-    """
-    retrieve(url, digest, archive, f" and run `lightning-fcl data fetch {name}` to unpack it")
-    target = archive.parent / folder
-    try:
-        with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-            _unpack(archive, scratch)
-            (Path(scratch) / folder).rename(target)
-    except _BROKEN as error:
-        raise OSError(
-            f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
-            f"way, and run `lightning-fcl data fetch {name}` again."
-        ) from error
-    archive.unlink()
-    return target
 
 
 def retrieve(url: str, digest: str, path: Path, then: str = "") -> None:
@@ -65,8 +30,7 @@ def retrieve(url: str, digest: str, path: Path, then: str = "") -> None:
     Example:
         >>> retrieve("https://x.org/x.zip", 64 * "0", Path("x/x.zip"))  # doctest: +SKIP
     """
-    import pooch
-
+    pooch = require("pooch", "downloads files and verifies them")
     try:
         pooch.retrieve(url, known_hash=digest, path=path.parent, fname=path.name, progressbar=sys.stderr.isatty())
     except OSError as error:
@@ -75,10 +39,40 @@ def retrieve(url: str, digest: str, path: Path, then: str = "") -> None:
         ) from error
 
 
-def _unpack(archive: Path, folder: str) -> None:
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as content:
-            content.extractall(folder)  # strips what would lead out of the folder
-    else:
-        with tarfile.open(archive) as content:
-            content.extractall(folder, filter="data")
+def unpack(archive: Path, folder: str, command: str) -> Path:
+    """Unpack a folder of an archive beside it, and delete the archive.
+
+    Args:
+        archive: A ``.zip``, or a tar file.
+        folder: The folder inside that is wanted.
+        command: What to run for another attempt, for the message.
+
+    Returns:
+        The unpacked folder.
+
+    Raises:
+        OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
+
+    Example:
+        >>> archive = Path(tempfile.mkdtemp()) / "x.zip"
+        >>> zipfile.ZipFile(archive, "w").writestr("x/1.txt", "one")
+        >>> [path.name for path in unpack(archive, "x", "`fetch x`").iterdir()], archive.exists()
+        (['1.txt'], False)
+    """
+    target = archive.parent / folder
+    try:
+        with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
+            if archive.suffix == ".zip":
+                with zipfile.ZipFile(archive) as content:
+                    content.extractall(scratch)  # strips what would lead out of the folder
+            else:
+                with tarfile.open(archive) as content:
+                    content.extractall(scratch, filter="data")
+            (Path(scratch) / folder).rename(target)
+    except _BROKEN as error:
+        raise OSError(
+            f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
+            f"way, and run {command} again."
+        ) from error
+    archive.unlink()
+    return target

@@ -1,15 +1,11 @@
 """Public data sets as plain arrays: one module a data set, each reading the layouts that people have on disk.
 
-A module of this package offers ``DESCRIPTION``, ``load(root, **options)``, ``locate(root)`` and ``fetch(root)``, and
-has one line in the table below. The modules are imported when they are asked for, so that importing this package
-costs no more than NumPy.
+A module of this package offers its `Source` as ``SOURCE`` and ``load(root, **options)``, and has its name in the list
+below. The modules are imported when they are asked for, and import no more than NumPy.
 """
 
-import difflib
 import importlib
 import inspect
-import os
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -17,64 +13,15 @@ from typing import Any, cast
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.hub.source import Source, data_root
 
-__all__ = ["Arrays", "Description", "check", "data_root", "describe", "fetch", "load"]
+__all__ = ["Arrays", "check", "data_root", "describe", "fetch", "load"]
 
-_MODULES = {
-    "cifar100": "lightning_fcl.data.datasets.cifar100",
-    "core50": "lightning_fcl.data.datasets.core50",
-    "digits": "lightning_fcl.data.datasets.digits",
-    "fc100": "lightning_fcl.data.datasets.fc100",
-    "hhar": "lightning_fcl.data.datasets.hhar",
-    "lfw": "lightning_fcl.data.datasets.lfw",
-    "miniimagenet": "lightning_fcl.data.datasets.miniimagenet",
-    "orl": "lightning_fcl.data.datasets.orl",
-    "tinyimagenet": "lightning_fcl.data.datasets.tinyimagenet",
-    "ucihar": "lightning_fcl.data.datasets.ucihar",
-    "wesad": "lightning_fcl.data.datasets.wesad",
-}
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a person wants to know of a data set before getting it.
-
-    Args:
-        name: The name that `load` takes.
-        content: What the samples are, in one line.
-        licence: Terms of use.
-        citation: The paper to cite.
-        url: Where it comes from; empty if it is bundled with a dependency.
-        size: Size of the download, for people.
-
-    Example:
-        >>> describe()[0].name
-        'cifar100'
-    """
-
-    name: str
-    content: str
-    licence: str
-    citation: str
-    url: str
-    size: str
-
-
-def data_root(root: str | Path | None = None) -> Path:
-    """Return the folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache.
-
-    Args:
-        root: A folder; ``~`` is expanded. It need not exist.
-
-    Returns:
-        The folder.
-
-    Example:
-        >>> data_root("some/folder").as_posix()
-        'some/folder'
-    """
-    chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
-    return Path(chosen).expanduser()
+_NAMES = (
+    *("cifar100", "core50", "digits", "fc100", "hhar", "lfw"),
+    *("miniimagenet", "orl", "tinyimagenet", "ucihar", "wesad"),
+)
 
 
 def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
@@ -91,6 +38,7 @@ def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
     Raises:
         ValueError: If no data set has this name, if it has no such option, or if the files are damaged.
         FileNotFoundError: If the files are not there.
+        ModuleNotFoundError: If a package that reads them is not installed.
 
     Example:
         >>> data = load("digits")
@@ -109,17 +57,17 @@ def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
     return cast(Arrays, loader(data_root(root), **options))
 
 
-def describe() -> list[Description]:
+def describe() -> list[Source]:
     """Describe every known data set, in alphabetical order.
 
     Returns:
-        One `Description` per data set.
+        What each is, its terms of use, where it comes from and how it lies on disk.
 
     Example:
-        >>> [entry.name for entry in describe()][:6]
+        >>> [source.name for source in describe()][:6]
         ['cifar100', 'core50', 'digits', 'fc100', 'hhar', 'lfw']
     """
-    return [cast(Description, _module(name).DESCRIPTION) for name in sorted(_MODULES)]
+    return [_source(name) for name in _NAMES]
 
 
 def check(name: str, root: str | Path | None = None) -> str:
@@ -130,22 +78,21 @@ def check(name: str, root: str | Path | None = None) -> str:
         root: Folder of the data sets, see `data_root`.
 
     Returns:
-        Layout, samples, classes and clients.
+        Layout and place, samples, classes and clients.
 
     Raises:
         ValueError: If the name is unknown or the files are damaged.
         FileNotFoundError: If the files are not there.
 
     Example:
-        >>> check("digits")
-        'digits: bundled with scikit-learn; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
+        >>> check("digits")  # doctest: +ELLIPSIS
+        'digits: bundled with scikit-learn ...; 1797 samples of shape 1 x 8 x 8, 10 classes, no natural clients'
     """
-    module = _module(name)
-    layout = module.locate(data_root(root))
+    layout, place = _source(name).find(root)
     data = load(name, root)
     shape = " x ".join(str(size) for size in data.x.shape[1:])
     clients = "no natural clients" if data.client is None else f"{len(np.unique(data.client))} clients"
-    return f"{name}: {layout}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
+    return f"{name}: {layout} {place}; {len(data.x)} samples of shape {shape}, {len(data.classes)} classes, {clients}"
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
@@ -158,24 +105,28 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
         root: Folder of the data sets, see `data_root`.
 
     Returns:
-        The file that `load` will read.
+        The file or folder that `load` will read.
 
     Raises:
-        ValueError: If the name is unknown, or if the download is not the published file.
+        ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.
         ConnectionError: If the download fails.
+        OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
         FileNotFoundError: If the data set must be downloaded by hand; the message says from where and to which folder.
 
     Example:
         >>> fetch("digits").name
         'digits.csv.gz'
     """
-    return cast(Path, _module(name).fetch(data_root(root)))
+    return _source(name).fetch(root)
+
+
+def _source(name: str) -> Source:
+    return cast(Source, _module(name).SOURCE)
 
 
 def _module(name: str) -> ModuleType:
-    if name not in _MODULES:
-        known = ", ".join(f"`{entry}`" for entry in sorted(_MODULES))
-        near = difflib.get_close_matches(name.lower(), _MODULES, n=1, cutoff=0.5)
-        hint = f"Did you mean `{near[0]}`?" if near else "Choose one of these."
-        raise ValueError(f"Expected `name` to be one of {known} but got {name!r}. {hint}")
-    return importlib.import_module(_MODULES[name])
+    if name not in _NAMES:
+        known = ", ".join(f"`{entry}`" for entry in _NAMES)
+        hint = did_you_mean(name.lower(), _NAMES, cutoff=0.5) or " Choose one of these."
+        raise ValueError(f"Expected `name` to be one of {known} but got {name!r}.{hint}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -12,32 +12,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets import Arrays, Description, data_root
-from lightning_fcl.data.datasets.archives import read_pickle
-from lightning_fcl.data.datasets.photographs import Normalize, Photographs, require_labels, require_options, stacked
-from lightning_fcl.hub.fetch import fetch_folder
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import in_range
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, stacked
+from lightning_fcl.data.datasets.pickles import read_pickle
+from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["DESCRIPTION", "SHA256", "URL", "fetch", "load", "locate", "read"]
+__all__ = ["SOURCE", "load", "read"]
 
-URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
-# 169,001,437 bytes. Keras publishes this digest in keras/src/datasets/cifar100.py.
-SHA256 = "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"
-
-DESCRIPTION = Description(
+SOURCE = Source(
     name="cifar100",
+    title="CIFAR-100",
     content="60000 photographs of 100 classes, 32 x 32; 500 of each to train, 100 to test",
     licence="none stated; the author asks for citation",
     citation="Krizhevsky: Learning multiple layers of features from tiny images. University of Toronto, 2009",
-    url=URL,
+    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+    # Of 169,001,437 bytes. Keras publishes this digest in keras/src/datasets/cifar100.py.
+    digest="85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
     size="169 MB",
+    archive="cifar100/cifar-100-python.tar.gz",
+    folder="cifar-100-python",
+    layouts=(
+        Layout("pickles", ("cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."), signs=("meta|train",)),
+    ),
+    holds="`cifar-100-python` with its files `train`, `test` and `meta`",
 )
 
-_FOLDER = "cifar-100-python"
 _SHAPE = (3, 32, 32)
-_REMEDY = "Delete this copy and run `lightning-fcl data fetch cifar100`."
 
 
-def load(root: str | Path | None = None, size: int = 32, normalize: Normalize = "imagenet") -> Arrays:
+def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "imagenet") -> Arrays:
     """Load all images: the training set, then the publishers' test set.
 
     Args:
@@ -59,76 +63,29 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Normalize = 
         Traceback (most recent call last):
         FileNotFoundError: Expected CIFAR-100 below `root` but found nothing in a/folder/that/is/missing. ...
     """
-    require_options(size, normalize)
-    return read(root, size)[0].arrays(normalize)
+    check_photographs(size, normalize)
+    data = read(SOURCE.find(root)[1], size)[0]
+    return photographs(data.x, data.y, data.classes, normalize, data.official_test)
 
 
-def locate(root: str | Path | None = None) -> str:
-    """Say which layout `load` would read, without reading it.
-
-    Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The layout and its path, for people.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-
-    Example:
-        >>> locate("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected CIFAR-100 below `root` but found nothing in a/folder/that/is/missing. ...
-    """
-    return f"pickles {_find(data_root(root))}"
-
-
-def fetch(root: str | Path | None = None) -> Path:
-    """Download Toronto's archive once, verified against its SHA-256, and unpack it to ``cifar100`` below `root`.
-
-    Where the original folder is already, nothing is downloaded.
-
-    Args:
-        root: Folder of the data sets, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The folder that `load` will read. The archive is deleted after it is unpacked.
-
-    Raises:
-        ConnectionError: If the download fails.
-        ValueError: If what came is not the published file, which is deleted then.
-        OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
-
-    Example:
-        >>> fetch()  # doctest: +SKIP
-        PosixPath('~/.cache/lightning-fcl/data/cifar100/cifar-100-python')
-    """
-    there = _folder(data_root(root))
-    if there is not None:
-        return there
-    archive = data_root(root) / "cifar100" / f"{_FOLDER}.tar.gz"
-    return fetch_folder("cifar100", URL, SHA256, archive, _FOLDER)
-
-
-def read(root: str | Path | None, size: int) -> tuple[Photographs, NDArray[np.int64], tuple[str, ...]]:
+def read(folder: Path, size: int) -> tuple[Arrays, NDArray[np.int64], tuple[str, ...]]:
     """Read the images with their fine and coarse labels.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
+        folder: The folder ``cifar-100-python``.
         size: Height and width in pixels.
 
     Returns:
-        The images with their fine labels, their coarse labels, and the names of these.
+        The images with their fine labels, from 0 to 1; their coarse labels; and the names of these.
 
     Raises:
-        FileNotFoundError: If the folder, or one of its files, is not there.
-        ValueError: If a file is damaged; the message names the file.
+        FileNotFoundError: If a file is not there.
+        ValueError: If a file is damaged; the message names it.
 
     Example:
-        >>> read(None, 32)[2][0]  # doctest: +SKIP
+        >>> read(Path("cifar-100-python"), 32)[2][0]  # doctest: +SKIP
         'aquatic_mammals'
     """
-    folder = _find(data_root(root))
     meta = _opened(folder / "meta", ("fine_label_names", "coarse_label_names"))
     fine, coarse = (_names(meta, f"{kind}_label_names", folder / "meta") for kind in ("fine", "coarse"))
     pixels, labels, superclasses = [], [], []
@@ -138,41 +95,17 @@ def read(root: str | Path | None, size: int) -> tuple[Photographs, NDArray[np.in
         pixels.append(_pixels(content["data"], path))
         labels.append(_labels(content, "fine_labels", len(pixels[-1]), len(fine), path))
         superclasses.append(_labels(content, "coarse_labels", len(pixels[-1]), len(coarse), path))
-    number = [len(part) for part in pixels]
-    images = (image.transpose(1, 2, 0) for part in pixels for image in part)
-    photographs = Photographs(
-        pixels=np.concatenate(pixels) if size == _SHAPE[1] else stacked(images, sum(number), size),
-        y=np.concatenate(labels),
-        test=np.repeat([False, True], number),
-        classes=fine,
-    )
-    return photographs, np.concatenate(superclasses), coarse
-
-
-def _folder(root: Path) -> Path | None:
-    for folder in (root / "cifar100" / _FOLDER, root / _FOLDER, root / "cifar100", root):
-        if (folder / "meta").is_file() or (folder / "train").is_file():
-            return folder
-    return None
-
-
-def _find(root: Path) -> Path:
-    folder = _folder(root)
-    if folder is None:
-        raise FileNotFoundError(
-            f"Expected CIFAR-100 below `root` but found nothing in {root}. Run `lightning-fcl data fetch cifar100`, or "
-            f"point LIGHTNING_FCL_DATA at the folder that holds `{_FOLDER}` with its files `train`, `test` and `meta`."
-        )
-    return folder
+    x, test = np.concatenate(pixels), np.repeat([False, True], [len(part) for part in pixels])
+    if size != _SHAPE[1]:
+        x = stacked((image.transpose(1, 2, 0) for image in x), len(x), size)
+    return photographs(x, np.concatenate(labels), fine, "none", test), np.concatenate(superclasses), coarse
 
 
 def _opened(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {_REMEDY}")
-    content = read_pickle(path)
+    content = read_pickle(path, SOURCE.remedy)
     for key in keys:
         if not isinstance(content, dict) or key not in content:
-            raise ValueError(f"Expected {path} to hold {key!r} but it does not. {_REMEDY}")
+            raise ValueError(f"Expected {path} to hold {key!r} but it does not. {SOURCE.remedy}")
     return dict(content)
 
 
@@ -183,7 +116,8 @@ def _pixels(data: Any, path: Path) -> NDArray[np.uint8]:
     shape: tuple[int, ...] = getattr(data, "shape", ())
     if dtype != np.uint8 or len(shape) != 2 or not shape[0] or shape[1] != size:
         raise ValueError(
-            f"Expected `data` of {path} to hold rows of {size} uint8 values but got {dtype} of shape {shape}. {_REMEDY}"
+            f"Expected `data` of {path} to hold rows of {size} uint8 values but got {dtype} of shape {shape}. "
+            f"{SOURCE.remedy}"
         )
     pixels: NDArray[np.uint8] = data.reshape(-1, *_SHAPE)
     return pixels
@@ -194,13 +128,13 @@ def _labels(content: Mapping[str, Any], key: str, number: int, classes: int, pat
     if not isinstance(found, list) or len(found) != number or not all(type(label) is int for label in found):
         raise ValueError(
             f"Expected `{key}` of {path} to be a list of {number} whole numbers, one for each image, but it is not. "
-            f"{_REMEDY}"
+            f"{SOURCE.remedy}"
         )
-    return require_labels(np.array(found), classes, key, path, _REMEDY)
+    return in_range(np.array(found), classes - 1, f"`{key}` of {path}", SOURCE.remedy)
 
 
 def _names(content: Mapping[str, Any], key: str, path: Path) -> tuple[str, ...]:
     found = content[key]
     if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"Expected `{key}` of {path} to be a list of names but it is not. {_REMEDY}")
+        raise ValueError(f"Expected `{key}` of {path} to be a list of names but it is not. {SOURCE.remedy}")
     return tuple(found)

@@ -1,20 +1,29 @@
 """Handwritten digits of 8 x 8 pixels, bundled with scikit-learn: the data set that needs no download."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from lightning_fcl.data.datasets import Arrays, Description
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.errors import require
+from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["DESCRIPTION", "fetch", "load", "locate"]
+__all__ = ["SOURCE", "load"]
 
-DESCRIPTION = Description(
+_SKLEARN = find_spec("sklearn")
+_PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
+
+SOURCE = Source(
     name="digits",
+    title="the digits",
     content="1797 handwritten digits of 8 x 8 pixels, 10 classes, no writers named",
     licence="CC BY 4.0",
     citation="Alpaydin and Kaynak: Optical Recognition of Handwritten Digits. UCI Machine Learning Repository, 1998",
     url="",
     size="bundled with scikit-learn",
+    layouts=(Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data" / "digits.csv.gz"),)),),
+    by_hand="Run `pip install scikit-learn`, which brings them",
 )
 
 
@@ -27,51 +36,18 @@ def load(root: str | Path | None = None) -> Arrays:
     Returns:
         `x` of shape (1797, 1, 8, 8) and `y` of the ten digits; no clients, no official test set.
 
+    Raises:
+        ModuleNotFoundError: If scikit-learn is not installed.
+
     Example:
         >>> data = load()
         >>> data.x.shape, float(data.x.max())
         ((1797, 1, 8, 8), 1.0)
     """
-    from sklearn.datasets import load_digits
-
-    bundle = load_digits()
+    bundle = require("sklearn.datasets", "brings the digits").load_digits()
     return Arrays(
         x=(bundle.images[:, np.newaxis] / 16).astype(np.float32),
         y=bundle.target.astype(np.int64),
         client=None,
         classes=tuple(str(name) for name in bundle.target_names),
     )
-
-
-def locate(root: str | Path | None = None) -> str:
-    """Say where the digits lie.
-
-    Args:
-        root: Not used.
-
-    Returns:
-        A phrase for people.
-
-    Example:
-        >>> locate()
-        'bundled with scikit-learn'
-    """
-    return DESCRIPTION.size
-
-
-def fetch(root: str | Path | None = None) -> Path:
-    """Return the file inside scikit-learn: there is nothing to download.
-
-    Args:
-        root: Not used.
-
-    Returns:
-        The path of the file.
-
-    Example:
-        >>> fetch().is_file()
-        True
-    """
-    import sklearn.datasets
-
-    return Path(sklearn.datasets.__file__).parent / "data" / "digits.csv.gz"

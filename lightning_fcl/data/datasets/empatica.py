@@ -1,6 +1,5 @@
 """Recordings of the Empatica E4 wristband: its CSV files, and its four signals at one rate."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RATES", "at_32_hz", "read_recording", "require_signal", "require_together", "text_of"]
+from lightning_fcl.data.datasets.files import read_lines
+
+__all__ = ["MISSING", "RATES", "at_32_hz", "read_recording", "require_signal", "require_together"]
 
 # Samples per second; the acceleration has three axes, in 1/64 g.
 RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
+
+MISSING = "Unpack the publishers' archive, and the zip files in it."
 
 _REMEDY = "Delete this copy and unpack the publishers' archive again."
 
@@ -72,7 +75,7 @@ the zip files in it.
     for name, rate in RATES.items():
         path, width = folder / f"{name}.csv", 3 if name == "ACC" else 1
         try:
-            table = np.loadtxt(io.StringIO(text_of(path)), delimiter=",", ndmin=2)
+            table = np.loadtxt(read_lines(path, MISSING, errors="replace"), delimiter=",", ndmin=2)
         except ValueError as error:
             raise ValueError(f"Expected {path} to hold {width} numbers a line but got: {error}. {_REMEDY}") from error
         if len(table) < 3 or table.shape[1] != width or not (table[1] == rate).all() or not np.isfinite(table[0]).all():
@@ -84,32 +87,6 @@ the zip files in it.
     start = max(starts.values())
     late = {name: signal[round((start - starts[name]) * RATES[name]) :] for name, signal in signals.items()}
     return at_32_hz(late, folder, tolerance=np.inf), start
-
-
-def text_of(path: Path, lines: int | None = None) -> str:
-    """Read a text file, or its first lines.
-
-    Args:
-        path: The file.
-        lines: How many lines; None for all.
-
-    Returns:
-        The text.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-
-    Example:
-        >>> text_of(Path(__file__), lines=1)[:14]
-        '\"\"\"Recordings '
-    """
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read() if lines is None else "".join(file.readline(1_000_000) for _ in range(lines))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"Expected the file {path} but it is missing. Unpack the publishers' archive, and the zip files in it."
-        ) from error
 
 
 def require_signal(path: Path, name: str, signal: NDArray[Any], width: int) -> None:

@@ -11,17 +11,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets import Arrays, Description, cifar100
-from lightning_fcl.data.datasets.photographs import Normalize, require_options
+from lightning_fcl.data.datasets import cifar100
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
+from lightning_fcl.errors import one_of
 
-__all__ = ["DESCRIPTION", "SUPERCLASSES", "fetch", "load", "locate"]
+__all__ = ["SOURCE", "SUPERCLASSES", "load"]
 
-DESCRIPTION = Description(
+SOURCE = replace(
+    cifar100.SOURCE,
     name="fc100",
     content="CIFAR-100's 60000 photographs, 32 x 32, its 100 classes in the order of TADAM's split of 20 superclasses",
     licence="none stated; the authors ask for citation",
     citation="Oreshkin et al.: TADAM: task dependent adaptive metric for improved few-shot learning. NeurIPS 2018",
-    url=cifar100.URL,
     size="169 MB, CIFAR-100's",
 )
 
@@ -29,24 +31,12 @@ DESCRIPTION = Description(
 # 8, 11, 13, 16; 0, 7, 12, 14.
 SUPERCLASSES = {
     "train": (
-        "fish",
-        "flowers",
-        "food_containers",
-        "fruit_and_vegetables",
-        "household_electrical_devices",
-        "household_furniture",
-        "large_man-made_outdoor_things",
-        "large_natural_outdoor_scenes",
-        "reptiles",
-        "trees",
-        "vehicles_1",
-        "vehicles_2",
+        *("fish", "flowers", "food_containers", "fruit_and_vegetables", "household_electrical_devices"),
+        *("household_furniture", "large_man-made_outdoor_things", "large_natural_outdoor_scenes", "reptiles", "trees"),
+        *("vehicles_1", "vehicles_2"),
     ),
     "validation": (
-        "large_carnivores",
-        "large_omnivores_and_herbivores",
-        "non-insect_invertebrates",
-        "small_mammals",
+        *("large_carnivores", "large_omnivores_and_herbivores", "non-insect_invertebrates", "small_mammals"),
     ),
     "test": ("aquatic_mammals", "insects", "medium_mammals", "people"),
 }
@@ -55,7 +45,7 @@ SUPERCLASSES = {
 def load(
     root: str | Path | None = None,
     size: int = 32,
-    normalize: Normalize = "imagenet",
+    normalize: Scale = "imagenet",
     part: Literal["all", "train", "validation", "test"] = "all",
 ) -> Arrays:
     """Load CIFAR-100's images with the classes in the order of the split: superclass after superclass.
@@ -83,68 +73,19 @@ def load(
         Traceback (most recent call last):
         FileNotFoundError: Expected CIFAR-100 below `root` but found nothing in a/folder/that/is/missing. ...
     """
-    require_options(size, normalize)
-    if part not in ("all", *SUPERCLASSES):
-        raise ValueError(
-            f"Expected `part` to be 'all', 'train', 'validation' or 'test' but got {part!r}. Choose one of these."
-        )
-    photographs, coarse, names = cifar100.read(root, size)
+    check_photographs(size, normalize)
+    one_of(("all", *SUPERCLASSES), part=part)
+    layout, folder = SOURCE.find(root)
+    data, coarse, names = cifar100.read(folder, size)
     wanted = [name for key, group in SUPERCLASSES.items() if part in ("all", key) for name in group]
-    order = _order(photographs.y, coarse, names, wanted, cifar100.locate(root))
-    place = np.full(len(photographs.classes), -1)
+    order = _order(data.y, coarse, names, wanted, f"{layout} {folder}")
+    place = np.full(len(data.classes), -1)
     place[order] = np.arange(len(order))
-    y = place[photographs.y]
-    assert photographs.test is not None
+    y = place[data.y]
     kept = slice(None) if part == "all" else y >= 0
-    chosen = replace(
-        photographs,
-        pixels=photographs.pixels[kept],
-        y=y[kept],
-        test=photographs.test[kept],
-        classes=tuple(photographs.classes[label] for label in order),
-    )
-    return chosen.arrays(normalize)
-
-
-def locate(root: str | Path | None = None) -> str:
-    """Say which layout `load` would read, without reading it.
-
-    Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The layout and its path, for people.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-
-    Example:
-        >>> locate("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected CIFAR-100 below `root` but found nothing in a/folder/that/is/missing. ...
-    """
-    return cifar100.locate(root)
-
-
-def fetch(root: str | Path | None = None) -> Path:
-    """Download CIFAR-100, see `lightning_fcl.data.datasets.cifar100.fetch`.
-
-    Args:
-        root: Folder of the data sets, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The folder that `load` will read.
-
-    Raises:
-        ConnectionError: If the download fails.
-        ValueError: If what came is not the published file, which is deleted then.
-        OSError: If it cannot be unpacked.
-
-    Example:
-        >>> fetch()  # doctest: +SKIP
-        PosixPath('~/.cache/lightning-fcl/data/cifar100/cifar-100-python')
-    """
-    return cifar100.fetch(root)
+    assert data.official_test is not None
+    classes = [data.classes[label] for label in order]
+    return photographs(data.x[kept], y[kept], classes, normalize, data.official_test[kept])
 
 
 def _order(
@@ -157,7 +98,7 @@ def _order(
         if not own or set(own) & set(order):
             raise ValueError(
                 f"Expected each superclass of CIFAR-100 to have classes of its own but {name!r} has not, in {where}. "
-                "Delete this copy and run `lightning-fcl data fetch cifar100`."
+                f"{cifar100.SOURCE.remedy}"
             )
         order += own
     return order

@@ -6,7 +6,6 @@ CSV files, and ``hhar_phone/windows.npz``, a part with the accelerometer of one 
 """
 
 import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,22 +13,39 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets import Arrays, Description, data_root
-from lightning_fcl.data.datasets.archives import read_npz
-from lightning_fcl.data.datasets.series import Normalize, cut, normalized, require_chunk, require_normalize
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import in_range
+from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows
+from lightning_fcl.errors import one_of, require
+from lightning_fcl.hub.source import Layout, Source
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["DESCRIPTION", "DEVICES", "fetch", "load", "locate", "statistics"]
+__all__ = ["DEVICES", "SOURCE", "load", "statistics"]
 
-DESCRIPTION = Description(
+_FOLDER = "Activity recognition exp"
+_SENSORS = ("accelerometer", "gyroscope")
+
+SOURCE = Source(
     name="hhar",
+    title="the HHAR data",
     content="accelerometer and gyroscope of phones and watches, 6 activities, 9 people, in chunks of 2 s",
     licence="CC BY 4.0 (the authors ask for citation)",
     citation="Stisen et al.: Smart devices are different (mobile sensing heterogeneities). SenSys 2015",
     url="https://archive.ics.uci.edu/dataset/344/heterogeneity+activity+recognition",
     size="0.8 GB, 3.4 GB unpacked",
+    by_hand=f"Download the archive by hand from {{url}} and unpack it, and `{_FOLDER}.zip` in it, so that "
+    f"{{root}}/hhar/{_FOLDER}/Phones_accelerometer.csv is there",
+    layouts=(
+        Layout(
+            "CSV files",
+            (f"hhar/{_FOLDER}", _FOLDER, "hhar", "."),
+            signs=("|".join(f"{kind}_{sensor}.csv" for kind in ("Phones", "Watch") for sensor in _SENSORS),),
+        ),
+        Layout("phone windows", ("hhar_phone/windows.npz", "windows.npz")),
+    ),
+    holds=f"`{_FOLDER}` or `hhar_phone`",
 )
 
 # The models of De Caro et al. 2023 in the order of their experiences.
@@ -39,16 +55,12 @@ _MODELS = {"nexus4": "Phones", "s3": "Phones", "s3mini": "Phones", "samsungold":
 _MODELS |= {"gear": "Watch", "lgwatch": "Watch"}
 _CLASSES = ("bike", "sit", "stairsdown", "stairsup", "stand", "walk")
 _USERS = tuple("abcdefghi")
-_SENSORS = ("accelerometer", "gyroscope")
 _COLUMNS = {"Creation_Time": "int64", "x": "float32", "y": "float32", "z": "float32"}
 _COLUMNS |= {"User": "category", "Model": "category", "Device": "category", "gt": "category"}
-_FOLDER = "Activity recognition exp"
 _WINDOW = 128
 _SLIDING = 200
 _GAP = 0.5
-_REMEDY = "Delete this copy and unpack the publishers' archive again."
 
-_Layout = Literal["CSV files", "phone windows"]
 # Time in ns, xyz and label of one sensor of one device on one person.
 _Sensor = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 _Owner = tuple[str, str, str]
@@ -60,7 +72,7 @@ def load(
     rate: float = 100.0,
     devices: Sequence[str] | None = None,
     features: Literal["raw", "statistics"] = "raw",
-    normalize: Normalize = "user",
+    normalize: Scale = "user",
 ) -> Arrays:
     """Load the labelled motion of the devices, cut into chunks that do not overlap.
 
@@ -102,34 +114,18 @@ def load(
         >>> data.x.shape, data.client.tolist()
         ((4, 64, 3), ['a', 'a', 'i', 'i'])
     """
-    chosen = _require_options(rate, devices, features, normalize)
-    layout, path = _find(data_root(root))
+    check_options(_WINDOW if chunk is None else chunk, normalize)
+    chosen = _checked(rate, devices, features)
+    layout, path = SOURCE.find(root)
     if chunk is None:
         chunk = _WINDOW if layout == "phone windows" else 200
-    require_chunk(chunk)
     if layout == "phone windows":
-        return _load_windows(path, chunk, devices, features, normalize)
-    x, y, client, group = [], [], [], []
-    longest = 0
-    for (user, model, device), recording, labels in _recordings(path, chosen, rate):
-        longest = max(longest, max(map(len, recording), default=0))
-        described = [statistics(part) for part in recording] if features == "statistics" else recording
-        pieces = [cut(part, np.full(len(part), label), chunk) for part, label in zip(described, labels, strict=True)]
-        n = sum(len(piece) for piece, _ in pieces)
-        if n == 0:
-            warnings.warn(f"HHAR: no chunk of {chunk} steps of user {user} with {device} in {path}.", stacklevel=2)
-            continue
-        x.append(normalized(np.concatenate([piece for piece, _ in pieces]), normalize))
-        y.append(np.concatenate([label for _, label in pieces]))
-        client.append(np.full(n, user))
-        group.append(np.full(n, chosen.index(model)))
-    if not x:
-        raise ValueError(
-            f"Expected `chunk` to be at most {longest}, the time steps of the longest stretch of one activity in "
-            f"{path}{', less 199 before the first statistics' if features == 'statistics' else ''}, but got {chunk}. "
-            f"Pass a smaller one, or check that the files hold {', '.join(chosen)}."
-        )
-    return Arrays(np.concatenate(x), np.concatenate(y), np.concatenate(client), _CLASSES, group=np.concatenate(group))
+        _check_windows(path, devices, features, normalize)
+        return chunked(_windows(path, chunk), chunk, "none", _CLASSES, path)
+    less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
+    remedy = f"Pass a smaller one, or check that the files hold {', '.join(chosen)}."
+    recordings = _recordings(path, chosen, rate, features)
+    return chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
 
 
 def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -160,52 +156,11 @@ def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([kept, magnitude, *(values[newest] for values in reduced)], axis=1).astype(np.float32)
 
 
-def locate(root: str | Path | None = None) -> str:
-    """Say which layout `load` would read, without reading it.
-
-    Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The layout and its path, for people.
-
-    Raises:
-        FileNotFoundError: If no layout is found.
-
-    Example:
-        >>> locate("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the HHAR data below `root` but found none in a/folder/that/is/missing. ...
-    """
-    layout, path = _find(data_root(root))
-    return f"{layout} {path}"
-
-
-def fetch(root: str | Path | None = None) -> Path:
-    """Return the data that are there; they must be downloaded by hand, as no checksum of the archive is published.
-
-    Args:
-        root: Folder of the data sets, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The folder or file that `load` will read.
-
-    Raises:
-        FileNotFoundError: If nothing is there; the message says what to download and where to put it.
-
-    Example:
-        >>> fetch()  # doctest: +SKIP
-        PosixPath('~/.cache/lightning-fcl/data/hhar/Activity recognition exp')
-    """
-    return _find(data_root(root))[1]
-
-
-def _require_options(rate: float, devices: Sequence[str] | None, features: str, normalize: str) -> tuple[str, ...]:
-    require_normalize(normalize)
+def _checked(rate: float, devices: Sequence[str] | None, features: str) -> tuple[str, ...]:
+    """The devices, if all options are sound."""
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1000:
         raise ValueError(f"Expected `rate` to be above 0 and at most 1000 Hz but got {rate!r}. Pass, for example, 100.")
-    if features not in ("raw", "statistics"):
-        raise ValueError(f"Expected `features` to be 'raw' or 'statistics' but got {features!r}. Choose one of these.")
+    one_of(("raw", "statistics"), features=features)
     chosen = DEVICES if devices is None else devices
     if isinstance(chosen, str) or not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(_MODELS):
         raise ValueError(
@@ -215,68 +170,40 @@ def _require_options(rate: float, devices: Sequence[str] | None, features: str, 
     return tuple(chosen)
 
 
-def _find(root: Path) -> tuple[_Layout, Path]:
-    for folder in (root / "hhar" / _FOLDER, root / _FOLDER, root / "hhar", root):
-        if any((folder / f"{kind}_{sensor}.csv").is_file() for kind in ("Phones", "Watch") for sensor in _SENSORS):
-            return "CSV files", folder
-    for base in (root / "hhar_phone", root):
-        if (base / "windows.npz").is_file():
-            return "phone windows", base / "windows.npz"
-    place = root / "hhar" / _FOLDER
-    raise FileNotFoundError(
-        f"Expected the HHAR data below `root` but found none in {root}. Download the archive by hand from "
-        f"{DESCRIPTION.url} and unpack it, and `{_FOLDER}.zip` in it, so that {place / 'Phones_accelerometer.csv'} is "
-        f"there, or point LIGHTNING_FCL_DATA at the folder that holds `{_FOLDER}` or `hhar_phone`."
-    )
+def _check_windows(path: Path, devices: Sequence[str] | None, features: str, normalize: str) -> None:
+    options = {"devices": (devices, None), "features": (features, "raw"), "normalize": (normalize, "user")}
+    for name, (got, wanted) in options.items():
+        if got != wanted:
+            raise ValueError(
+                f"Expected `{name}` to be {wanted!r} but got {got!r}: {path} holds windows of one phone's "
+                "accelerometer that are scaled per user already. Use the publishers' CSV files."
+            )
 
 
-def _load_windows(path: Path, chunk: int, devices: Sequence[str] | None, features: str, normalize: str) -> Arrays:
-    holds = f"{path} holds windows of one phone's accelerometer that are scaled per user already"
-    if devices is not None:
-        raise ValueError(f"Expected `devices` to be None but got {devices!r}: {holds}. Use the publishers' CSV files.")
-    if features != "raw" or normalize != "user":
-        name, wanted, got = ("features", "raw", features) if features != "raw" else ("normalize", "user", normalize)
-        raise ValueError(f"Expected `{name}` to be {wanted!r} but got {got!r}: {holds}. Use the publishers' CSV files.")
-    if _WINDOW % chunk:
-        raise ValueError(
-            f"Expected `chunk` to divide {_WINDOW}, the time steps of a window in {path}, but got {chunk}. Pass, for "
-            "example, 128."
-        )
-    wanted_arrays = {"X": ("f", ("n", 3, _WINDOW)), "y": ("iu", ("n",)), "user": ("iu", ("n",))}
-    arrays = read_npz(path, wanted_arrays)
-    user = arrays["user"]
-    wrong = np.flatnonzero((user < 0) | (user >= len(_USERS)))
-    if wrong.size:
-        raise ValueError(
-            f"Expected `user` of {path} to be between 0 and {len(_USERS) - 1} but got {user[wrong[0]]} in sample "
-            f"{wrong[0]}. {_REMEDY}"
-        )
-    pieces = _WINDOW // chunk
-    return Arrays(
-        x=arrays["X"].transpose(0, 2, 1).astype(np.float32).reshape(-1, chunk, 3),
-        y=np.repeat(arrays["y"].astype(np.int64), pieces),
-        client=np.repeat(np.array(_USERS)[user], pieces),
-        classes=_CLASSES,
-    )
+def _windows(path: Path, chunk: int) -> Iterator[Recording]:
+    arrays = read_windows(path, chunk, (3, _WINDOW), {"user": "iu"}, SOURCE.remedy)
+    users = in_range(arrays["user"], len(_USERS) - 1, f"`user` of {path}", SOURCE.remedy)
+    for window, label, user in zip(arrays["X"], arrays["y"].tolist(), users.tolist(), strict=True):
+        yield Recording(_USERS[user], [(window, label)])
 
 
-def _recordings(
-    folder: Path, models: tuple[str, ...], rate: float
-) -> Iterator[tuple[_Owner, list[NDArray[np.float32]], list[int]]]:
-    """Stretches of one activity and their labels, for each device of each user."""
+def _recordings(folder: Path, models: tuple[str, ...], rate: float, features: str) -> Iterator[Recording]:
+    """What each device recorded of each user, by user, device and time."""
     kinds = dict.fromkeys(_MODELS[model] for model in models)
     acc, gyro = (
         {k: v for kind in kinds for k, v in _read(folder / f"{kind}_{s}.csv", models).items()} for s in _SENSORS
     )
     for owner in sorted(acc | gyro, key=lambda owner: (owner[0], models.index(owner[1]), owner[2])):
+        user, model, device = owner
         sensors = acc.pop(owner, None), gyro.pop(owner, None)
         found = _together(sensors[0], sensors[1], rate) if sensors[0] and sensors[1] else []
-        yield owner, [part for part, _ in found], [label for _, label in found]
+        if features == "statistics":
+            found = [(statistics(part), label) for part, label in found]
+        yield Recording(user, found, f"user {user} with {device}", models.index(model))
 
 
 def _read(path: Path, models: tuple[str, ...]) -> dict[_Owner, _Sensor]:
-    import pandas as pd
-
+    pd = require("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Sensor]] = {}
     try:
         # The files are too large to be held as text, and `null` is a name here.
@@ -284,10 +211,10 @@ def _read(path: Path, models: tuple[str, ...]) -> dict[_Owner, _Sensor]:
             for table in reader:
                 _gather(table, models, parts)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {_REMEDY}") from error
+        raise FileNotFoundError(f"Expected the file {path} but it is missing. {SOURCE.remedy}") from error
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"Expected {path} to hold whole rows of {', '.join(_COLUMNS)} but got: {error}. {_REMEDY}"
+            f"Expected {path} to hold whole rows of {', '.join(_COLUMNS)} but got: {error}. {SOURCE.remedy}"
         ) from error
     return {owner: _ordered(pieces) for owner, pieces in parts.items()}
 

@@ -1,4 +1,4 @@
-"""Images: reading with checks and resizing; and the scaling of the grey ones of the data sets of faces."""
+"""Images: read with checks, resized and stacked, as pixels with the scale of photographs or as scaled grey faces."""
 
 import math
 import struct
@@ -9,56 +9,55 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets.archives import read_npz
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import AGAIN
+from lightning_fcl.errors import one_of, require
 
 __all__ = [
-    "Normalize",
-    "batch",
-    "centre",
-    "read_colour",
-    "read_grey",
-    "read_labelled",
-    "require_normalize",
-    "require_size",
-    "resized",
+    *("IMAGENET", "FaceScale", "Scale", "centre", "check_faces", "check_photographs", "faces", "photographs"),
+    *("read_image", "resized", "stacked"),
 ]
 
-Normalize = Literal["none", "image"]
+Scale = Literal["imagenet", "channel", "none"]
+FaceScale = Literal["none", "image"]
 
-_REMEDY = "Delete this copy and get the file again."
+# Mean and standard deviation of red, green and blue over ImageNet, as torchvision and timm have them.
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
 # What an image of 8 bits per channel is to Pillow, by what is made of it; a few photographs of ImageNet are CMYK.
 _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
+# A damaged header can end in most of these, whatever the format.
+_BROKEN = (ArithmeticError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error)
+_STEP = 1024
 
 
-def require_normalize(normalize: str) -> None:
-    """Refuse a scaling that is not known.
-
-    Args:
-        normalize: ``"none"`` or ``"image"``.
+def check_photographs(size: int, normalize: str) -> None:
+    """Refuse a size of photographs, height and width in pixels, or a way of scaling that cannot be.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the size is no positive whole number, or the scaling is none of `Scale`.
 
     Example:
-        >>> require_normalize("images")
+        >>> check_photographs(32, "image")
         Traceback (most recent call last):
-        ValueError: Expected `normalize` to be 'none' or 'image' but got 'images'. Choose one of these.
+        ValueError: Expected `normalize` to be "imagenet", "channel" or "none" but got "image". Did you mean imagenet?
     """
-    if normalize not in ("none", "image"):
-        raise ValueError(f"Expected `normalize` to be 'none' or 'image' but got {normalize!r}. Choose one of these.")
+    if type(size) is not int or size < 1:
+        raise ValueError(
+            f"Expected `size` to be a positive whole number, height and width in pixels, but got {size!r}. Pass, for "
+            "example, 32."
+        )
+    one_of(("imagenet", "channel", "none"), normalize=normalize)
 
 
-def require_size(size: Sequence[int]) -> None:
-    """Refuse a size that is not height and width in pixels.
-
-    Args:
-        size: Height and width.
+def check_faces(size: Sequence[int], normalize: str) -> None:
+    """Refuse a size of faces, (height, width) in pixels, or a way of scaling that cannot be.
 
     Raises:
-        ValueError: If these are not two positive whole numbers.
+        ValueError: If the size is not two positive whole numbers, or the scaling is none of `FaceScale`.
 
     Example:
-        >>> require_size((64, 0))  # doctest: +ELLIPSIS
+        >>> check_faces((64, 0), "image")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: Expected `size` to be two positive whole numbers, height and width, but got (64, 0). ...
     """
@@ -68,43 +67,24 @@ def require_size(size: Sequence[int]) -> None:
             f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass, for example, "
             "(64, 48)."
         )
+    one_of(("none", "image"), normalize=normalize)
 
 
-def read_grey(path: Path, file_format: str, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """Read an image of 8 bits per channel as grey; colours become ITU-R 601-2 luma.
+def read_image(
+    path: Path, file_format: str, mode: Literal["L", "RGB"], shape: tuple[int, int] | None = None
+) -> NDArray[np.uint8]:
+    """Read an image of 8 bits per channel.
 
     Args:
         path: The file.
-        file_format: The only format that is read, by Pillow's name: ``"JPEG"``, or ``"PPM"``, to which PGM belongs.
+        file_format: The only format that is read, by Pillow's name: "JPEG", "PNG", or "PPM", to which PGM belongs.
+        mode: ``"RGB"``: in colour, grey becomes three equal channels; ``"L"``: as grey, colours become ITU-R 601-2
+            luma.
         shape: Height and width that the image must have. They stand in its header, so that a wrong image of any size
-            is refused before it takes memory.
+            is refused before it takes memory. None: any.
 
     Returns:
-        The pixels, of the given shape.
-
-    Raises:
-        ValueError: If the file cannot be read, is cut short, or has another size or depth.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "1.pgm"
-        >>> _ = path.write_bytes(b"P5 3 2 255 abcdef")
-        >>> read_grey(path, "PPM", (2, 3)).tolist()
-        [[97, 98, 99], [100, 101, 102]]
-    """
-    return _read(path, file_format, shape, "L")
-
-
-def read_colour(path: Path, file_format: str, shape: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-    """Read an image of 8 bits per channel in colour; grey becomes three equal channels.
-
-    Args:
-        path: The file.
-        file_format: The only format that is read, by Pillow's name: ``"JPEG"`` or ``"PNG"``.
-        shape: Height and width that the image must have; None: any.
-
-    Returns:
-        The pixels, of shape (height, width, 3): red, green, blue.
+        The pixels, of shape (height, width, 3) in colour or (height, width) as grey.
 
     Raises:
         ValueError: If the file cannot be read, is cut short, or has another size or depth.
@@ -113,72 +93,49 @@ def read_colour(path: Path, file_format: str, shape: tuple[int, int] | None = No
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "1.ppm"
         >>> _ = path.write_bytes(b"P6 2 1 255 abcdef")
-        >>> read_colour(path, "PPM").tolist()
+        >>> read_image(path, "PPM", "RGB").tolist()
         [[[97, 98, 99], [100, 101, 102]]]
     """
-    return _read(path, file_format, shape, "RGB")
-
-
-def _read(path: Path, file_format: str, shape: tuple[int, int] | None, wanted: str) -> NDArray[np.uint8]:
+    require("PIL.Image", "reads images")
     from PIL import Image
 
-    # A damaged header can end in most of these, whatever the format.
-    broken = (ArithmeticError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error)
     try:
         with Image.open(path, formats=[file_format]) as image:
-            found, mode = (image.height, image.width), image.mode
-            fits = shape in (None, found) and mode in _MODES[wanted]
-            pixels = np.asarray(image.convert(wanted)) if fits else np.empty(0, np.uint8)
-    except (*broken, Image.DecompressionBombError) as error:
-        raise ValueError(f"Expected {path} to be a whole {file_format} image but got: {error}. {_REMEDY}") from error
+            found, its_mode = (image.height, image.width), image.mode
+            fits = shape in (None, found) and its_mode in _MODES[mode]
+            pixels = np.asarray(image.convert(mode)) if fits else np.empty(0, np.uint8)
+    except (*_BROKEN, Image.DecompressionBombError) as error:
+        raise ValueError(f"Expected {path} to be a whole {file_format} image but got: {error}. {AGAIN}") from error
     if not fits:
         size = "" if shape is None else f"of height {shape[0]} and width {shape[1]} "
         raise ValueError(
             f"Expected {path} to be an image {size}with 8 bits of grey or colour, "
-            f"as all of the original data, but got {found[0]} x {found[1]} in Pillow's mode {mode!r}. {_REMEDY}"
+            f"as all of the original data, but got {found[0]} x {found[1]} in Pillow's mode {its_mode!r}. {AGAIN}"
         )
     return pixels
 
 
-def read_labelled(
-    path: Path, shape: tuple[int, int], names: Sequence[str] | None = None
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
-    """Read images, labels and the names of these from an npz file.
+def resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
+    """Resize an image by Pillow's bicubic filter, which is antialiased; the aspect ratio is not kept.
 
     Args:
-        path: The file, with arrays ``X`` and ``y``, and ``names`` if no names are given.
-        shape: Height and width of the images.
-        names: The names of the labels from 0.
+        image: Pixels of shape (height, width) or (height, width, 3).
+        size: Height and width. None, or the size that the image has, leaves its pixels as they are.
 
     Returns:
-        Images of shape (n, height, width), labels of shape (n,), and the names.
-
-    Raises:
-        ValueError: If the file is damaged, holds no images, or a label has no name.
+        The pixels, of the new height and width.
 
     Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.npz"
-        >>> np.savez(path, X=np.zeros((3, 4, 2), np.uint8), y=[0, 1, 1], names=["Ann", "Bob"])
-        >>> pixels, y, names = read_labelled(path, (4, 2))
-        >>> pixels.shape, y.tolist(), names
-        ((3, 4, 2), [0, 1, 1], ['Ann', 'Bob'])
+        >>> resized(np.zeros((6, 8, 3), np.uint8), (2, 4)).shape
+        (2, 4, 3)
     """
-    wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {"X": ("u", ("images", *shape)), "y": ("iu", ("images",))}
-    arrays = read_npz(path, wanted if names is not None else {**wanted, "names": ("U", ("people",))})
-    pixels = arrays["X"]
-    if pixels.dtype != np.uint8 or not len(pixels):
-        raise ValueError(
-            f"Expected `X` of {path} to hold uint8 images but got {len(pixels)} of {pixels.dtype}. {_REMEDY}"
-        )
-    known = [str(name) for name in (arrays["names"] if names is None else names)]
-    wrong = np.flatnonzero((arrays["y"] < 0) | (arrays["y"] >= len(known)))
-    if wrong.size:
-        raise ValueError(
-            f"Expected `y` of {path} to be between 0 and {len(known) - 1} but got {arrays['y'][wrong[0]]} in sample "
-            f"{wrong[0]}. {_REMEDY}"
-        )
-    return pixels, arrays["y"].astype(np.int64), known
+    if size is None or image.shape[:2] == tuple(size):
+        return image
+    require("PIL.Image", "resizes images")
+    from PIL import Image
+
+    height, width = (int(number) for number in size)
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def centre(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
@@ -203,29 +160,7 @@ def centre(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
     return image[top : top + kept[0], left : left + kept[1]]
 
 
-def resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
-    """Resize an image by Pillow's bicubic filter, which is antialiased; the aspect ratio is not kept.
-
-    Args:
-        image: Pixels of shape (height, width) or (height, width, 3).
-        size: Height and width. None, or the size that the image has, leaves its pixels as they are.
-
-    Returns:
-        The pixels, of the new height and width.
-
-    Example:
-        >>> resized(np.zeros((6, 8, 3), np.uint8), (2, 4)).shape
-        (2, 4, 3)
-    """
-    if size is None or image.shape[:2] == tuple(size):
-        return image
-    from PIL import Image
-
-    height, width = (int(number) for number in size)
-    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
-
-
-def batch(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, normalize: Normalize) -> NDArray[np.float32]:
+def faces(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, normalize: FaceScale) -> NDArray[np.float32]:
     """Resize and scale grey images one by one and stack them.
 
     Args:
@@ -238,15 +173,88 @@ def batch(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, norma
         The images, of shape (n, 1, height, width).
 
     Example:
-        >>> batch([np.array([[0, 255]], np.uint8)], None, "image").tolist()
+        >>> faces([np.array([[0, 255]], np.uint8)], None, "image").tolist()
         [[[[-1.0, 1.0]]]]
     """
     return np.stack([_scaled(resized(image, size), normalize)[np.newaxis] for image in images])
 
 
-def _scaled(image: NDArray[np.uint8], normalize: Normalize) -> NDArray[np.float32]:
+def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float32]:
     if normalize == "none":
         return (image / 255).astype(np.float32)
     # In whole numbers up to 255 the mean of a constant image is exact, so that its rest is exactly zero.
     centred: NDArray[Any] = image - image.mean(dtype=np.float64)
     return (centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32)
+
+
+def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
+    """Resize images in colour one by one and stack them, channels first.
+
+    Args:
+        images: Pixels of shape (height, width, 3) each.
+        number: How many there are.
+        size: Height and width to resize to, see `resized`.
+
+    Returns:
+        The pixels, of shape (number, 3, size, size).
+
+    Example:
+        >>> stacked([np.zeros((8, 6, 3), np.uint8)], 1, 4).shape
+        (1, 3, 4, 4)
+    """
+    pixels = np.empty((number, 3, size, size), np.uint8)
+    for row, image in zip(pixels, images, strict=True):
+        row[...] = resized(image, (size, size)).transpose(2, 0, 1)
+    return pixels
+
+
+def photographs(
+    pixels: NDArray[np.uint8],
+    y: NDArray[np.int64],
+    classes: Sequence[str],
+    normalize: Scale,
+    test: NDArray[np.bool_] | None = None,
+    group: NDArray[Any] | None = None,
+) -> Arrays:
+    """Photographs as a data set: bytes, with the mean and deviation that normalise them.
+
+    Args:
+        pixels: Shape (n, 3, height, width).
+        y: Labels, shape (n,).
+        classes: The names of the labels.
+        normalize: ``"imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
+            deviation; ``"channel"`` takes those of these images, the test set's left out; ``"none"`` leaves 0..1. A
+            channel that is constant is only centred.
+        test: Whether an image belongs to the publishers' test set, shape (n,); None: they have none.
+        group: Natural domain of each image, shape (n,), or None.
+
+    Returns:
+        The data set.
+
+    Example:
+        >>> data = photographs(np.full((2, 3, 4, 4), 51, np.uint8), np.array([0, 1]), ("cat", "dog"), "none")
+        >>> data.samples().shape, round(float(data.samples().max()), 3)
+        ((2, 3, 4, 4), 0.2)
+    """
+    if normalize == "channel":
+        mean, std = _channels(pixels if test is None or test.all() else pixels[~test])
+    elif normalize == "imagenet":
+        mean, std = (255 * np.array(values) for values in IMAGENET)
+    else:
+        mean, std = np.zeros(3), np.full(3, 255.0)
+    scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
+    return Arrays(pixels, y.astype(np.int64), None, tuple(classes), official_test=test, group=group, **scale)
+
+
+def _channels(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and deviation of each channel, from sums of whole numbers, which are exact."""
+    total, squares = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    for first in range(0, len(pixels), _STEP):
+        part = pixels[first : first + _STEP].astype(np.int64)
+        total += part.sum(axis=(0, 2, 3))
+        squares += np.square(part).sum(axis=(0, 2, 3))
+    number = pixels.size // 3
+    # n^2 var = n sum(x^2) - (sum x)^2; whole numbers of Python have no largest one.
+    variance = [(number * int(s) - int(t) ** 2) / number**2 for s, t in zip(squares, total, strict=True)]
+    deviation = np.sqrt(variance)
+    return total / number, np.where(deviation > 0, deviation, 255.0)

@@ -11,30 +11,45 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.datasets import Arrays, Description, data_root
-from lightning_fcl.data.datasets.images import read_colour
-from lightning_fcl.data.datasets.photographs import Normalize, Photographs, lines, require_options, stacked
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import read_lines
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.errors import one_of
+from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["DESCRIPTION", "fetch", "load", "locate"]
+__all__ = ["SOURCE", "load"]
 
-DESCRIPTION = Description(
+_FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
+
+SOURCE = Source(
     name="miniimagenet",
+    title="MiniImageNet",
     content="60000 photographs of 100 classes, 32 x 32 (the originals 84 x 84, or ImageNet's own sizes); 600 of each",
     licence="non-commercial research and education, ImageNet's terms",
     citation="Vinyals et al.: Matching networks for one shot learning. NeurIPS 2016",
     url="https://github.com/yaoyao-liu/mini-imagenet-tools",
     size="about 3 GB",
+    # ImageNet's terms must be agreed to.
+    by_hand="Get images and lists as {url} says and put them in {root}/miniimagenet, so that "
+    "{root}/miniimagenet/train.csv, `val.csv`, `test.csv` and {root}/miniimagenet/images/n0153282900000005.jpg are "
+    "there",
+    layouts=(
+        Layout(
+            "lists and images",
+            ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."),
+            signs=("images/", "|".join(_FILES.values())),
+        ),
+    ),
+    holds="`miniimagenet`",
 )
 
-_FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
-_FOLDERS = ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet")
 _REMEDY = "Delete this copy and get the files again."
 
 
 def load(
     root: str | Path | None = None,
     size: int = 32,
-    normalize: Normalize = "imagenet",
+    normalize: Scale = "imagenet",
     part: Literal["all", "train", "validation", "test"] = "all",
 ) -> Arrays:
     """Load the images of all classes, or of a part of these.
@@ -64,75 +79,18 @@ def load(
         Traceback (most recent call last):
         FileNotFoundError: Expected MiniImageNet below `root` but found nothing in a/folder/that/is/missing. ...
     """
-    require_options(size, normalize)
-    if part not in ("all", *_FILES):
-        raise ValueError(
-            f"Expected `part` to be 'all', 'train', 'validation' or 'test' but got {part!r}. Choose one of these."
-        )
-    folder = _find(data_root(root))
+    check_photographs(size, normalize)
+    one_of(("all", *_FILES), part=part)
+    folder = SOURCE.find(root)[1]
     rows = [row for key, name in _FILES.items() if part in ("all", key) for row in _listed(folder / name)]
     classes, y = np.unique([wnid for _, wnid in rows], return_inverse=True)
-    images = (read_colour(folder / "images" / name, "JPEG") for name, _ in rows)
-    return Photographs(
-        pixels=stacked(images, len(rows), size), y=y.astype(np.int64), test=None, classes=tuple(classes.tolist())
-    ).arrays(normalize)
-
-
-def locate(root: str | Path | None = None) -> str:
-    """Say which layout `load` would read, without reading it.
-
-    Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The layout and its path, for people.
-
-    Raises:
-        FileNotFoundError: If no layout is found.
-
-    Example:
-        >>> locate("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected MiniImageNet below `root` but found nothing in a/folder/that/is/missing. ...
-    """
-    return f"lists and images {_find(data_root(root))}"
-
-
-def fetch(root: str | Path | None = None) -> Path:
-    """Return the data that are there; they must be made by hand, as ImageNet's terms must be agreed to.
-
-    Args:
-        root: Folder of the data sets, see `lightning_fcl.data.datasets.data_root`.
-
-    Returns:
-        The folder that `load` will read.
-
-    Raises:
-        FileNotFoundError: If nothing is there; the message says what to get and where to put it.
-
-    Example:
-        >>> fetch()  # doctest: +SKIP
-        PosixPath('~/.cache/lightning-fcl/data/miniimagenet')
-    """
-    return _find(data_root(root))
-
-
-def _find(root: Path) -> Path:
-    for folder in (*(root / name for name in _FOLDERS), root):
-        if (folder / "images").is_dir() and any((folder / name).is_file() for name in _FILES.values()):
-            return folder
-    place = root / "miniimagenet"
-    raise FileNotFoundError(
-        f"Expected MiniImageNet below `root` but found nothing in {root}. Get images and lists as {DESCRIPTION.url} "
-        f"says and put them in {place}, so that {place / 'train.csv'}, `val.csv`, `test.csv` and "
-        f"{place / 'images' / 'n0153282900000005.jpg'} are there, or point LIGHTNING_FCL_DATA at the folder that holds "
-        "`miniimagenet`."
-    )
+    images = (read_image(folder / "images" / name, "JPEG", "RGB") for name, _ in rows)
+    return photographs(stacked(images, len(rows), size), y, classes.tolist(), normalize)
 
 
 def _listed(path: Path) -> list[tuple[str, str]]:
     """The images that a list names and their classes; its first line is the heading."""
-    heading, *rest = lines(path, _REMEDY)
+    heading, *rest = read_lines(path, _REMEDY)
     if heading.split(",") != ["filename", "label"] or not rest:
         raise ValueError(
             f"Expected {path} to begin with the line `filename,label` and to name images but got {heading[:60]!r} and "

@@ -1,14 +1,137 @@
 """Time series to samples: chunks inside stretches of one label, and z-scores per owner, with or without the future."""
 
 import itertools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Normalize", "cut", "normalized", "require_chunk", "require_normalize", "stretches"]
+from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import AGAIN, read_npz
+from lightning_fcl.errors import one_of
 
-Normalize = Literal["user", "causal", "none"]
+__all__ = ["Recording", "Scale", "check_options", "chunked", "normalized", "read_windows", "stretches", "z_score"]
+
+Scale = Literal["user", "causal", "none"]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What one device recorded of one person.
+
+    Args:
+        client: The person's name or number.
+        stretches: Series of one label each, shape ``(t, features)``, and these labels, in time order.
+        name: Whose recording it is, for messages.
+        group: Number of the kind of device, or None.
+    """
+
+    client: str | int
+    stretches: Sequence[tuple[NDArray[np.float32], int]]
+    name: str = ""
+    group: int | None = None
+
+
+def chunked(
+    recordings: Iterable[Recording],
+    chunk: int,
+    normalize: Scale,
+    classes: tuple[str, ...],
+    path: Path,
+    longest: str = "stretch",
+    remedy: str = "Pass a smaller one.",
+) -> Arrays:
+    """Cut recordings into chunks that do not overlap, each inside one stretch; incomplete rests are dropped.
+
+    Args:
+        recordings: The recordings; each is scaled by itself.
+        chunk: Time steps per chunk.
+        normalize: See `normalized`.
+        classes: Names of the labels.
+        path: The files, for messages.
+        longest: What a stretch is called in the message that none is long enough.
+        remedy: What to do then.
+
+    Returns:
+        The chunks, shape ``(n, chunk, features)``, recording by recording.
+
+    Raises:
+        ValueError: If no stretch is as long as a chunk.
+
+    Warns:
+        UserWarning: If a recording leaves no chunk; the others are kept.
+
+    Example:
+        >>> series = np.arange(5, dtype=np.float32)[:, np.newaxis]
+        >>> recordings = [Recording("a", [(series[:3], 0), (series[3:], 1)])]
+        >>> data = chunked(recordings, 2, "none", ("walk", "sit"), Path("a.csv"))
+        >>> data.x[:, :, 0].tolist(), data.y.tolist(), data.client.tolist()
+        ([[0.0, 1.0], [3.0, 4.0]], [0, 1], ['a', 'a'])
+    """
+    x: list[NDArray[np.float32]] = []
+    y: list[int] = []
+    kept: list[Recording] = []
+    most = 0
+    for recording in recordings:
+        most = max([most, *(len(part) for part, _ in recording.stretches)])
+        cut = [part[: len(part) // chunk * chunk].reshape(-1, chunk, part.shape[1]) for part, _ in recording.stretches]
+        if not sum(map(len, cut)):
+            warnings.warn(f"There is no chunk of {chunk} steps of {recording.name} in {path}.", stacklevel=3)
+            continue
+        x.append(normalized(np.concatenate(cut), normalize))
+        y += [label for (_, label), own in zip(recording.stretches, cut, strict=True) for _ in own]
+        kept.append(recording)
+    if not x:
+        raise ValueError(
+            f"Expected `chunk` to be at most {most}, the time steps of the longest {longest} in {path}, but got "
+            f"{chunk}. {remedy}"
+        )
+    number = list(map(len, x))
+    return Arrays(
+        x=np.concatenate(x),
+        y=np.array(y, np.int64),
+        client=np.repeat([recording.client for recording in kept], number),
+        classes=classes,
+        group=None if kept[0].group is None else np.repeat([recording.group for recording in kept], number),
+    )
+
+
+def read_windows(
+    path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str = AGAIN
+) -> dict[str, NDArray[Any]]:
+    """Read an npz file of windows that can be cut into chunks.
+
+    Args:
+        path: The file, with the windows ``X`` of shape (n, features, steps) and their labels ``y``.
+        chunk: Time steps per chunk.
+        shape: Number of features and of steps.
+        columns: Kinds of dtype of further arrays of shape (n,), see `read_npz`.
+        remedy: What to do with a damaged copy.
+
+    Returns:
+        The arrays; ``X`` with time first, shape (n, steps, features), float32.
+
+    Raises:
+        ValueError: If a window cannot be cut into whole chunks, or the file is damaged.
+
+    Example:
+        >>> read_windows(Path("a.npz"), 100, (6, 320), {})
+        Traceback (most recent call last):
+        ValueError: Expected `chunk` to divide 320, the time steps of a window in a.npz, but got 100. Pass, for \
+example, 32, or use a layout with whole recordings.
+    """
+    if shape[1] % chunk:
+        raise ValueError(
+            f"Expected `chunk` to divide {shape[1]}, the time steps of a window in {path}, but got {chunk}. Pass, for "
+            "example, 32, or use a layout with whole recordings."
+        )
+    more = {name: (kinds, ("n",)) for name, kinds in columns.items()}
+    arrays = read_npz(path, {"X": ("f", ("n", *shape)), "y": ("iu", ("n",)), **more}, remedy)
+    return {**arrays, "X": arrays["X"].transpose(0, 2, 1).astype(np.float32)}
 
 
 def stretches(labels: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -28,30 +151,7 @@ def stretches(labels: NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start and labels[start] >= 0]
 
 
-def cut(x: NDArray[np.float32], labels: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Cut a series into chunks that do not overlap, each inside one stretch of a label; incomplete rests are dropped.
-
-    Args:
-        x: Series, shape ``(t, features)``.
-        labels: Labels, shape ``(t,)``; below 0 means none.
-        chunk: Time steps per chunk.
-
-    Returns:
-        Chunks in time order, shape ``(n, chunk, features)``, and their labels, shape ``(n,)``.
-
-    Example:
-        >>> series = np.arange(7, dtype=np.float32)[:, np.newaxis]
-        >>> chunks, y = cut(series, np.array([0, 0, 0, 1, 1, -1, 1]), chunk=2)
-        >>> chunks[:, :, 0].tolist(), y.tolist()
-        ([[0.0, 1.0], [3.0, 4.0]], [0, 1])
-    """
-    kept = [(start, (stop - start) // chunk, labels[start]) for start, stop in stretches(labels)]
-    pieces = [x[start : start + n * chunk].reshape(n, chunk, x.shape[1]) for start, n, _ in kept if n]
-    y = np.repeat([label for _, _, label in kept], [n for _, n, _ in kept]).astype(np.int64)
-    return np.concatenate([np.empty((0, chunk, x.shape[1]), np.float32), *pieces]), y
-
-
-def normalized(x: NDArray[np.float32], how: Normalize) -> NDArray[np.float32]:
+def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
     """Scale the chunks of one owner, feature by feature.
 
     Args:
@@ -72,13 +172,34 @@ def normalized(x: NDArray[np.float32], how: Normalize) -> NDArray[np.float32]:
     if how == "none" or len(x) == 0:
         return x
     if how == "user":
-        mean = x.mean(axis=(0, 1), dtype=np.float64)
-        std = x.std(axis=(0, 1), dtype=np.float64)
-        low, high = x.min(axis=(0, 1)), x.max(axis=(0, 1))
-    else:
-        mean, std, low, high = (values[:, np.newaxis] for values in _past(x))
+        return z_score(x, (0, 1))
+    mean, std, low, high = (values[:, np.newaxis] for values in _past(x))
+    return _scaled(x, mean, std, low == high)
+
+
+def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
+    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred.
+
+    Args:
+        x: The values.
+        axes: What is averaged over.
+
+    Returns:
+        The scaled values, same shape.
+
+    Example:
+        >>> z_score(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,)).tolist()
+        [[-1.0, 0.0], [1.0, 0.0]]
+    """
+    mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
+    return _scaled(x, mean, std, x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True))
+
+
+def _scaled(
+    x: NDArray[np.float32], mean: NDArray[Any], std: NDArray[Any], constant: NDArray[np.bool_]
+) -> NDArray[np.float32]:
     # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
-    return cast(NDArray[np.float32], ((x - mean) / np.where(low == high, 1.0, std)).astype(np.float32))
+    return cast(NDArray[np.float32], ((x - mean) / np.where(constant, 1.0, std)).astype(np.float32))
 
 
 def _past(x: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
@@ -100,17 +221,14 @@ def _before(totals: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([totals[:1], totals[:-1]])
 
 
-def require_chunk(chunk: int) -> None:
-    """Refuse a chunk that is no whole number of at least 1.
-
-    Args:
-        chunk: Time steps per chunk.
+def check_options(chunk: int, normalize: str) -> None:
+    """Refuse a chunk that is no whole number of time steps of at least 1, or an unknown way of scaling.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If one of them is.
 
     Example:
-        >>> require_chunk(0)
+        >>> check_options(0, "user")
         Traceback (most recent call last):
         ValueError: Expected `chunk` to be a whole number of time steps, at least 1, but got 0. Pass, for example, 32.
     """
@@ -119,19 +237,4 @@ def require_chunk(chunk: int) -> None:
             f"Expected `chunk` to be a whole number of time steps, at least 1, but got {chunk!r}. "
             "Pass, for example, 32."
         )
-
-
-def require_normalize(how: str) -> None:
-    """Refuse an unknown way of scaling.
-
-    Args:
-        how: What `normalized` would be called with.
-
-    Raises:
-        ValueError: If it is not known.
-
-    Example:
-        >>> require_normalize("user")
-    """
-    if how not in ("user", "causal", "none"):
-        raise ValueError(f"Expected `normalize` to be 'user', 'causal' or 'none' but got {how!r}. Choose one of these.")
+    one_of(("user", "causal", "none"), normalize=normalize)

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import struct
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,9 +33,12 @@ def serve(tmp_path, monkeypatch):
         path = tmp_path / "server" / name
         path.parent.mkdir()
         path.write_bytes(content)
-        monkeypatch.setattr(module, "URL", f"http://127.0.0.1:{server.server_port}/{name}")
-        kind = "SHA256" if hasattr(module, "SHA256") else "MD5"
-        monkeypatch.setattr(module, kind, hashlib.new(kind.lower(), content).hexdigest())
+        kind = "md5" if module.SOURCE.digest.startswith("md5:") else "sha256"
+        own = {
+            "url": f"http://127.0.0.1:{server.server_port}/{name}",
+            "digest": f"{kind}:{hashlib.new(kind, content).hexdigest()}",
+        }
+        monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, **own))
         return path, asked
 
     yield start

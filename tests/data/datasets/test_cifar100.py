@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def test_the_pickles_written_here_are_sound(cifar):
 @pytest.mark.parametrize("place", ["cifar100/cifar-100-python", "cifar-100-python", "cifar100", "."])
 def test_the_original_folder(tmp_path, cifar, place):
     folder = cifar.put(tmp_path / place, cifar.contents)
-    assert cifar100.locate(tmp_path) == f"pickles {folder}"
+    assert cifar100.SOURCE.find(tmp_path) == ("pickles", folder)
     data = cifar100.load(tmp_path, normalize="none")
     rows = np.concatenate([cifar.contents[part]["data"] for part in ("train", "test")])
     assert data.x.dtype == np.uint8 and data.x.shape == (300, 3, 32, 32)
@@ -166,7 +167,7 @@ def test_nothing_there_says_what_to_do(tmp_path):
         "point LIGHTNING_FCL_DATA at the folder that holds `cifar-100-python` with its files `train`, `test` and "
         "`meta`."
     )
-    for call in (cifar100.load, cifar100.locate):
+    for call in (cifar100.load, cifar100.SOURCE.find):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
@@ -174,13 +175,13 @@ def test_nothing_there_says_what_to_do(tmp_path):
 def test_wrong_options(tmp_path):
     with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
         cifar100.load(tmp_path, size=0)
-    with pytest.raises(ValueError, match="Expected `normalize` to be 'imagenet', 'channel' or 'none' but got 'z'"):
+    with pytest.raises(ValueError, match='Expected `normalize` to be "imagenet", "channel" or "none" but got "z"'):
         cifar100.load(tmp_path, normalize="z")
 
 
 def test_place_is_that_of_torchvision():
     published = pytest.importorskip("torchvision.datasets").CIFAR100
-    assert published.url == cifar100.URL
+    assert published.url == cifar100.SOURCE.url
 
 
 def tarred(files, prefix="cifar-100-python/"):
@@ -195,27 +196,29 @@ def tarred(files, prefix="cifar-100-python/"):
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, serve, cifar):
     _, asked = serve(cifar100, "small.tar.gz", tarred(cifar.files(cifar.contents)))
-    folder = cifar100.fetch(tmp_path / "data")
+    folder = cifar100.SOURCE.fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "cifar100" / "cifar-100-python"
     assert [path.name for path in folder.parent.iterdir()] == ["cifar-100-python"]
     assert len(cifar100.load(tmp_path / "data").x) == 300
-    assert cifar100.fetch(tmp_path / "data") == folder and asked == ["/small.tar.gz"]
+    assert cifar100.SOURCE.fetch(tmp_path / "data") == folder and asked == ["/small.tar.gz"]
 
 
 def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, cifar, monkeypatch):
     serve(cifar100, "small.tar.gz", tarred(cifar.files(cifar.contents)))
-    monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
+    monkeypatch.setattr(cifar100, "SOURCE", replace(cifar100.SOURCE, digest="0" * 64))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        cifar100.fetch(tmp_path / "data")
+        cifar100.SOURCE.fetch(tmp_path / "data")
     assert list((tmp_path / "data" / "cifar100").iterdir()) == []
 
 
 def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, serve, monkeypatch):
     serve(cifar100, "small.tar.gz", b"")
-    monkeypatch.setattr(cifar100, "URL", cifar100.URL.replace("small", "missing"))
+    monkeypatch.setattr(
+        cifar100, "SOURCE", replace(cifar100.SOURCE, url=cifar100.SOURCE.url.replace("small", "missing"))
+    )
     place = tmp_path / "data" / "cifar100" / "cifar-100-python.tar.gz"
     with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place} and run")):
-        cifar100.fetch(tmp_path / "data")
+        cifar100.SOURCE.fetch(tmp_path / "data")
 
 
 @pytest.mark.data

@@ -3,6 +3,7 @@
 import io
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ def put_folder(folder: Path, content: dict[str, bytes] = FILES) -> Path:
 @pytest.mark.parametrize("place", ["core50/core50_128x128", "core50_128x128"])
 def test_the_original_folder(tmp_path, place):
     folder = put_folder(tmp_path / place)
-    assert core50.locate(tmp_path) == f"folders of frames {folder}"
+    assert core50.SOURCE.find(tmp_path) == ("folders of frames", folder)
     data = core50.load(tmp_path, size=128, normalize="none")
     np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
     np.testing.assert_allclose(data.samples(), PIXELS.transpose(0, 3, 1, 2) / 255, rtol=1e-6)
@@ -83,10 +84,10 @@ def test_by_session_every_session_has_classes_of_its_own(tmp_path):
 
 def test_the_smaller_images_where_there_are_no_others(tmp_path):
     small = put_folder(tmp_path / "core50" / "core50_32x32", files(32))
-    assert core50.locate(tmp_path) == f"folders of frames {small}"
+    assert core50.SOURCE.find(tmp_path) == ("folders of frames", small)
     assert core50.load(tmp_path).x.shape == (24, 3, 32, 32)
     large = put_folder(tmp_path / "core50_128x128")
-    assert core50.locate(tmp_path) == f"folders of frames {large}"
+    assert core50.SOURCE.find(tmp_path) == ("folders of frames", large)
 
 
 def test_size_resizes_each_image(tmp_path):
@@ -158,7 +159,7 @@ def test_nothing_there_says_what_to_do(tmp_path):
         "point LIGHTNING_FCL_DATA at the folder that holds `core50_128x128` or `core50_32x32`, as in "
         "`core50_128x128/s1/o1/C_01_01_000.png`."
     )
-    for call in (core50.load, core50.locate):
+    for call in (core50.load, core50.SOURCE.find):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
@@ -172,7 +173,8 @@ def test_wrong_options(tmp_path):
 
 def test_place_and_digest_are_those_of_its_authors():
     published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
-    assert published == ("core50_128x128.zip", core50.URL, core50.MD5)
+    name, url, digest = published
+    assert (f"core50/{name}", url, f"md5:{digest}") == (core50.SOURCE.archive, core50.SOURCE.url, core50.SOURCE.digest)
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, serve, monkeypatch):
@@ -181,13 +183,13 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, serve, monkeypatch):
         for name, content in FILES.items():
             archive.writestr(f"core50_128x128/{name}", content)
     _, asked = serve(core50, "small.zip", buffer.getvalue())
-    folder = core50.fetch(tmp_path / "data")
+    folder = core50.SOURCE.fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "core50" / "core50_128x128"
     assert len(core50.load(tmp_path / "data").x) == 24
-    assert core50.fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
-    monkeypatch.setattr(core50, "MD5", "0" * 32)
+    assert core50.SOURCE.fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
+    monkeypatch.setattr(core50, "SOURCE", replace(core50.SOURCE, digest="md5:" + "0" * 32))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        core50.fetch(tmp_path / "other")
+        core50.SOURCE.fetch(tmp_path / "other")
     assert list((tmp_path / "other" / "core50").iterdir()) == []
 
 

@@ -56,8 +56,8 @@ def test_the_grid_gives_the_interpolated_line(tmp_path, place):
     wanted = np.concatenate([line_signal(t, s).T for s in ("accelerometer", "gyroscope")], axis=1).reshape(4, 100, 6)
     np.testing.assert_allclose(data.x, wanted, rtol=1e-4, atol=1e-4)
     assert data.y.tolist() == [1] * 4
-    assert hhar.locate(tmp_path) == f"CSV files {folder}"
-    assert hhar.fetch(tmp_path) == folder
+    assert hhar.SOURCE.find(tmp_path) == ("CSV files", folder)
+    assert hhar.SOURCE.fetch(tmp_path) == folder
 
 
 def test_other_rates(tmp_path):
@@ -200,8 +200,8 @@ OPTIONS = {
     "chunk": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
     "rate": ({"rate": 0}, "Expected `rate` to be above 0 and at most 1000 Hz but got 0."),
     "rate nan": ({"rate": float("nan")}, "Expected `rate` to be above 0 and at most 1000 Hz but got nan."),
-    "features": ({"features": "mean"}, "Expected `features` to be 'raw' or 'statistics' but got 'mean'."),
-    "normalize": ({"normalize": "all"}, "Expected `normalize` to be 'user', 'causal' or 'none' but got 'all'."),
+    "features": ({"features": "mean"}, 'Expected `features` to be "raw" or "statistics" but got "mean".'),
+    "normalize": ({"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".'),
     "devices": ({"devices": ["s4"]}, "Expected `devices` to be different models among nexus4, s3,"),
     "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different models among"),
     "devices text": ({"devices": "s3"}, "Expected `devices` to be different models among"),
@@ -210,7 +210,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:HHAR")
+@pytest.mark.filterwarnings("ignore:There is no chunk")
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_are_checked(tmp_path, case):
     options, message = OPTIONS[case]
@@ -234,14 +234,14 @@ def put_windows(root, **changes):
 
 def test_windows_are_cut(tmp_path):
     path, x = put_windows(tmp_path)
-    assert hhar.locate(tmp_path) == f"phone windows {path}"
+    assert hhar.SOURCE.find(tmp_path) == ("phone windows", path)
     data = hhar.load(tmp_path, chunk=32)
     np.testing.assert_array_equal(data.x.reshape(3, 128, 3), x.transpose(0, 2, 1))
     assert data.client.tolist() == ["i"] * 4 + ["a"] * 8
     assert data.y.tolist() == [5] * 4 + [0] * 4 + [2] * 4
     assert data.group is None
     put(tmp_path, **both())
-    assert hhar.locate(tmp_path).startswith("CSV files")
+    assert hhar.SOURCE.find(tmp_path)[0] == "CSV files"
 
 
 WINDOWS = {
@@ -251,7 +251,7 @@ WINDOWS = {
     "normalize": ({}, {"normalize": "causal"}, "Expected `normalize` to be 'user' but got 'causal': "),
     "user 9": ({"user": np.array([0, 9, 1])}, {"chunk": 128}, "to be between 0 and 8 but got 9 in sample 1."),
     "no y": ({"y": None}, {"chunk": 128}, "to hold an array 'y' but it does not."),
-    "short y": ({"y": np.zeros(2, int)}, {"chunk": 128}, "to hold numbers of shape (3,) but got int64 of shape (2,)."),
+    "short y": ({"y": np.zeros(2, int)}, {"chunk": 128}, "to hold integers of shape (3,) but got int64 of shape (2,)."),
     "label 6": ({"y": np.array([0, 6, 1])}, {"chunk": 128}, "Expected `y` to be between 0 and 5"),
     "not finite": ({"X": np.full((3, 3, 128), np.nan)}, {"chunk": 128}, "Expected `x` to be finite"),
 }
@@ -267,7 +267,7 @@ def test_wrong_windows_are_named(tmp_path, case):
 
 def test_nothing_there(tmp_path):
     place = tmp_path / "hhar" / "Activity recognition exp" / "Phones_accelerometer.csv"
-    for call in (hhar.load, hhar.locate, hhar.fetch):
+    for call in (hhar.load, hhar.SOURCE.find, hhar.SOURCE.fetch):
         with pytest.raises(FileNotFoundError, match=re.escape("archive.ics.uci.edu/dataset/344")) as caught:
             call(tmp_path)
         assert str(place) in str(caught.value)
@@ -276,10 +276,10 @@ def test_nothing_there(tmp_path):
 @pytest.mark.data
 def test_the_real_windows_have_the_known_counts(data_folder):
     try:
-        found = hhar.locate(data_folder)
+        layout, _ = hhar.SOURCE.find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    if "phone windows" not in found:
+    if layout != "phone windows":
         pytest.skip("another layout of HHAR comes first")
     data = hhar.load(data_folder)
     assert data.x.shape == (4436, 128, 3)

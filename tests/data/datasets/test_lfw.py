@@ -3,6 +3,7 @@
 import io
 import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def put_npz(path: Path, **changes) -> Path:
 @pytest.mark.parametrize("place", ["lfw", "lfw/lfw", "lfw/lfw_funneled", "lfw_funneled", "."])
 def test_the_original_folders_are_cut_to_the_face_in_grey(tmp_path, place):
     folder = put_folder(tmp_path / place)
-    assert lfw.locate(tmp_path) == f"folders of images {folder}"
+    assert lfw.SOURCE.find(tmp_path) == ("folders of images", folder)
     data = lfw.load(tmp_path, min_faces=1, size=(125, 94), normalize="none")
     assert data.x.shape == (6, 1, 125, 94)
     # Pillow's luma is rounded to whole numbers.
@@ -131,7 +132,7 @@ def test_what_is_no_image_of_a_person_is_skipped(tmp_path):
 @pytest.mark.parametrize("place", ["lfw", "."])
 def test_the_npz_file_is_read_as_it_is(tmp_path, place):
     path = put_npz(tmp_path / place / NPZ)
-    assert lfw.locate(tmp_path) == f"npz file {path}"
+    assert lfw.SOURCE.find(tmp_path) == ("npz file", path)
     data = lfw.load(tmp_path, normalize="none")
     with np.load(path) as archive:
         np.testing.assert_allclose(data.x[:, 0], archive["X"] / 255, rtol=1e-6)
@@ -176,7 +177,7 @@ def test_original_images_go_before_the_npz_file(tmp_path):
     put_npz(tmp_path / "lfw" / NPZ)
     for place in ("lfw_funneled", "lfw", "lfw/lfw_funneled", "lfw/lfw"):
         folder = put_folder(tmp_path / place)
-        assert lfw.locate(tmp_path) == f"folders of images {folder}"
+        assert lfw.SOURCE.find(tmp_path) == ("folders of images", folder)
 
 
 def changed(content: bytes) -> dict[str, bytes]:
@@ -269,8 +270,8 @@ def test_half_an_npz_is_named(tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    message = f"Expected the LFW data below `root` but found none in {tmp_path}. Run `lightning-fcl data fetch lfw`"
-    for call in (lfw.load, lfw.locate):
+    message = f"Expected the LFW data below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch lfw`"
+    for call in (lfw.load, lfw.SOURCE.find):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
@@ -283,7 +284,7 @@ def test_wrong_size(tmp_path, size):
 
 
 def test_wrong_normalize(tmp_path):
-    with pytest.raises(ValueError, match=r"Expected `normalize` to be 'none' or 'image' but got None\."):
+    with pytest.raises(ValueError, match=r'Expected `normalize` to be "none" or "image" but got None\.'):
         lfw.load(tmp_path, normalize=None)
 
 
@@ -328,49 +329,49 @@ def tarred(content: dict[str, bytes], prefix: str = "lfw_funneled/") -> bytes:
 
 def test_place_and_digest_are_those_of_scikit_learn():
     published = pytest.importorskip("sklearn.datasets._lfw").FUNNELED_ARCHIVE
-    assert (published.url, published.checksum) == (lfw.URL, lfw.SHA256)
+    assert (published.url, published.checksum) == (lfw.SOURCE.url, lfw.SOURCE.digest)
 
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
     _, asked = serve(lfw, "small.tgz", tarred(FILES))
     root = tmp_path / "data"
     put_npz(root / "lfw" / NPZ)
-    folder = lfw.fetch(root)
+    folder = lfw.SOURCE.fetch(root)
     assert folder == root / "lfw" / "lfw_funneled"
     assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.jpg")} == FILES
     assert sorted(p.name for p in folder.parent.iterdir()) == ["lfw_funneled", NPZ]
     assert lfw.load(root, min_faces=1).x.shape == (6, 1, 64, 48)
-    assert lfw.fetch(root) == folder
+    assert lfw.SOURCE.fetch(root) == folder
     assert asked == ["/small.tgz"]
 
 
 def test_fetch_takes_the_original_images_that_are_there(tmp_path):
     folder = put_folder(tmp_path / "lfw")
-    assert lfw.fetch(tmp_path) == folder
+    assert lfw.SOURCE.fetch(tmp_path) == folder
 
 
 def test_fetch_unpacks_an_archive_that_is_there(tmp_path, serve):
     content = tarred(FILES)
     _, asked = serve(lfw, "small.tgz", content)
     put(tmp_path / "data" / "lfw" / "lfw-funneled.tgz", content)
-    assert lfw.fetch(tmp_path / "data").is_dir()
+    assert lfw.SOURCE.fetch(tmp_path / "data").is_dir()
     assert asked == []
 
 
 def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, monkeypatch):
     serve(lfw, "small.tgz", tarred(FILES))
-    monkeypatch.setattr(lfw, "SHA256", "0" * 64)
+    monkeypatch.setattr(lfw, "SOURCE", replace(lfw.SOURCE, digest="0" * 64))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        lfw.fetch(tmp_path / "data")
+        lfw.SOURCE.fetch(tmp_path / "data")
     assert list((tmp_path / "data" / "lfw").iterdir()) == []
 
 
 def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, serve, monkeypatch):
     serve(lfw, "small.tgz", tarred(FILES))
-    monkeypatch.setattr(lfw, "URL", lfw.URL.replace("small", "missing"))
+    monkeypatch.setattr(lfw, "SOURCE", replace(lfw.SOURCE, url=lfw.SOURCE.url.replace("small", "missing")))
     place = tmp_path / "data" / "lfw" / "lfw-funneled.tgz"
     with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place} and run")) as caught:
-        lfw.fetch(tmp_path / "data")
+        lfw.SOURCE.fetch(tmp_path / "data")
     assert "404" in str(caught.value)
 
 
@@ -388,7 +389,7 @@ def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
     folder = tmp_path / "data" / "lfw"
     message = f"Expected to unpack {folder / 'lfw-funneled.tgz'} to {folder / 'lfw_funneled'} but got: "
     with pytest.raises(OSError, match=re.escape(message)):
-        lfw.fetch(tmp_path / "data")
+        lfw.SOURCE.fetch(tmp_path / "data")
     assert [path.name for path in folder.iterdir()] == ["lfw-funneled.tgz"]
     assert not list(tmp_path.rglob("out.txt"))
 

@@ -47,7 +47,10 @@ def put_folder(folder: Path) -> Path:
 @pytest.mark.parametrize("place", ["miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."])
 def test_the_lists_and_images(tmp_path, place):
     folder = put_folder(tmp_path / place)
-    assert miniimagenet.locate(tmp_path) == f"lists and images {folder}" and miniimagenet.fetch(tmp_path) == folder
+    assert (
+        miniimagenet.SOURCE.find(tmp_path) == ("lists and images", folder)
+        and miniimagenet.SOURCE.fetch(tmp_path) == folder
+    )
     data = miniimagenet.load(tmp_path, normalize="none")
     wanted = [Image.open(io.BytesIO(IMAGES[name])).convert("RGB").resize((32, 32), Image.Resampling.BICUBIC)
               for name, _ in ROWS]  # fmt: skip
@@ -118,13 +121,13 @@ def test_nothing_there_says_what_to_do(tmp_path):
         f"https://github.com/yaoyao-liu/mini-imagenet-tools says and put them in {place}, so that "
         f"{place / 'train.csv'}, `val.csv`, `test.csv` and {place / 'images' / 'n0153282900000005.jpg'} are there"
     )
-    for call in (miniimagenet.load, miniimagenet.locate, miniimagenet.fetch):
+    for call in (miniimagenet.load, miniimagenet.SOURCE.find, miniimagenet.SOURCE.fetch):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
 
 def test_wrong_options(tmp_path):
-    with pytest.raises(ValueError, match="Expected `part` to be 'all', 'train', 'validation' or 'test' but got 'val'"):
+    with pytest.raises(ValueError, match='Expected `part` to be "all", "train", "validation" or "test" but got "val"'):
         miniimagenet.load(tmp_path, part="val")
     with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
         miniimagenet.load(tmp_path, size=0)

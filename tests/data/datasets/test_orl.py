@@ -43,15 +43,15 @@ def put_npz(path: Path, **changes) -> Path:
 
 FOLDERS = ["orl", "orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "."]
 LAYOUTS = {
-    **{place: lambda root, place=place: f"folders of images {put_folder(root / place)}" for place in FOLDERS},
-    "npz below orl": lambda root: f"npz file {put_npz(root / 'orl' / 'faces.npz')}",
-    "npz": lambda root: f"npz file {put_npz(root / 'faces.npz')}",
+    **{place: lambda root, place=place: ("folders of images", put_folder(root / place)) for place in FOLDERS},
+    "npz below orl": lambda root: ("npz file", put_npz(root / "orl" / "faces.npz")),
+    "npz": lambda root: ("npz file", put_npz(root / "faces.npz")),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_pixels(tmp_path, layout):
-    assert LAYOUTS[layout](tmp_path) == orl.locate(tmp_path)
+    assert LAYOUTS[layout](tmp_path) == orl.SOURCE.find(tmp_path)
     data = orl.load(tmp_path, size=None, normalize="none")
     np.testing.assert_allclose(data.x[:, 0], PIXELS / 255, rtol=1e-6)
     assert data.x.shape == (12, 1, 112, 92) and data.x.dtype == np.float32
@@ -128,7 +128,7 @@ def test_original_images_go_before_the_npz_file(tmp_path):
     put_npz(tmp_path / "orl" / "faces.npz")
     for place in reversed(["orl/orl_faces", "orl/att_faces", "orl_faces", "att_faces", "orl"]):
         folder = put_folder(tmp_path / place)
-        assert orl.locate(tmp_path) == f"folders of images {folder}"
+        assert orl.SOURCE.find(tmp_path) == ("folders of images", folder)
 
 
 DAMAGES = {
@@ -184,20 +184,20 @@ def test_half_an_npz_is_named(tmp_path):
 
 def test_nothing_there_says_what_to_do(tmp_path):
     message = (
-        f"Expected the ORL faces below `root` but found none in {tmp_path}. Download the archive by hand from "
+        f"Expected the ORL faces below `root` but found nothing in {tmp_path}. Download the archive by hand from "
         f"https://cam-orl.co.uk/facedatabase.html and unpack it to {tmp_path / 'orl'}, so that "
         f"{tmp_path / 'orl' / 's1' / '1.pgm'} is there"
     )
-    for call in (orl.load, orl.locate, orl.fetch):
+    for call in (orl.load, orl.SOURCE.find, orl.SOURCE.fetch):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
 
 def test_fetch_gives_what_is_there(tmp_path):
     path = put_npz(tmp_path / "orl" / "faces.npz")
-    assert orl.fetch(tmp_path) == path
+    assert orl.SOURCE.fetch(tmp_path) == path
     folder = put_folder(tmp_path / "orl")
-    assert orl.fetch(tmp_path) == folder
+    assert orl.SOURCE.fetch(tmp_path) == folder
 
 
 @pytest.mark.parametrize("size", [64, (64,), (64, 0), (64, 48.0), (48, False), "ab"])
@@ -208,7 +208,7 @@ def test_wrong_size(tmp_path, size):
 
 
 def test_wrong_normalize(tmp_path):
-    with pytest.raises(ValueError, match=r"Expected `normalize` to be 'none' or 'image' but got 'user'\."):
+    with pytest.raises(ValueError, match=r'Expected `normalize` to be "none" or "image" but got "user"\.'):
         orl.load(tmp_path, normalize="user")
 
 

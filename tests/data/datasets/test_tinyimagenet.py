@@ -3,6 +3,7 @@
 import io
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ PLACES = ["tinyimagenet/tiny-imagenet-200", "tiny-imagenet-200", "tinyimagenet",
 @pytest.mark.parametrize("place", PLACES)
 def test_the_original_folder(tmp_path, place):
     folder = put_folder(tmp_path / place)
-    assert tinyimagenet.locate(tmp_path) == f"folder of images {folder}"
+    assert tinyimagenet.SOURCE.find(tmp_path) == ("folder of images", folder)
     data = tinyimagenet.load(tmp_path, size=64, normalize="none")
     assert data.x.dtype == np.uint8 and data.samples().dtype == np.float32
     np.testing.assert_array_equal(data.x, PIXELS.transpose(0, 3, 1, 2))
@@ -102,7 +103,7 @@ def test_the_original_folder(tmp_path, place):
 @pytest.mark.parametrize("place", ["tinyimagenet32", "tinyimagenet", "."])
 def test_the_npz_file(tmp_path, place):
     path = put_npz(tmp_path / place / "100classes.npz")
-    assert tinyimagenet.locate(tmp_path) == f"npz file {path}"
+    assert tinyimagenet.SOURCE.find(tmp_path) == ("npz file", path)
     data = tinyimagenet.load(tmp_path)
     arrays = np.load(path)
     np.testing.assert_array_equal(data.x, np.concatenate([arrays["X_train"], arrays["X_val"]]).transpose(0, 3, 1, 2))
@@ -113,7 +114,7 @@ def test_the_npz_file(tmp_path, place):
 def test_the_original_images_go_before_the_npz_file(tmp_path):
     put_npz(tmp_path / "tinyimagenet32" / "100classes.npz")
     folder = put_folder(tmp_path / "tinyimagenet" / "tiny-imagenet-200")
-    assert tinyimagenet.locate(tmp_path) == f"folder of images {folder}"
+    assert tinyimagenet.SOURCE.find(tmp_path) == ("folder of images", folder)
 
 
 @pytest.mark.parametrize("size", [32, 48, 80])
@@ -246,7 +247,7 @@ def test_nothing_there_says_what_to_do(tmp_path):
         "tinyimagenet`, or point LIGHTNING_FCL_DATA at the folder that holds `tiny-imagenet-200` or "
         "`tinyimagenet32/100classes.npz`."
     )
-    for call in (tinyimagenet.load, tinyimagenet.locate):
+    for call in (tinyimagenet.load, tinyimagenet.SOURCE.find):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
@@ -259,7 +260,7 @@ def test_wrong_size(tmp_path, size):
 
 
 def test_wrong_normalize(tmp_path):
-    message = "Expected `normalize` to be 'imagenet', 'channel' or 'none' but got 'image'. Choose one of these."
+    message = 'Expected `normalize` to be "imagenet", "channel" or "none" but got "image".'
     with pytest.raises(ValueError, match=re.escape(message)):
         tinyimagenet.load(tmp_path, normalize="image")
 
@@ -276,20 +277,20 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
     _, asked = serve(tinyimagenet, "small.zip", zipped(FILES))
     root = tmp_path / "data"
     put_npz(root / "tinyimagenet32" / "100classes.npz")
-    folder = tinyimagenet.fetch(root)
+    folder = tinyimagenet.SOURCE.fetch(root)
     assert folder == root / "tinyimagenet" / "tiny-imagenet-200"
     assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == FILES
     assert [p.name for p in folder.parent.iterdir()] == ["tiny-imagenet-200"]
     assert len(tinyimagenet.load(root).x) == 52
-    assert tinyimagenet.fetch(root) == folder
+    assert tinyimagenet.SOURCE.fetch(root) == folder
     assert asked == ["/small.zip"]
 
 
 def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, monkeypatch):
     serve(tinyimagenet, "small.zip", zipped(FILES))
-    monkeypatch.setattr(tinyimagenet, "SHA256", "0" * 64)
+    monkeypatch.setattr(tinyimagenet, "SOURCE", replace(tinyimagenet.SOURCE, digest="0" * 64))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        tinyimagenet.fetch(tmp_path / "data")
+        tinyimagenet.SOURCE.fetch(tmp_path / "data")
     assert list((tmp_path / "data" / "tinyimagenet").iterdir()) == []
 
 
@@ -307,7 +308,7 @@ def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
     folder = tmp_path / "data" / "tinyimagenet"
     archive = folder / "tiny-imagenet-200.zip"
     with pytest.raises(OSError, match=re.escape(f"Expected to unpack {archive} to {folder / 'tiny-imagenet-200'} but")):
-        tinyimagenet.fetch(tmp_path / "data")
+        tinyimagenet.SOURCE.fetch(tmp_path / "data")
     assert [path.name for path in folder.iterdir()] == ["tiny-imagenet-200.zip"]
     assert not list(tmp_path.rglob("out.txt"))
 
@@ -315,10 +316,10 @@ def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
 @pytest.mark.data
 def test_the_real_photographs(data_folder):
     try:
-        where = tinyimagenet.locate(data_folder)
+        layout, _ = tinyimagenet.SOURCE.find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    if not where.startswith("npz"):
+    if layout != "npz file":
         pytest.skip("the counts are those of the npz file")
     data = tinyimagenet.load(data_folder, normalize="channel")
     assert data.x.shape == (17000, 3, 32, 32) and len(set(data.classes)) == 100

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,15 +132,15 @@ def test_sensors_come_in_the_order_asked_for(tmp_path, layout):
 
 def test_layouts_are_found_in_the_documented_order(tmp_path):
     put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, ""))
-    assert ucihar.locate(tmp_path) == f"zip file {tmp_path / OUTER}"
+    assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / OUTER)
     put(tmp_path / f"{FOLDER}.zip", zipped(original()))
-    assert ucihar.locate(tmp_path) == f"zip file {tmp_path / FOLDER}.zip"
+    assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / f"{FOLDER}.zip")
     put_folder(tmp_path / FOLDER, original())
-    assert ucihar.locate(tmp_path) == f"folder {tmp_path / FOLDER}"
+    assert ucihar.SOURCE.find(tmp_path) == ("folder", tmp_path / FOLDER)
     put_npz(tmp_path / "inertial.npz")
-    assert ucihar.locate(tmp_path) == f"npz file {tmp_path / 'inertial.npz'}"
+    assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "inertial.npz")
     put_npz(tmp_path / "ucihar" / "inertial.npz")
-    assert ucihar.locate(tmp_path) == f"npz file {tmp_path / 'ucihar' / 'inertial.npz'}"
+    assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "ucihar" / "inertial.npz")
 
 
 def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path):
@@ -329,7 +330,7 @@ NPZ_DAMAGES = {
         {"X": np.zeros((8, 9, 128), np.int8)},
         "to hold floats of shape (8, 9, 128) but got int8 of shape (8, 9, 128).",
     ),
-    "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape (0, 9, 128) but got float32 of shape ()."),
+    "X a scalar": ({"X": np.float32(1)}, "to hold floats of shape ('n', 9, 128) but got float32 of shape ()."),
     "y too short": ({"y": np.zeros(7, int)}, "to hold integers of shape (8,) but got int64 of shape (7,)."),
     "y of floats": ({"y": np.zeros(8)}, "to hold integers of shape (8,) but got float64 of shape (8,)."),
     "y out of range": ({"y": np.arange(8)}, "to be between 0 and 5 but got 6 in sample 6."),
@@ -368,9 +369,9 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content):
 
 def test_nothing_there(tmp_path):
     message = (
-        f"Expected the UCI HAR data below `root` but found none in {tmp_path}. Run `lightning-fcl data fetch ucihar`"
+        f"Expected the UCI HAR data below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch ucihar`"
     )
-    for call in (ucihar.load, ucihar.locate):
+    for call in (ucihar.load, ucihar.SOURCE.find):
         with pytest.raises(FileNotFoundError, match=re.escape(message)):
             call(tmp_path)
 
@@ -383,7 +384,7 @@ def test_wrong_sensors(tmp_path, sensors):
 
 
 def test_wrong_standardize(tmp_path):
-    with pytest.raises(ValueError, match="Expected `standardize` to be 'sensor', 'channel' or None but got 'axis'"):
+    with pytest.raises(ValueError, match='Expected `standardize` to be "sensor", "channel" or None but got "axis"'):
         ucihar.load(tmp_path, standardize="axis")
 
 
@@ -395,32 +396,32 @@ def served(serve):
 
 def test_fetch_downloads_once_what_load_reads(tmp_path, served):
     root = tmp_path / "data"
-    path = ucihar.fetch(root)
+    path = ucihar.SOURCE.fetch(root)
     assert path == root / "ucihar" / OUTER
     assert path.read_bytes() == served[0].read_bytes()
     np.testing.assert_array_equal(ucihar.load(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
-    assert ucihar.fetch(root) == path
+    assert ucihar.SOURCE.fetch(root) == path
     assert served[1] == ["/small.zip"]
 
 
 def test_fetch_replaces_a_damaged_copy(tmp_path, served):
     path = put(tmp_path / "data" / "ucihar" / OUTER, b"half a zip")
-    ucihar.fetch(tmp_path / "data")
+    ucihar.SOURCE.fetch(tmp_path / "data")
     assert path.read_bytes() == served[0].read_bytes()
 
 
 def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, served, monkeypatch):
-    monkeypatch.setattr(ucihar, "SHA256", "0" * 64)
+    monkeypatch.setattr(ucihar, "SOURCE", replace(ucihar.SOURCE, digest="0" * 64))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        ucihar.fetch(tmp_path / "data")
+        ucihar.SOURCE.fetch(tmp_path / "data")
     assert list((tmp_path / "data" / "ucihar").iterdir()) == []
 
 
 def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, served, monkeypatch):
-    monkeypatch.setattr(ucihar, "URL", ucihar.URL.replace("small", "missing"))
+    monkeypatch.setattr(ucihar, "SOURCE", replace(ucihar.SOURCE, url=ucihar.SOURCE.url.replace("small", "missing")))
     place = tmp_path / "data" / "ucihar" / OUTER
     with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place}.")) as caught:
-        ucihar.fetch(tmp_path / "data")
+        ucihar.SOURCE.fetch(tmp_path / "data")
     assert "404" in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import archives, empatica, series, wesad
+from lightning_fcl.data.datasets import empatica, pickles, series, wesad
 
 SECONDS = 60
 WIDTHS = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
@@ -146,19 +146,19 @@ def test_windows_are_cut_in_time_order(tmp_path):
 
 def test_layouts_are_found_in_the_documented_order(tmp_path):
     np.savez(tmp_path / "windows_10s.npz", X=0)
-    assert wesad.locate(tmp_path) == f"wrist windows {tmp_path / 'windows_10s.npz'}"
+    assert wesad.SOURCE.find(tmp_path) == ("wrist windows", tmp_path / "windows_10s.npz")
     put_stream(tmp_path)
-    assert wesad.locate(tmp_path) == f"wrist streams {tmp_path / 'wesad_wrist' / 'streams'}"
+    assert wesad.SOURCE.find(tmp_path) == ("wrist streams", tmp_path / "wesad_wrist" / "streams")
     put_csv(tmp_path, seconds=1)
-    assert wesad.locate(tmp_path) == f"wrist CSV files {tmp_path / 'WESAD'}"
+    assert wesad.SOURCE.find(tmp_path) == ("wrist CSV files", tmp_path / "WESAD")
     put_pickle(tmp_path)
-    assert wesad.locate(tmp_path) == f"pickles {tmp_path / 'WESAD'}"
-    assert wesad.fetch(tmp_path) == tmp_path / "WESAD"
+    assert wesad.SOURCE.find(tmp_path) == ("pickles", tmp_path / "WESAD")
+    assert wesad.SOURCE.fetch(tmp_path) == tmp_path / "WESAD"
 
 
 def test_nothing_there(tmp_path):
     place = tmp_path / "wesad" / "WESAD" / "S2" / "S2.pkl"
-    for call in (wesad.load, wesad.locate, wesad.fetch):
+    for call in (wesad.load, wesad.SOURCE.find, wesad.SOURCE.fetch):
         with pytest.raises(FileNotFoundError, match=re.escape("archive.ics.uci.edu/dataset/465")) as caught:
             call(tmp_path)
         assert str(place) in str(caught.value)
@@ -256,7 +256,7 @@ def test_numpy_itself_is_not_called_while_unpickling(tmp_path):
     path = tmp_path / "a.pkl"
     path.write_bytes(b"cnumpy\nndarray\n(I99999999999999\ntR.")  # would ask for 800 TB
     with pytest.raises(ValueError, match="a bare ndarray"):
-        archives.read_pickle(path)
+        pickles.read_pickle(path)
 
 
 def test_numbers_survive_the_careful_reader(tmp_path):
@@ -269,7 +269,7 @@ def test_numbers_survive_the_careful_reader(tmp_path):
         }
         for protocol in (0, 1, 2, 3, 4):
             path.write_bytes(pickle.dumps(content, protocol))
-            read = archives.read_pickle(path)
+            read = pickles.read_pickle(path)
             np.testing.assert_array_equal(read["a"], content["a"])
             assert (read["s"], read["e"], read["a"].dtype) == (1, [], content["a"].dtype)
 
@@ -389,12 +389,12 @@ def test_wrong_streams_are_named(tmp_path, case):
 
 
 OPTIONS = {
-    "device": ({"device": "ankle"}, "Expected `device` to be 'wrist' or 'chest' but got 'ankle'."),
+    "device": ({"device": "ankle"}, 'Expected `device` to be "wrist" or "chest" but got "ankle".'),
     "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
     "chunk 0": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
     "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 1.5."),
     "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
-    "normalize": ({"normalize": "all"}, "Expected `normalize` to be 'user', 'causal' or 'none' but got 'all'."),
+    "normalize": ({"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".'),
 }
 
 
@@ -409,7 +409,7 @@ def test_options_are_checked(tmp_path, case):
 @pytest.fixture
 def real(data_folder):
     try:
-        wesad.locate(data_folder)
+        wesad.SOURCE.find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     return data_folder
@@ -417,7 +417,7 @@ def real(data_folder):
 
 @pytest.mark.data
 def test_the_real_wrist_streams_have_the_known_counts(real):
-    if "wrist streams" not in wesad.locate(real):
+    if "wrist streams" not in wesad.SOURCE.find(real):
         pytest.skip("another layout of WESAD comes first")
     data = wesad.load(real)
     assert data.x.shape == (44958, 32, 6)
@@ -432,7 +432,7 @@ def test_the_real_wrist_streams_have_the_known_counts(real):
 @pytest.mark.data
 def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
     windows = Path(real) / "wesad_wrist" / "windows_10s.npz"
-    if "wrist streams" not in wesad.locate(real) or not windows.is_file():
+    if "wrist streams" not in wesad.SOURCE.find(real) or not windows.is_file():
         pytest.skip("not both layouts of the wrist are there")
     shutil.copy(windows, tmp_path)
     cut, whole = (wesad.load(root, chunk=320, normalize="none") for root in (tmp_path, real))

@@ -276,7 +276,7 @@ def test_real_photographs(data_folder):
     from lightning_fcl.data.datasets import tinyimagenet
 
     try:
-        tinyimagenet.locate(data_folder)
+        tinyimagenet.SOURCE.find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
     stream = FederatedStream("tinyimagenet", "fedvit", test="official", root=data_folder, seed=0)

@@ -1,17 +1,14 @@
-"""Arrays out of other people's files: npz without pickles, and pickles that may call nothing."""
+"""Pickles of arrays that may call nothing."""
 
 import math
 import pickle
-import zipfile
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["read_npz", "read_pickle"]
+__all__ = ["read_pickle"]
 
 _ADMITTED = {
     **{(f"numpy.{core}.multiarray", name): name for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
@@ -23,56 +20,14 @@ _NUMBERS = {
     f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes
 }
 
-_REMEDY = "Delete this copy and get the file again."
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError, AttributeError, RuntimeError)
+# A damaged pickle can end in nearly any built-in error; the machine's own (memory, interrupt) are not among them.
+_BROKEN = (
+    *(ArithmeticError, AttributeError, EOFError, ImportError, LookupError, OSError, RecursionError),
+    *(pickle.UnpicklingError, TypeError, ValueError),
+)
 
 
-def read_npz(path: Path, wanted: Mapping[str, tuple[str, tuple[int | str, ...]]]) -> dict[str, NDArray[Any]]:
-    """Read arrays of an npz file and check their kinds and shapes.
-
-    Args:
-        path: The file.
-        wanted: For each name the admitted kinds of dtype, as in `numpy.dtype.kind`, and the shape; sizes that have a
-            name are free, but equal wherever they have the same name.
-
-    Returns:
-        The wanted arrays.
-
-    Raises:
-        ValueError: If the file is no sound npz file, lacks an array or holds another kind or shape.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.npz"
-        >>> np.savez(path, x=np.zeros((3, 2)), y=np.zeros(3, int))
-        >>> sorted(read_npz(path, {"x": ("f", ("n", 2)), "y": ("iu", ("n",))}))
-        ['x', 'y']
-    """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in wanted if name not in archive]
-            arrays = {name: archive[name] for name in wanted if name not in missing}
-    except _BROKEN as error:
-        raise ValueError(
-            f"Expected {path} to be a sound npz file without pickles but got: {error}. {_REMEDY}"
-        ) from error
-    if missing:
-        raise ValueError(f"Expected {path} to hold an array {missing[0]!r} but it does not. {_REMEDY}")
-    sizes: dict[int | str, int] = {}
-    for name, (kinds, shape) in wanted.items():
-        found = arrays[name].shape
-        for size, actual in zip(shape, found, strict=False):
-            sizes.setdefault(size, size if isinstance(size, int) else actual)
-        if arrays[name].dtype.kind not in kinds or found != tuple(sizes.get(size, -1) for size in shape):
-            shown = tuple(sizes.get(size, size) for size in shape)
-            raise ValueError(
-                f"Expected `{name}` of {path} to hold {'floats' if kinds == 'f' else 'numbers'} of shape {shown} but "
-                f"got {arrays[name].dtype} of shape {found}. {_REMEDY}"
-            )
-    return arrays
-
-
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, remedy: str = "Get it again.") -> Any:
     """Read a pickle of numbers, strings, lists, dicts and NumPy arrays of numbers; refuse every other.
 
     What the file wants called is only noted down, never called; from the notes, arrays are built afterwards, if they
@@ -80,11 +35,13 @@ def read_pickle(path: Path) -> Any:
 
     Args:
         path: The file.
+        remedy: What to do if it is missing or damaged.
 
     Returns:
         What was pickled.
 
     Raises:
+        FileNotFoundError: If the file is missing.
         ValueError: If the file wants anything but arrays of numbers, is cut short or is no pickle; the message names
             the refused global and the file.
 
@@ -102,20 +59,14 @@ def read_pickle(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             return _built(_Notes(file, encoding="latin1").load())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"Expected the file {path} but it is missing. {remedy}") from error
     except _RefusedError as refused:
         raise ValueError(f"Expected {path} to hold arrays of numbers only but it {refused}") from None
-    # A damaged pickle can end in nearly any built-in error; the machine's own (memory, interrupt) are not among them.
-    except (ArithmeticError, AttributeError, EOFError, ImportError, LookupError, OSError, RecursionError) as error:
-        raise _damaged(path, error) from error
-    except (pickle.UnpicklingError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"Expected {path} to be a whole pickle but got {type(error).__name__}: {error}. Delete this copy and unpack "
-        "the archive again."
-    )
+    except _BROKEN as error:
+        raise ValueError(
+            f"Expected {path} to be a whole pickle but got {type(error).__name__}: {error}. {remedy}"
+        ) from error
 
 
 class _RefusedError(Exception):

@@ -1,0 +1,162 @@
+"""Where files come from, how they are recognised on disk, and what is told where they are missing."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_fcl.hub.fetch import retrieve, unpack
+
+__all__ = ["Layout", "Source", "data_root"]
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache.
+
+    Args:
+        root: A folder; ``~`` is expanded. It need not exist.
+
+    Returns:
+        The folder.
+
+    Example:
+        >>> data_root("some/folder").as_posix()
+        'some/folder'
+    """
+    chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
+    return Path(chosen).expanduser()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One form in which files lie on disk: a file by its name, or a folder by what is in it.
+
+    Args:
+        name: What people call it, such as "npz file".
+        places: Paths below the root, the first that fits counts; ``"."`` is the root itself.
+        signs: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
+            Without any, the place is a file.
+        strictly: Regular expression that the whole path of a match, below the folder, must fit as well.
+
+    Example:
+        >>> Layout("folder of images", ("photographs", "."), ("train.csv|test.csv", "images/")).find(Path("missing"))
+    """
+
+    name: str
+    places: tuple[str, ...]
+    signs: tuple[str, ...] = ()
+    strictly: str = ".*"
+
+    def find(self, root: Path) -> Path | None:
+        """The first place below a root where this layout is; None if it is nowhere."""
+        return next((root / place for place in self.places if self._fits(root / place)), None)
+
+    def _fits(self, place: Path) -> bool:
+        if not self.signs:
+            return place.is_file()
+        return all(any(self._shows(place, glob) for glob in sign.split("|")) for sign in self.signs)
+
+    def _shows(self, folder: Path, glob: str) -> bool:
+        return any(re.fullmatch(self.strictly, path.relative_to(folder).as_posix()) for path in folder.glob(glob))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of a publisher, a data set for example: what they are, where they come from, and how they lie on disk.
+
+    Args:
+        name: The name by which they are loaded and fetched.
+        title: What messages call them, such as "the ORL faces".
+        content: What is in them, in one line.
+        licence: Terms of use.
+        citation: The paper to cite.
+        url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
+        size: Size of the download, for people.
+        layouts: The layouts that can be read, the preferred first.
+        holds: Names of what the folder of the data sets may hold, for messages; empty where it holds nothing of it.
+        digest: SHA-256 of the file at `url`, or another digest as in ``"md5:..."``. Empty where no publisher names one;
+            then nothing is downloaded.
+        archive: Where the download is put, below the root.
+        folder: The folder inside the archive that is wanted. It is unpacked beside the archive, which is deleted then;
+            nothing is downloaded where the first layout is already. Empty: the archive is kept as it is.
+        by_hand: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
+
+    Example:
+        >>> page = {"url": "https://x.org", "by_hand": "Unpack what {url} offers to {root}/x"}
+        >>> layouts = (Layout("npz file", ("x/x.npz", "x.npz")),)
+        >>> source = Source("x", "the X", "10 x", "CC0", "X 2020", size="1 MB", layouts=layouts, holds="`x`", **page)
+        >>> source.fetch("data")
+        Traceback (most recent call last):
+        FileNotFoundError: Expected the X below `root` but found nothing in data. Unpack what https://x.org offers to \
+data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
+    """
+
+    name: str
+    title: str
+    content: str
+    licence: str
+    citation: str
+    url: str
+    size: str
+    layouts: tuple[Layout, ...]
+    holds: str = ""
+    digest: str = ""
+    archive: str = ""
+    folder: str = ""
+    by_hand: str = ""
+
+    def find(self, root: str | Path | None = None) -> tuple[str, Path]:
+        """Find the files on disk, without reading them.
+
+        Args:
+            root: Folder below which to look, see `data_root`.
+
+        Returns:
+            The name of the first layout that is there, and its file or folder.
+
+        Raises:
+            FileNotFoundError: If none is there; the message says how to get the files and where to put them.
+        """
+        root = data_root(root)
+        for layout in self.layouts:
+            if place := layout.find(root):
+                return layout.name, place
+        advice = self.by_hand.format(url=self.url, root=root) or f"Run {self.command}"
+        if self.holds:
+            advice += f", or point LIGHTNING_FCL_DATA at the folder that holds {self.holds}"
+        raise FileNotFoundError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
+
+    def fetch(self, root: str | Path | None = None) -> Path:
+        """Download the files, verify and unpack them; what is there already is not downloaded again.
+
+        Args:
+            root: Folder below which they are put, see `data_root`.
+
+        Returns:
+            The file or folder.
+
+        Raises:
+            ConnectionError: If the download fails.
+            ValueError: If what came is not the published file, which is deleted then.
+            OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
+            FileNotFoundError: If nothing is there and no digest is known; the message says what to do by hand.
+        """
+        root = data_root(root)
+        if not self.digest:
+            return self.find(root)[1]
+        if self.folder and (there := self.layouts[0].find(root)):
+            return there
+        archive = root / self.archive
+        retrieve(self.url, self.digest, archive, f" and run {self.command} to unpack it" if self.folder else "")
+        return unpack(archive, self.folder, self.command) if self.folder else archive
+
+    @property
+    def command(self) -> str:
+        """The command that fetches the files, for messages."""
+        return f"`lightning-fcl data fetch {self.name}`"
+
+    @property
+    def remedy(self) -> str:
+        """What to do with a damaged copy, for messages."""
+        again = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
+        return f"Delete this copy and {again}."
