@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ __all__ = [
     "built_in",
     "declare",
     "entries",
+    "hparams_of",
     "load_entries",
     "reductions_of",
     "resolve",
@@ -154,6 +156,16 @@ def reductions_of(
         {'weight': mean, 'bias': none}
     """
     return declare(entries(module), getattr(module, "reductions", {}), rules or {}, known=known)
+
+
+def hparams_of(rules: Rules) -> dict[str, Any]:
+    """Rules as plain values, for checkpoints.
+
+    Example:
+        >>> hparams_of({"head.*": "none", "body.*": Krum(byzantine=2)})
+        {'head.*': 'none', 'body.*': {'name': 'krum', 'byzantine': 2}}
+    """
+    return {pattern: given if isinstance(given, str) else given.hparams() for pattern, given in rules.items()}
 
 
 class Aggregator:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.stream import ClientLoader, FederatedStream
-from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, State, entries, hparams_of, load_entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory, own_entries
@@ -49,7 +49,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.
-        reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.aggregation`), as in
+        reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
             ``{"head.*": "none"}``. It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
         trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
@@ -84,7 +84,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         participation: int | float = 1.0,  # jsonargparse takes the first type that fits: 3 is a number, 0.3 a share
         local_epochs: int = 1,
         client_weights: ClientWeights = "samples",
-        reductions: dict[str, str] | None = None,
+        reductions: dict[str, str | Reduction] | None = None,
         server_optimizer: OptimizerFactory | None = None,
         trim: float = 0.1,
         byzantine: int = 0,
@@ -343,7 +343,7 @@ class FederatedStrategy(SingleDeviceStrategy):
             "local_epochs": self.local_epochs,
             "participation": self.participation,
             "client_weights": self.server.client_weights,
-            "reductions": self.reductions,
+            "reductions": hparams_of(self.reductions),
             "robust": {"trim": self.server.trim, "byzantine": self.server.byzantine},
             "server_optimizer": self.server.has_server_optimizer,
             "keep_optimizer": self.keep_optimizer,

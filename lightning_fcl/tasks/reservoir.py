@@ -307,7 +307,7 @@ class ReservoirTask(L.LightningModule):
         plain = {"betas": self.betas, "readout": self.features, "share": self.share}
         return {**plain, "leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}
 
-    def check_federation(self, methods: Sequence[Any], rules: Mapping[str, str]) -> None:
+    def check_federation(self, methods: Sequence[Any], rules: Mapping[str, object]) -> None:
         """Refuse what a federation of reservoirs would pass over in silence.
 
         Raises:

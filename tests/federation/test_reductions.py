@@ -1,0 +1,225 @@
+"""Reductions that a user writes: in a module, in a rule, in a recipe; streaming, in cohorts, after a checkpoint."""
+
+import re
+
+import lightning.pytorch as L
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import FederatedStrategy
+from lightning_fcl.federation.aggregation import Aggregator, declare, reductions_of
+from lightning_fcl.federation.reductions import Mean, Reduction, Sum
+from lightning_fcl.federation.robust import Krum, TrimmedMean
+
+
+class PowerMean(Reduction):
+    """The mean of the weights' powers, and its root: streams, whatever the exponent."""
+
+    name = "power_mean"
+    made = 0
+
+    def __init__(self, exponent: float = 3.0) -> None:
+        self.exponent = exponent
+
+    def accumulator(self):
+        type(self).made += 1
+        return Powers(self.exponent)
+
+
+class Powers:
+    """Sums of powers."""
+
+    def __init__(self, exponent):
+        self.exponent, self.sums, self.weight = exponent, {}, 0.0
+
+    def add(self, values, weights):
+        for name, value in values.items():
+            wide = value.double()
+            powers = torch.tensordot(torch.tensor(weights).double(), wide.sign() * wide.abs() ** self.exponent, dims=1)
+            self.sums[name] = self.sums.get(name, 0) + powers
+        self.weight += sum(weights)
+
+    def result(self, server):
+        means = {name: total / self.weight for name, total in self.sums.items()}
+        return {n: (m.sign() * m.abs() ** (1 / self.exponent)).to(server[n].dtype) for n, m in means.items()}
+
+
+class Maximum(Reduction):
+    """The largest of the uploads."""
+
+    name = "maximum"
+
+    def accumulator(self):
+        return Largest()
+
+
+class Largest:
+    """The largest upload up to now."""
+
+    def __init__(self):
+        self.largest = {}
+
+    def add(self, values, weights):
+        for name, value in values.items():
+            here = value.amax(dim=0)
+            self.largest[name] = torch.maximum(self.largest[name], here) if name in self.largest else here
+
+    def result(self, server):
+        return self.largest
+
+
+class Extent(L.LightningModule):
+    """Learns nothing but the largest value of each feature, and what classes it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.reductions = {"largest": Maximum(), "seen": Maximum(), "samples": Sum()}
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("largest", torch.full((6,), -torch.inf))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.long))
+        self.register_buffer("samples", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.largest = torch.maximum(self.largest, x.amax(dim=0))
+        self.seen = torch.maximum(self.seen, torch.bincount(y, minlength=4).clamp(max=1))
+        self.samples += len(y)
+        return self.weight.sum() * 0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def snapshot(module):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_module_declares_it(fit, make_stream):
+    task, stream = Extent(), make_stream()
+    task.largest.fill_(-1e9)  # a number that is not finite is refused
+    fit(task, stream, max_epochs=1)
+    rows = torch.cat([torch.from_numpy(rows) for rows in stream.plan.train[0].values()])
+    x, y = stream.take(rows.numpy())
+    assert torch.equal(task.largest, x.amax(dim=0)) and int(task.samples) == len(rows)
+    assert task.seen.nonzero().flatten().tolist() == sorted(set(y.tolist()))
+
+
+class Uploads(Callback):
+    """Keeps what each client sends in each round."""
+
+    def __init__(self):
+        self.rounds, self.now = [], []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.now.append((client_round.samples, snapshot(pl_module)))
+
+    def on_round_end(self, trainer, pl_module):
+        self.rounds.append((self.now, snapshot(pl_module)))
+        self.now = []
+
+
+RULES = {"model.1.*": PowerMean(3.0), "model.3.weight": PowerMean(3.0), "model.3.bias": Maximum()}
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2, 3])
+def test_a_rule_names_it_and_clients_side_by_side_are_one_by_one(fit, make_stream, make_task, cohort_size):
+    watch, before = Uploads(), PowerMean.made
+    trainer = fit(make_task(), make_stream(), [watch], reductions=RULES, cohort_size=cohort_size, seed=0)
+    assert [len(clients) for clients, _ in watch.rounds] == [3, 3]
+    for clients, server in watch.rounds:
+        total = sum(n for n, _ in clients)
+        for name, value in server.items():
+            if name == "model.3.bias":
+                expected = torch.stack([state[name] for _, state in clients]).amax(dim=0)
+            else:
+                mean = sum(n * state[name].double() ** 3 for n, state in clients) / total
+                expected = (mean.sign() * mean.abs() ** (1 / 3)).float()
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+    # One for all entries whose reduction is the same, in each round, and one when the fit begins.
+    assert PowerMean.made - before == 1 + len(watch.rounds)
+    record = trainer.strategy.server.record
+    assert set(record.upload_bytes.values()) == {sum(value.nbytes for value in watch.rounds[0][1].values())}
+
+
+def test_its_memory_does_not_grow_with_the_clients():
+    aggregator = Aggregator({"a": PowerMean(), "b": PowerMean(), "c": Maximum()})
+    uploads = [{name: torch.randn(5) for name in "abc"} for _ in range(40)]
+    for upload in uploads:
+        aggregator.add(upload, 1.0)
+    powers, largest = (accumulator for _, accumulator in aggregator._groups)
+    assert sorted(powers.sums) == ["a", "b"] and all(value.shape == (5,) for value in powers.sums.values())
+    assert list(largest.largest) == ["c"] and largest.largest["c"].shape == (5,)
+    result = aggregator.result({name: torch.zeros(5) for name in "abc"})
+    assert torch.equal(result["c"], torch.stack([upload["c"] for upload in uploads]).amax(dim=0))
+
+
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path):
+    task, saver = make_task(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    options = {"reductions": RULES, "seed": 1, "cohort_size": 1}
+    stream = {"rounds_per_experience": 2}
+    fit(task, make_stream(**stream), [saver], trainer_args={"enable_checkpointing": True}, **options)
+    for epoch in range(3):
+        again = make_task(seed=9)
+        rules = {pattern: type(rule)(*vars(rule).values()) for pattern, rule in RULES.items()}  # equal, not the same
+        path = tmp_path / f"epoch={epoch}.ckpt"
+        fit(again, make_stream(**stream), ckpt_path=path, **{**options, "reductions": rules})
+        assert equal(snapshot(again), snapshot(task))
+    for other in (PowerMean(2.0), Maximum(), "mean"):
+        with pytest.raises(
+            ValueError, match=r"Expected a checkpoint of this recipe but .*: reductions was .*'exponent'"
+        ):
+            fit(make_task(), make_stream(**stream), ckpt_path=path,
+                **{**options, "reductions": {**RULES, "model.1.*": other}})  # fmt: skip
+
+
+def test_a_recipe_names_it():
+    parser = ArgumentParser()
+    parser.add_class_arguments(FederatedStrategy, "strategy")
+    krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"byzantine": 2}}
+    given = {"model.0.*": "none", "model.1.*": krum}
+    strategy = parser.instantiate_classes(parser.parse_object({"strategy": {"reductions": given}})).strategy
+    assert strategy.reductions == {"model.0.*": "none", "model.1.*": Krum(2)}
+
+
+def test_reductions_are_the_same_by_class_and_arguments():
+    assert Krum(1) == Krum(1) != Krum(2) and len({Krum(1), Krum(1), Krum(2), TrimmedMean(0.1), Mean(), Mean()}) == 4
+    assert PowerMean(2.0).hparams() == {"name": "power_mean", "exponent": 2.0} and repr(PowerMean()) == "power_mean"
+
+
+def test_two_krums_choose_apart_and_one_together():
+    uploads = {"a": torch.tensor([[0.0], [0.1], [0.2], [9.0]]), "b": torch.tensor([[7.0], [0.1], [0.2], [0.3]])}
+    server = {name: torch.zeros(1) for name in "ab"}
+    chosen = {}
+    for label, (a, b) in {"together": (Krum(1), Krum(1)), "apart": (Krum(1), Krum(0))}.items():
+        aggregator = Aggregator({"a": a, "b": b})
+        aggregator.add_all(uploads, [1.0] * 4)
+        result = aggregator.result(server)
+        chosen[label] = [int((uploads[name] == result[name]).nonzero()[0, 0]) for name in "ab"]
+    assert chosen["together"][0] == chosen["together"][1] and chosen["apart"][0] != chosen["apart"][1]
+
+
+def test_one_that_travels_up_needs_an_accumulator():
+    class Lazy(Reduction):
+        name = "lazy"
+
+    with pytest.raises(NotImplementedError, match="Expected `Lazy`, whose entries travel up"):
+        Aggregator({"w": Lazy()})
+
+
+def test_rules_and_modules_mix_names_and_values():
+    module = nn.Linear(2, 2)
+    module.reductions = {"*": Maximum(), "bias": "sum"}
+    assert reductions_of(module) == {"weight": Maximum(), "bias": Sum()}
+    assert reductions_of(module, {"bias": PowerMean(2.0)}) == {"weight": Maximum(), "bias": PowerMean(2.0)}
+    message = (
+        "Expected the reduction of `bias` to be one of mean, sparse_mean, sum, cat, none, download, fixed, median, "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        declare(module.state_dict(), {"*": Maximum(), "bias": "maximum"})

@@ -1,0 +1,187 @@
+"""The server's state beside the module's, and where its weights come from."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import TopK
+from lightning_fcl.federation.reductions import Gather, Reduction
+from lightning_fcl.federation.server import FederatedServer
+
+EXTRA = {
+    "Method.counts": (torch.tensor([10.0, 0.0, 0.0]), "sum"),
+    "Method.prototypes": (torch.full((3, 2), 9.0), "sparse_mean"),
+}
+SENT = {
+    "Method.counts": torch.tensor([[1.0, 2.0, 0.0], [0.0, 5.0, 0.0]]),
+    "Method.prototypes": torch.tensor([[[1.0, 1.0], [2.0, 4.0], [0.0, 0.0]], [[0.0, 0.0], [5.0, 1.0], [0.0, 0.0]]]),
+}
+
+
+def make_server(**kwargs):
+    torch.manual_seed(0)
+    return FederatedServer(ClientStore(), **kwargs), nn.Linear(3, 2)
+
+
+def one_round(server, module, round=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
+    """Two clients' round; what the module becomes, and the server's new state."""
+    server.begin_round(module, extra=extra)
+    received = [server.download(client)[0] for client in "ab"]
+    shift = {
+        name: torch.stack([torch.full_like(p, row + round) for row in range(2)])
+        for name, p in module.state_dict().items()
+    }
+    states = {name: value + server.state[name] for name, value in shift.items()}
+    client_rounds = [ClientRound(client, round, samples=n) for client, n in zip("ab", weights, strict=True)]
+    assert server.upload(client_rounds, {**states, **sent}) == [True, True]
+    for row, client in enumerate("ab"):
+        server.keep(client, {name: value[row] for name, value in {**states, **sent}.items()}, {})
+    result = server.finish_round()
+    with torch.no_grad():
+        module.load_state_dict({name: result[name] for name in module.state_dict()})
+    return received, result
+
+
+def test_extra_entries_travel_and_come_together_as_all_others():
+    server, module = make_server()
+    received, result = one_round(server, module)
+    for state in received:  # a sum begins at zero
+        assert state["Method.counts"].tolist() == [0, 0, 0] and (state["Method.prototypes"] == 9).all()
+    assert result["Method.counts"].tolist() == [11, 7, 0]
+    # Classes that one client has, both have (weights 1 and 2), and nobody has.
+    assert result["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
+    assert server.extra == {name: result[name] for name in EXTRA} and server.state is result
+    assert set(server.store) == set()  # nothing stays with the clients
+
+
+def test_their_values_go_on_from_round_to_round_whatever_the_first_one_is():
+    server, module = make_server()
+    one_round(server, module)
+    received, result = one_round(server, module, round=1)
+    assert received[0]["Method.prototypes"].tolist() == [[1, 1], [4, 2], [9, 9]]
+    assert result["Method.counts"].tolist() == [12, 14, 0]
+    server.begin(module, extra={name: (-value, reduction) for name, (value, reduction) in EXTRA.items()})
+    assert server.state["Method.counts"].tolist() == [12, 14, 0]  # another fit goes on from there
+    server.begin_round(module)
+    assert set(server.state) == {"weight", "bias"} and server.extra["Method.counts"].tolist() == [12, 14, 0]
+    assert EXTRA["Method.counts"][0].tolist() == [10, 0, 0]
+
+
+def test_the_module_is_as_without_them_and_their_bytes_count():
+    results = []
+    for extra, sent in ((None, {}), (EXTRA, SENT)):
+        server, module = make_server(server_optimizer=lambda params: torch.optim.Adam(params, lr=0.1))
+        for round in range(3):
+            one_round(server, module, round, extra, sent)
+        results.append((copy.deepcopy(module.state_dict()), server.record))
+    assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in results[0][0])
+    plain, more = (record for _, record in results)
+    # A sum does not travel down; of six prototypes one bit each, and those that are not zero.
+    sparse = [1 + 4 * int(row.count_nonzero()) for row in SENT["Method.prototypes"]]
+    for client, own in zip("ab", sparse, strict=True):
+        assert more.upload_bytes[client] - plain.upload_bytes[client] == 3 * 4 + min(own, 24)
+        assert more.download_bytes[client] - plain.download_bytes[client] == 24
+
+
+def test_compression_leaves_them_as_they_are():
+    server, module = make_server(compression=TopK(0.3))
+    extra = {"Method.mean": (torch.zeros(100), "mean")}
+    sent = {"Method.mean": torch.arange(200.0).view(2, 100)}
+    assert torch.equal(
+        one_round(server, module, extra=extra, sent=sent, weights=(1, 1))[1]["Method.mean"],
+        sent["Method.mean"].mean(dim=0),
+    )
+
+
+def test_without_a_usable_upload_they_stay():
+    server, module = make_server()
+    server.begin_round(module, extra=EXTRA)
+    states = {name: value[None] for name, value in server.state.items()}
+    bad = {**states, "Method.counts": torch.tensor([[1.0, float("nan"), 0.0]])}
+    assert server.upload([ClientRound("a", round=0, samples=1)], bad) == [False]
+    assert server.record.dropped == {"a": "not finite: Method.counts"}
+    assert server.finish_round()["Method.counts"].tolist() == [10, 0, 0] == server.extra["Method.counts"].tolist()
+
+
+def test_resumed_is_uninterrupted(tmp_path):
+    whole, module = make_server()
+    for round in range(4):
+        one_round(whole, module, round)
+        if round == 1:
+            kept = {"server": whole.state_dict(), "module": module.state_dict()}
+            torch.save(kept, tmp_path / "checkpoint.pt")
+    again, other = make_server()
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    other.load_state_dict(kept["module"])
+    again.load_state_dict(kept["server"])
+    again.begin(other, extra=EXTRA)
+    for round in (2, 3):
+        one_round(again, other, round)
+    assert again.state.keys() == whole.state.keys()
+    assert all(torch.equal(again.state[name], whole.state[name]) for name in whole.state)
+    assert again.extra.keys() == EXTRA.keys()
+    del kept["server"]["extra"]  # of an earlier version
+    again.load_state_dict(kept["server"])
+    assert again.extra == {}
+
+
+def test_a_reduction_of_ones_own():
+    class Last(Reduction):
+        """The last upload; clients begin at minus one."""
+
+        name = "last"
+        down = False
+
+        def start(self, server):
+            return torch.full_like(server, -1)
+
+        def accumulator(self):
+            return Gather(lambda rows, server: {name: row[-1] for name, row in rows.items()})
+
+    server, module = make_server()
+    received, result = one_round(
+        server, module, extra={"Method.last": (torch.zeros(2), Last())}, sent={"Method.last": torch.eye(2)}
+    )
+    assert received[0]["Method.last"].tolist() == [-1, -1] and result["Method.last"].tolist() == [0, 1]
+
+
+def test_each_client_may_keep_its_own():
+    server, module = make_server()
+    extra = {"Method.own": (torch.zeros(1), "none")}
+    for round in range(2):
+        received, result = one_round(server, module, round, extra, {"Method.own": torch.tensor([[3.0], [4.0]])})
+    assert [state["Method.own"].item() for state in received] == [3, 4] and result["Method.own"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"weight": (torch.zeros(1), "sum")},
+            "Expected extra entries beside those of the module but got `weight`, which it has.",
+        ),
+        (
+            {"Method.x": (torch.zeros(1), "average")},
+            "Expected the reduction of `Method.x` to be one of mean, sparse_mean, sum, cat, none, download, fixed, "
+            "median, trimmed_mean, krum but got `average`.",
+        ),
+    ],
+)
+def test_extra_entries_that_cannot_be(extra, message):
+    server, module = make_server()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        server.begin_round(module, extra=extra)
+
+
+def test_an_upload_without_them():
+    server, module = make_server()
+    server.begin_round(module, extra=EXTRA)
+    states = {name: value[None] for name, value in module.state_dict().items()}
+    message = "Expected clients' states with `Method.counts`, `Method.prototypes`, which travel up, but they have none."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        server.upload([ClientRound("a", round=0, samples=1)], states)
