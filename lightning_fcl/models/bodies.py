@@ -16,7 +16,7 @@ from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 from lightning_fcl.models.transformer import check_blocks
 
-__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body", "vit_patches"]
+__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body"]
 
 Body = tuple[nn.Module, int]
 """A module from images to features, and the number of features."""
@@ -28,6 +28,7 @@ LARGE = 112
 _OURS = {
     *("img_size", "image_size", "in_chans", "channels", "num_classes", "global_pool", "device", "dtype"),
     *("distilled", "strict_img_size", "dynamic_img_size"),
+    "tokens",
     *("use_conv", "stem_backbone", "stem_stride", "stem_type"),
 }
 
@@ -66,8 +67,20 @@ def vit_body(
     depth: int = 6,
     heads: int = 12,
     mlp_ratio: float = 4.0,
+    tokens: bool = False,
 ) -> Body:
-    """The body of `lightning_fcl.models.ViT`, see there.
+    """The body of `lightning_fcl.models.ViT`, see there for what is not told here.
+
+    Args:
+        image_size: Height and width of the images, in pixels.
+        channels: Channels of the images.
+        patch_size: Height and width of a patch, in pixels.
+        width: Channels of the tokens.
+        depth: Blocks.
+        heads: Heads of the attention.
+        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
+        tokens: Whether all patches come out as tokens, shape (batch, patches, width), without class token and last
+            norm, in place of the class token's features.
 
     Raises:
         ValueError: If patches do not divide the image, or heads the width.
@@ -81,34 +94,11 @@ def vit_body(
 
     check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
+    bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
     body = VisionTransformer(
-        image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio
-    )
-    return body, width
-
-
-def vit_patches(
-    image_size: int, channels: int, patch_size: int, width: int, depth: int, heads: int, mlp_ratio: float
-) -> nn.Module:
-    """As `vit_body`, without class token and last norm: all patches as tokens, shape (batch, patches, width).
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width.
-
-    Example:
-        >>> import torch
-        >>> body = vit_patches(32, 3, patch_size=16, width=12, depth=1, heads=2, mlp_ratio=2.0)
-        >>> body(torch.zeros(1, 3, 32, 32)).shape
-        torch.Size([1, 4, 12])
-    """
-    from timm.models.vision_transformer import VisionTransformer
-
-    check_blocks(width, heads, depth, mlp_ratio)
-    _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
-    bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False}
-    return VisionTransformer(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
     )
+    return body, width
 
 
 def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Body:

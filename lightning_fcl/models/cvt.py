@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron
+from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron, with_class_token
 
 __all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
 
@@ -118,7 +118,7 @@ class _Stage(nn.Module):
         side = maps.shape[-1]
         tokens = self.norm(maps.flatten(2).transpose(1, 2))
         if self.class_token is not None:
-            tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+            tokens = with_class_token(self.class_token, tokens)
         for block in self.blocks:
             tokens = block(tokens, side)
         return tokens[:, 0] if self.class_token is not None else as_map(tokens, side)

@@ -6,6 +6,9 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from lightning_fcl.errors import at_least
+from lightning_fcl.models.transformer import check_images
+
 # Depthwise-separable blocks of the backbone: output channels and stride.
 _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
@@ -37,8 +40,7 @@ class DSICNet(nn.Module):
 
     def __init__(self, num_classes: int = 10, image_size: tuple[int, int] = (64, 48), channels: int = 1) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"Expected `num_classes` to be at least 1 but got {num_classes}.")
+        at_least(1, num_classes=num_classes)
         if min(image_size) < 16:
             raise ValueError(f"Expected `image_size` of at least 16 x 16 pixels but got {image_size}.")
         self.input_shape = (channels, *image_size)
@@ -70,20 +72,14 @@ class DSICNet(nn.Module):
         """The backbone's maps, shape (batch, 64, h, w); maps that were computed before are returned as they are."""
         if x.dim() == 4 and x.shape[1] == self.latent_channels:
             return x
-        if tuple(x.shape[1:]) != self.input_shape:
-            raise ValueError(
-                f"Expected images of shape {self.input_shape} (channels, height, width) but got {tuple(x.shape[1:])}. "
-                "Resize them, or build the network with their `image_size` and `channels`."
-            )
+        check_images(x, self.input_shape)
         maps: Tensor = self.backbone(x)
         return maps
 
     def embed(self, x: Tensor) -> Tensor:
         """What the classifier sees: shape (batch, 80)."""
-        maps = self.latent(x)
-        for layer in list(self.head.children())[:-1]:
-            maps = layer(maps)
-        return maps
+        features: Tensor = self.head[:-1](self.latent(x))
+        return features
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Sequential:

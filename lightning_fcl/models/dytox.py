@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.bodies import vit_patches
-from lightning_fcl.models.transformer import initialise, perceptron
+from lightning_fcl.models.bodies import vit_body
+from lightning_fcl.models.transformer import check_images, initialise, perceptron
 
 __all__ = ["DyTox", "TaskAttention"]
 
@@ -133,7 +133,7 @@ class DyTox(nn.Module):
         self.input_shape = (channels, image_size, image_size)
         self.sizes = [len(block) for block in blocks]
         self.cut = isinstance(tasks, int)
-        self.body = vit_patches(image_size, channels, patch_size, width, depth, heads, mlp_ratio)
+        self.body, _ = vit_body(image_size, channels, patch_size, width, depth, heads, mlp_ratio, tokens=True)
         self.decoder = TaskAttention(width, heads, mlp_ratio)
         self.tokens = nn.ParameterList([nn.init.trunc_normal_(torch.empty(width), std=0.02) for _ in blocks])
         self.heads = nn.ModuleList([_head(width, size) for size in self.sizes])
@@ -182,11 +182,7 @@ class DyTox(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """What each task's head sees, shape (batch, tasks, width)."""
-        if tuple(x.shape[1:]) != self.input_shape:
-            raise ValueError(
-                f"Expected images of shape {self.input_shape} (channels, height, width) but got {tuple(x.shape[1:])}. "
-                "Resize them, or build the model with their `image_size` and `channels`."
-            )
+        check_images(x, self.input_shape)
         embedded: Tensor = self.decoder(torch.stack(list(self.tokens)), self.body(x))
         return embedded
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lightning_fcl.errors import at_least
+from lightning_fcl.models.plasticity import PlasticityOfLayer, tanh_
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
 BLOCK = 64
@@ -62,14 +64,8 @@ class EchoStateNetwork(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, count, least in (
-            ("in_features", in_features, 1),
-            ("units", units, 1),
-            ("layers", layers, 1),
-            ("washout", washout, 0),
-        ):
-            if count < least:
-                raise ValueError(f"Expected `{name}` to be at least {least} but got {count}.")
+        at_least(1, in_features=in_features, units=units, layers=layers)
+        at_least(0, washout=washout)
         if not 0 < leaking_rate <= 1:
             raise ValueError(f"Expected `leaking_rate` to be above 0 and up to 1 but got {leaking_rate}.")
         for name, scale in (("spectral_radius", spectral_radius), ("input_scaling", input_scaling)):
@@ -153,12 +149,16 @@ class EchoStateNetwork(nn.Module):
 
     def _effective(self, layer: int, gain: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """A layer's weights with gain and bias worked in; per-sequence gains cannot be, and come along."""
-        part = slice(layer * self.units, (layer + 1) * self.units)
+        part = self._part(layer)
         drive, recurrent = self.weights(layer)
         g, b, constant = gain[..., part], bias[..., part], self.recurrent_bias[part]
         if g.dim() == 1:
             return g[:, None] * drive, g[:, None] * recurrent, b + g * constant, None
         return drive, recurrent, b + g * constant, g
+
+    def _part(self, layer: int) -> slice:
+        """A layer's units among all."""
+        return slice(layer * self.units, (layer + 1) * self.units)
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's input weights, shape (units, inputs), and recurrent weights, shape (units, units)."""
@@ -178,9 +178,9 @@ class EchoStateNetwork(nn.Module):
         transposed, leak = w.t(), self.leaking_rate
         for step in out.unbind(0):
             if gain is None:
-                _tanh_(step.addmm_(state, transposed))
+                tanh_(step.addmm_(state, transposed))
             else:
-                _tanh_(step.addcmul_(torch.mm(state, transposed, out=product), gain))
+                tanh_(step.addcmul_(torch.mm(state, transposed, out=product), gain))
             if leak != 1:
                 torch.lerp(state, step, leak, out=step)
             state = step
@@ -214,15 +214,16 @@ class EchoStateNetwork(nn.Module):
         x = self.checked(x)
         gain = self.gain.detach() if gain is None else gain
         bias = self.bias.detach() if bias is None else bias
-        layers = [
-            _Plasticity(self, layer, gain, bias, x.new_zeros(len(x), self.units), mu, sigma)
-            for layer in range(self.layers)
-        ]
+        layers = []
+        for layer in range(self.layers):
+            part, state = self._part(layer), x.new_zeros(len(x), self.units)
+            own = (gain[..., part], bias[..., part], self.recurrent_bias[part])
+            layers.append(PlasticityOfLayer(*self.weights(layer), *own, self.leaking_rate, state, mu, sigma))
         for start in range(0, x.shape[1], BLOCK):
             drive = x[:, start : start + BLOCK].transpose(0, 1)
-            for layer in layers:
-                drive = layer.run(drive, skip=self.washout - start)
-        dg, db = (torch.cat(columns, dim=-1) for columns in zip(*(layer.directions() for layer in layers), strict=True))
+            for plasticity in layers:
+                drive = plasticity.run(drive, skip=self.washout - start)
+        dg, db = (torch.cat(columns, dim=-1) for columns in zip(*(p.directions() for p in layers), strict=True))
         return dg, db
 
     def checked(self, x: Tensor) -> Tensor:
@@ -267,8 +268,7 @@ class EchoStateNetwork(nn.Module):
         with torch.no_grad():
             for layer in range(self.layers):
                 *weights, constant, _ = self._effective(layer, self.gain, self.bias)
-                part = slice(layer * self.units, (layer + 1) * self.units)
-                targets = (*other.weights(layer), other.recurrent_bias[part])
+                targets = (*other.weights(layer), other.recurrent_bias[self._part(layer)])
                 for target, value in zip(targets, (*weights, constant), strict=True):
                     target.copy_(value)
         return other
@@ -282,63 +282,6 @@ class EchoStateNetwork(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for printing."""
         return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
-
-
-class _Plasticity:
-    """The sums over time of one layer's directions: each step is worked off while it is in the cache."""
-
-    def __init__(
-        self,
-        reservoir: EchoStateNetwork,
-        layer: int,
-        gain: Tensor,
-        bias: Tensor,
-        state: Tensor,
-        mu: float,
-        sigma: float,
-    ) -> None:
-        part = slice(layer * reservoir.units, (layer + 1) * reservoir.units)
-        self.gain, self.bias, self.constant = gain[..., part], bias[..., part], reservoir.recurrent_bias[part]
-        self.drive, self.recurrent = (weight.t() for weight in reservoir.weights(layer))
-        self.leak = reservoir.leaking_rate
-        self.state, self.mu, self.variance = state, mu, sigma**2
-        self.steps = 0
-        # Sums of -s2 db and -s2 net db.
-        self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
-
-    def run(self, u: Tensor, skip: int) -> Tensor:
-        """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""
-        net = torch.addmm(self.constant, u.reshape(-1, u.shape[-1]), self.drive).view(*u.shape[:2], -1)
-        h, shift = torch.empty_like(self.state), torch.empty_like(self.state)
-        for t, step in enumerate(net.unbind(0)):
-            step.addmm_(self.state, self.recurrent)
-            _tanh_(torch.addcmul(self.bias, step, self.gain, out=h))
-            if t >= skip:
-                # h (1 + 2 s2 - h^2 + mu h) - mu, which is -s2 db
-                torch.mul(h, h, out=shift).neg_().add_(1 + 2 * self.variance)
-                if self.mu:
-                    shift.add_(h, alpha=self.mu)
-                shift.mul_(h).sub_(self.mu)
-                self.shift.add_(shift)
-                self.product.addcmul_(step, shift)
-                self.steps += 1
-            # The net input of a step is not needed any more: its place takes the state.
-            self.state = torch.lerp(self.state, h, self.leak, out=step)
-        self.state = self.state.clone()
-        return net
-
-    def directions(self) -> tuple[Tensor, Tensor]:
-        """Of gain and bias, both of shape (batch, units)."""
-        return self.steps / self.gain - self.product / self.variance, self.shift / -self.variance
-
-
-def _tanh_(values: Tensor) -> None:
-    """In place. On the CPU numpy's is several times faster than torch's, and no less exact."""
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        array = values.numpy()
-        np.tanh(array, out=array)
-    else:
-        values.tanh_()
 
 
 def _mask(rows: int, columns: int, connectivity: int | float, name: str, generator: torch.Generator) -> Tensor:

@@ -82,8 +82,8 @@ class HARCNN(nn.Module):
         self.notation = notation
         self.in_channels = in_channels
         self.length = length
-        self.body, features = _build(_parse(notation), notation, in_channels, length, dropout)
-        self.head = nn.Linear(features, num_classes)
+        self.body, self.features = _build(_parse(notation), notation, in_channels, length, dropout)
+        self.head = nn.Linear(self.features, num_classes)
         if init == "keras":
             self.apply(_keras_init)
 
@@ -104,13 +104,18 @@ class HARCNN(nn.Module):
             >>> HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=2)(torch.zeros(5, 3, 10)).shape
             torch.Size([5, 2])
         """
+        logits: Tensor = self.head(self.embed(x))
+        return logits
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What the classifier sees: shape ``(batch, features)``."""
         if x.ndim not in (2, 3) or tuple(x.shape[-2:]) != (self.in_channels, self.length):
             raise ValueError(
                 f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}. "
                 "Transpose the windows, or build the model with their `in_channels` and `length`."
             )
-        logits: Tensor = self.head(self.body(x))
-        return logits
+        features: Tensor = self.body(x)
+        return features
 
 
 def _parse(notation: str) -> list[_Layer]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import check_blocks, initialise, perceptron
+from lightning_fcl.models.transformer import Block, check_blocks, initialise, with_class_token
 from lightning_fcl.models.vit import SplitViT
 
 __all__ = ["LVT", "InterTaskAttention", "LVTBody", "offsets"]
@@ -111,7 +111,9 @@ class LVTBody(nn.Module):
         self.patches = nn.Conv2d(channels, width, patch_size, patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, 1 + side * side, width))
-        self.blocks = nn.Sequential(*(_Block(width, heads, side, mlp_ratio) for _ in range(depth)))
+        self.blocks = nn.Sequential(
+            *(Block(width, InterTaskAttention(width, heads, side), mlp_ratio) for _ in range(depth))
+        )
         self.norm = nn.LayerNorm(width)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         nn.init.trunc_normal_(self.positions, std=0.02)
@@ -120,7 +122,7 @@ class LVTBody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Features of images (batch, channels, height, width), shape (batch, width)."""
         tokens = self.patches(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), tokens], dim=1) + self.positions
+        tokens = with_class_token(self.class_token, tokens) + self.positions
         features: Tensor = self.norm(self.blocks(tokens)[:, 0])
         return features
 
@@ -172,22 +174,6 @@ class InterTaskAttention(nn.Module):
         attended = F.scaled_dot_product_attention(query, key.to(query.dtype), value, attn_mask=bias)
         result: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return result
-
-
-class _Block(nn.Module):
-    """A pre-norm transformer block with inter-task attention."""
-
-    def __init__(self, width: int, heads: int, side: int, mlp_ratio: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = InterTaskAttention(width, heads, side)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = perceptron(width, mlp_ratio)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens + self.attention(self.norm1(tokens))
-        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
-        return transformed
 
 
 def offsets(side: int) -> Tensor:

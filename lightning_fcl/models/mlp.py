@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class MLP(nn.Sequential):
@@ -28,3 +28,10 @@ class MLP(nn.Sequential):
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         super().__init__(*layers[:-1])
+        self.features = sizes[-2]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What the last layer sees: shape (batch, features)."""
+        for layer in list(self)[:-1]:
+            x = layer(x)
+        return x

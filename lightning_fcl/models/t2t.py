@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import as_map, attend, check_blocks, initialise, margin, patches, perceptron
+from lightning_fcl.models.transformer import (
+    Block,
+    as_map,
+    attend,
+    check_blocks,
+    initialise,
+    margin,
+    patches,
+    perceptron,
+    with_class_token,
+)
 
 __all__ = ["T2TBody", "TokenTransformer", "sinusoids", "soft_split"]
 
@@ -76,7 +86,7 @@ class T2TBody(nn.Module):
         self.project = nn.Linear(wide, width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
         self.register_buffer("positions", sinusoids(1 + side * side, width), persistent=False)
-        self.blocks = nn.Sequential(*(_Block(width, heads, mlp_ratio) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, _Attention(width, heads), mlp_ratio) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         nn.init.trunc_normal_(self.class_token, std=0.02)
         self.apply(initialise)
@@ -84,7 +94,7 @@ class T2TBody(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Features of images (batch, channels, height, width), shape (batch, features)."""
         tokens = self.project(self.tokens(x))
-        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), tokens], dim=1) + self.positions
+        tokens = with_class_token(self.class_token, tokens) + self.positions
         features: Tensor = self.norm(self.blocks(tokens)[:, 0])
         return features
 
@@ -127,23 +137,18 @@ class TokenTransformer(nn.Module):
         return transformed
 
 
-class _Block(nn.Module):
-    """A pre-norm transformer block (Yuan et al. 2021, eq. 5)."""
+class _Attention(nn.Module):
+    """Self-attention without biases of queries, keys and values."""
 
-    def __init__(self, width: int, heads: int, mlp_ratio: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = perceptron(width, mlp_ratio)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm1(tokens)).chunk(3, dim=2)
-        tokens = tokens + self.output(attend(query, key, value, self.heads))
-        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
-        return transformed
+        mixed: Tensor = self.output(attend(*self.qkv(tokens).chunk(3, dim=2), self.heads))
+        return mixed
 
 
 def soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.models.bodies import make_body, vit_body
+from lightning_fcl.models.transformer import check_images
 
 __all__ = ["SplitViT", "ViT", "fcl_vit"]
 
@@ -54,11 +55,7 @@ class SplitViT(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """What the head sees: the body's features, shape (batch, features)."""
-        if tuple(x.shape[1:]) != self.input_shape:
-            raise ValueError(
-                f"Expected images of shape {self.input_shape} (channels, height, width) but got {tuple(x.shape[1:])}. "
-                "Resize them, or build the model with their `image_size` and `channels`."
-            )
+        check_images(x, self.input_shape)
         features: Tensor = self.body(x)
         return features
 

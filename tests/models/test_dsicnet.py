@@ -72,7 +72,7 @@ def test_maps_that_were_computed_before_give_the_same():
 def test_other_images_are_refused(shape):
     message = (
         f"Expected images of shape (1, 64, 48) (channels, height, width) but got {shape}. Resize them, or build the "
-        "network with their `image_size` and `channels`."
+        "model with their `image_size` and `channels`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DSICNet()(torch.zeros(2, *shape))

@@ -9,7 +9,7 @@ import torch
 from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.models import MLP, DSICNet
+from lightning_fcl.models import DSICNet
 
 
 def faces(people=8, images=10, seed=0):
@@ -165,11 +165,11 @@ def test_labels_out_of_range():
 
 def test_a_network_without_features_is_refused():
     message = (
-        "Expected `model` to have `features`, a number, and `embed(x)` but got a `MLP`. Use DSICNet, or give your "
+        "Expected `model` to have `features`, a number, and `embed(x)` but got a `Linear`. Use DSICNet, or give your "
         "network both."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        RidgeClassifier(MLP([6, 5, 4]), 4)
+        RidgeClassifier(torch.nn.Linear(6, 4), 4)
     with pytest.raises(ValueError, match=r"^Expected `beta` to be at least 0 and finite but got -1\.0\.$"):
         RidgeClassifier(network(), 4, beta=-1.0)
     assert isinstance(RidgeClassifier(network(), 4), Classifier)

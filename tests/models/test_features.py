@@ -1,0 +1,27 @@
+"""What a classifier's last layer sees, of every network that has one."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl.models import HARCNN, LVT, MLP, DSICNet, ViT, fcl_vit
+
+TINY = {"num_classes": 5, "patch_size": 16, "width": 24, "depth": 1, "heads": 2}
+NETWORKS = {
+    "mlp": (lambda: MLP([12, 7, 5]), (3, 4)),
+    "one layer": (lambda: MLP([12, 5]), (3, 4)),
+    "har_cnn": (lambda: HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=5), (3, 10)),
+    "dsicnet": (lambda: DSICNet(5, (16, 16)), (1, 16, 16)),
+    "vit": (lambda: ViT(**TINY), (3, 32, 32)),
+    "lvt": (lambda: LVT(**TINY), (3, 32, 32)),
+    "t2t": (lambda: fcl_vit("t2t", num_classes=5, depth=1), (3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_logits_are_the_last_layer_s_of_the_features(name):
+    make, shape = NETWORKS[name]
+    model, x = make().eval(), torch.randn(2, *shape)
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    assert model.embed(x).shape == (2, model.features)
+    assert torch.equal(last(model.embed(x)), model(x)) and model(x).shape == (2, 5)
