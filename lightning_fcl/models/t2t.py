@@ -147,7 +147,8 @@ class _Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mixed: Tensor = self.output(attend(*self.qkv(tokens).chunk(3, dim=2), self.heads))
+        query, key, value = self.qkv(tokens).chunk(3, dim=2)
+        mixed: Tensor = self.output(attend(query, key, value, self.heads))
         return mixed
 
 
