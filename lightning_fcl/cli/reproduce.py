@@ -1,59 +1,36 @@
-"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table; and the quickstart's comparison."""
+"""`lightning-fcl reproduce`: a paper's recipes, over seeds, to one table and its figures."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import multiprocessing
-import os
 import re
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from tqdm import tqdm
 
-from lightning_fcl import __version__
+from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.figures import check_figures, write_figures
-from lightning_fcl.evaluation.report import compare_plot, read_results, table, write_table
-
-T = TypeVar("T")
+from lightning_fcl.evaluation.report import read_results, table, write_table
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run of one recipe.
-
-    Args:
-        label: How the run is shown.
-        configs: The recipe's files, later ones over earlier ones.
-        seed: Its seed.
-        out: Its folder.
-        extra: Further words of its command line.
-    """
-
-    label: str
-    configs: tuple[Path, ...]
-    seed: int
-    out: Path
-    extra: tuple[str, ...] = ()
-
-    @property
-    def arguments(self) -> list[str]:
-        """The words of its command line."""
-        files = [word for path in self.configs for word in ("--config", str(path))]
-        return ["fit", *files, "--seed_everything", str(self.seed), "--out", str(self.out), *self.extra]
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the run would be another one."""
-        parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
-        return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Run a paper's recipes."""
+    parser.description = "Run a paper's recipes."
+    add = parser.add_argument
+    add("paper", help="name of a folder of recipes, as in: flwf")
+    add("--rows", help="rows of the paper's table, separated by commas (default: all)")
+    add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+    add("--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)")
+    add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
+    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    options = vars(parser.parse_args(words[1:]))
+    rows = [row.strip() for row in given.split(",")] if (given := options.pop("rows")) else None
+    reproduce(rows=rows, **options)
 
 
 def recipes_folder() -> Path:
@@ -190,90 +167,3 @@ def reproduce(
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")
     print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
-
-
-def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
-    """Run jobs side by side; each continues where an interruption left it."""
-    todo = [job for job in jobs if not finished(job)]
-    if len(todo) < len(jobs):
-        print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
-    workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
-    if workers == 1:
-        for number, job in enumerate(todo, 1):
-            print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
-            run_job(job)
-        return
-    with tqdm(total=len(todo), unit="run") as bar:
-        for job, _ in side_by_side(run_job, todo, workers):
-            bar.set_description_str(f"done: {job.label}")
-            bar.update()
-
-
-def side_by_side(
-    function: Callable[[Job], T], jobs: Sequence[Job], workers: int
-) -> Generator[tuple[Job, T], None, None]:
-    """Call a function on each job, here or in several processes, and hand back what is done first."""
-    if workers == 1:
-        yield from ((job, function(job)) for job in jobs)
-        return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _quiet_worker)
-    futures = {pool.submit(function, job): job for job in jobs}
-    try:
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:  # not `with`: its exit would let what is still queued run to its end after an error
-        pool.shutdown(cancel_futures=True)
-
-
-def _quiet_worker() -> None:
-    import torch
-
-    torch.set_num_threads(1)  # several processes with several threads each get in each other's way
-    os.environ["LIGHTNING_FCL_QUIET"] = "1"  # the progress of several runs at once would be unreadable
-
-
-def finished(job: Job) -> bool:
-    """Whether a job's results are there, and are of this very job."""
-    stamp = job.out / "fingerprint"
-    return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
-
-
-def run_job(job: Job) -> None:
-    """Run one job, from its newest checkpoint if the same job was interrupted."""
-    from lightning_fcl.cli.run import newest_checkpoint, run, start_over
-
-    stamp = job.out / "fingerprint"
-    if not stamp.is_file() or stamp.read_text() != job.fingerprint:
-        start_over(job.out)
-        job.out.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(job.fingerprint)
-    checkpoint = newest_checkpoint(job.out)
-    more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
-    if os.environ.get("LIGHTNING_FCL_QUIET"):
-        more += ["--trainer.enable_progress_bar", "false"]
-    run([*job.arguments, *more])
-
-
-def demo(out: Path) -> None:
-    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
-    recipe = recipes_folder() / "quickstart.yaml"
-    finetuning = out / "fine-tuning.yaml"
-    out.mkdir(parents=True, exist_ok=True)
-    content = yaml.safe_load(recipe.read_text())
-    label = content["recipe"]["row"]
-    content["trainer"]["callbacks"] = []
-    content["recipe"]["row"] = "fine-tuning"
-    finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
-    jobs = [
-        Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
-        Job(label, (recipe,), 0, out / "flwf-2t-replay"),
-    ]
-    run_jobs(jobs, workers=1)
-    results: dict[str, Any] = {job.label: read_results(job.out) for job in jobs}
-    plot = compare_plot(out, results)
-    columns = ("final_accuracy", "average_accuracy", "forgetting")
-    print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
-    for label, result in results.items():
-        print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
-    print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")

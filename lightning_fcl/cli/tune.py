@@ -19,6 +19,7 @@ import statistics
 import sys
 import textwrap
 import warnings
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -32,13 +33,41 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.reproduce import Job, finished, run_job, side_by_side
+from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.evaluation.plots import search_figure
 from lightning_fcl.evaluation.report import save_figure, write_whole
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 _PATIENCE = 10  # after so many failures for one and the same reason, and no success, the search is at fault
+
+MORE = """A search file:
+  configs: [base.yaml, more.yaml]      # recipes, relative to this file, later ones over earlier ones
+  objective: final_accuracy/server     # one of the metrics in results.json
+  direction: maximize                  # or minimize
+  measure_on: validation               # samples of the objective; data.validation must be above 0
+  sampler: random                      # or grid, or tpe
+  trials: 100                          # for grid: all of it by default
+  seeds: 1                             # seeds per trial; their mean counts
+  space:                               # what `fit` would take as --PATH VALUE
+    data.batch_size: [16, 32]
+    model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
+    trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
+A search that was cut off continues. Its results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
+"""
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Search for the settings of a recipe."""
+    parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
+    add = parser.add_argument
+    add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
+    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH)")
+    add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
+    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
+    add("--restart", action="store_true", help="delete the trials that are there and begin anew")
+    tune(**vars(parser.parse_args(words[1:])))
 
 
 def tune(

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -87,65 +86,20 @@ def export_executorch(
     return _keep_if_equal(content, Path(path), module, batches, _run_executorch, tolerance)
 
 
-def export_run(run: Path, out: Path | None = None, kind: str = "onnx") -> list[Path]:
-    """Write the model of a run's newest checkpoint as a file, and its frozen backbone, if it has one, as another.
+class WithoutTrainer(nn.Module):
+    """A LightningModule's forward without its Trainer, which no file can hold.
 
-    Args:
-        run: The run's folder, with ``config.yaml`` and ``checkpoints``. Its data must be there, to compare on.
-        out: Folder of the files; default: ``export`` in the run's folder.
-        kind: ``"onnx"`` or ``"executorch"``.
-
-    Returns:
-        The files: ``classifier`` and ``backbone``, with the format's ending.
-
-    Raises:
-        ValueError: If the folder is no finished run's, or the checkpoint does not fit its recipe.
+    Example:
+        >>> WithoutTrainer(nn.Linear(3, 2))(torch.zeros(4, 3)).shape
+        torch.Size([4, 2])
     """
-    from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.cli.run import newest_checkpoint
-    from lightning_fcl.device.report import read_setting
-
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None or not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"Expected {run} to be the folder of a run, with config.yaml and checkpoints, but it is none. Give what "
-            "was `--out` of `lightning-fcl fit`."
-        )
-    setting = read_setting([run / "config.yaml"])
-    module: Any = setting.module
-    for callback in setting.callbacks:
-        if callback["class_path"].endswith(".BaseSession"):
-            BaseSession(**callback.get("init_args", {})).freeze(module.model)
-    try:
-        module.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"])
-    except (RuntimeError, KeyError, EOFError, UnpicklingError) as error:
-        raise ValueError(
-            f"Expected {checkpoint} to be a whole checkpoint of {run / 'config.yaml'} but it is not: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    setting.stream.setup("test")
-    example = setting.stream.take(setting.stream.plan.test[:8])[0]
-    parts = {"classifier": _Outputs(module)}
-    if isinstance(getattr(getattr(module, "model", None), "backbone", None), nn.Module):
-        parts["backbone"] = module.model.backbone
-    write = export_onnx if kind == "onnx" else export_executorch
-    folder, ending = out or run / "export", "onnx" if kind == "onnx" else "pte"
-    files = []
-    for name, part in parts.items():
-        files.append(folder / f"{name}.{ending}")
-        difference = write(part, example, files[-1])
-        print(f"{files[-1]}  {files[-1].stat().st_size} bytes, at most {difference:.1e} from PyTorch")
-    return files
-
-
-class _Outputs(nn.Module):
-    """A LightningModule's forward without its Trainer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the module gives."""
         outputs: Tensor = self.module(x)
         return outputs
 

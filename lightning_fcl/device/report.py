@@ -1,4 +1,4 @@
-"""`lightning-fcl device-report`: what a microcontroller would need to run a recipe, estimated without training.
+"""What a microcontroller would need to train a module in a federation, estimated without training.
 
 What is counted, and in which units, is said in `footprint` and `trace` beside this module; what was measured on which
 device, and what is assumed to carry it over to other models, in profiles.yaml. M_F is computed anew for each sample and
@@ -8,26 +8,16 @@ inputs that skip connections keep, and the program itself.
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
-from jsonargparse import ArgumentError
-from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from lightning_fcl.data.batches import round_half_up
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.profiles import Device, Link, read_device, read_link
-from lightning_fcl.device.table import render
 from lightning_fcl.device.trace import Layer
-from lightning_fcl.evaluation.report import write_whole
-from lightning_fcl.models.quantization import fold_batchnorm
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -176,152 +166,3 @@ def _fits(memory: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, dict
     if "tcdm" not in sizes:  # one memory for all: the layer at hand is worked on in RAM
         need["ram"] += need["tcdm"]
     return {name: {"need": need[name], "have": size, "fits": need[name] <= size} for name, size in sizes.items()}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a recipe says of a federation.
-
-    Args:
-        module: The model.
-        reductions: Those of the strategy.
-        local_epochs: Local epochs of a round.
-        stream: Where the data come from; nothing is loaded yet.
-        participation: Share or number of clients per round.
-        callbacks: What the recipe says of its callbacks: ``class_path`` and ``init_args``.
-    """
-
-    module: L.LightningModule
-    reductions: dict[str, str]
-    local_epochs: int
-    stream: FederatedStream
-    participation: int | float
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_setting(recipes: Sequence[str | Path]) -> Setting:
-    """Build what recipes stand for, later ones over earlier ones, without a Trainer.
-
-    Raises:
-        ValueError: If a recipe is not understood, or has no model.
-    """
-    from lightning_fcl.cli.run import resolve
-
-    if not recipes:
-        raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
-    config = resolve(["fit", *(word for path in recipes for word in ("--config", str(path)))])
-    if not config.get("model"):
-        raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.")
-    parser = LightningArgumentParser(exit_on_error=False)
-    parser.add_lightning_class_args(L.LightningModule, "model", subclass_mode=True)
-    parser.add_lightning_class_args(FederatedStream, "data")
-    try:
-        with warnings.catch_warnings():
-            # Newer versions of jsonargparse have another name for it, which the oldest that we take lacks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            made = parser.instantiate_classes(parser.parse_object({name: config[name] for name in ("model", "data")}))
-    except ArgumentError as error:
-        raise ValueError(f"the recipe is not understood: {error}") from error
-    strategy = config["trainer"]["strategy"]
-    own = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
-    shares = own.get("participation", 1.0)
-    callbacks = config["trainer"].get("callbacks") or []
-    return Setting(
-        made["model"], own.get("reductions") or {}, own.get("local_epochs", 1), made["data"], shares, callbacks
-    )
-
-
-def report_recipe(
-    recipes: Sequence[str | Path],
-    profile: str = "gap9-lpm",
-    link: str = "uwb-loco",
-    nodes: int | None = None,
-    samples: int | None = None,
-    input_shape: Sequence[int] | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """Print what a recipe needs; also write ``device.json`` and ``device.md`` into a folder.
-
-    Args:
-        recipes: Files, later ones over earlier ones.
-        profile: As in `device_report`.
-        link: As in `device_report`.
-        nodes: Nodes of a round; default: the clients that take part in the recipe's fullest round, or 3 without data.
-        samples: Samples of a local epoch; default: the recipe's mean per client and round, or 28 without data.
-        input_shape: Shape of a sample; default: that of the recipe's data.
-        out: Folder to write to.
-
-    Returns:
-        What `device_report` returns, and the ``recipes``.
-
-    Raises:
-        ValueError: If a recipe or an argument is not understood.
-        FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
-    """
-    setting = read_setting(recipes)
-    if any(callback["class_path"].endswith(".BaseSession") for callback in setting.callbacks):
-        fold_batchnorm(setting.module)  # as the callback does before the first round
-    if input_shape is None or samples is None or nodes is None:
-        shape, seen, clients = _of_data(setting, required=input_shape is None)
-        input_shape = shape if input_shape is None else input_shape
-        samples = seen if samples is None else samples
-        nodes = clients if nodes is None else nodes
-    report = device_report(
-        setting.module,
-        input_shape,
-        reductions=setting.reductions,
-        samples=samples,
-        nodes=nodes,
-        local_epochs=setting.local_epochs,
-        profile=profile,
-        link=link,
-    )
-    report = {"recipes": [str(path) for path in recipes], **report}
-    text = render(report)
-    print(text)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        print(write_whole(out / "device.json", json.dumps(report, indent=1) + "\n"))
-        print(write_whole(out / "device.md", text))
-    return report
-
-
-def _of_data(setting: Setting, required: bool) -> tuple[tuple[int, ...], int, int]:
-    """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
-    stream = setting.stream
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stream.setup("fit")
-    except FileNotFoundError as error:
-        if required:
-            raise FileNotFoundError(
-                "Expected the recipe's data, for the shape of a sample, but they are not there. Give the shape with "
-                f"--input, as in --input 1,64,48. ({error})"
-            ) from error
-        return (), SAMPLES, NODES
-    rounds = stream.plan.train
-    sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
-    most, clients = setting.participation, max(len(current) for current in rounds)
-    most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
-    sample = stream.take(rounds[0][next(iter(rounds[0]))][:1])[0]
-    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that a command line gives.
-
-    Raises:
-        ValueError: If it is none.
-
-    Example:
-        >>> parse_shape("1,64,48")
-        (1, 64, 48)
-    """
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = (0,)
-    if min(shape) < 1:
-        raise ValueError(f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {text}.")
-    return shape

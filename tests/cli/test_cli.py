@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import Job, expanded, paper_rows, recipes_folder, run_jobs
+from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
 from lightning_fcl.cli.run import newest_checkpoint, run
 from lightning_fcl.cli.search import Search, check
 from lightning_fcl.data.datasets import Arrays, load

@@ -1,0 +1,38 @@
+"""`lightning-fcl data`: which data sets there are, whether they can be used, and how to get them."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """List, check or fetch data sets.
+
+    Raises:
+        ValueError: If one cannot be used.
+    """
+    parser.description = "Look after data sets."
+    parser.add_argument("action", choices=("list", "check", "fetch"))
+    parser.add_argument("names", nargs="*", help="data sets (default: all)")
+    parser.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
+    options = parser.parse_args(words[1:])
+    from lightning_fcl.data import datasets
+
+    known = datasets.describe()
+    if options.action == "list":
+        for description in known:
+            print(f"{description.name:12} {description.content} ({description.size}; {description.licence})")
+        return
+    failed = []
+    for name in options.names or [description.name for description in known]:
+        try:
+            if options.action == "fetch":
+                datasets.fetch(name, options.root)
+            print(f"{name:12} {datasets.check(name, options.root)}")
+        except (ValueError, OSError) as error:
+            failed.append(name)
+            print(f"{name:12} {error}", file=sys.stderr)
+    if failed:
+        raise ValueError(f"{len(failed)} of the data sets cannot be used: {', '.join(failed)}.")

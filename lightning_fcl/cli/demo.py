@@ -1,0 +1,45 @@
+"""`lightning-fcl demo`: the quickstart, compared with plain fine-tuning."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_fcl.cli.jobs import Job, run_jobs
+from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.evaluation.report import compare_plot, read_results
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Run the quickstart with its methods and without."""
+    parser.description = "Run and compare the quickstart."
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+    demo(parser.parse_args(words[1:]).out)
+
+
+def demo(out: Path) -> None:
+    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
+    recipe = recipes_folder() / "quickstart.yaml"
+    finetuning = out / "fine-tuning.yaml"
+    out.mkdir(parents=True, exist_ok=True)
+    content = yaml.safe_load(recipe.read_text())
+    label = content["recipe"]["row"]
+    content["trainer"]["callbacks"] = []
+    content["recipe"]["row"] = "fine-tuning"
+    finetuning.write_text(yaml.safe_dump(content, sort_keys=False))
+    jobs = [
+        Job("fine-tuning", (finetuning,), 0, out / "fine-tuning"),
+        Job(label, (recipe,), 0, out / "flwf-2t-replay"),
+    ]
+    run_jobs(jobs, workers=1)
+    results: dict[str, Any] = {job.label: read_results(job.out) for job in jobs}
+    plot = compare_plot(out, results)
+    columns = ("final_accuracy", "average_accuracy", "forgetting")
+    print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
+    for label, result in results.items():
+        print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
+    print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")

@@ -1,0 +1,142 @@
+"""`lightning-fcl device-report`: what a microcontroller would need to run a recipe, estimated without training."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_fcl.cli.setting import Setting
+
+MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
+  trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
+Devices and links are in lightning_fcl/device/profiles.yaml, which also says how times are estimated. A YAML file of
+your own has the entries of one of them.
+"""
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Report what a recipe would need on a device."""
+    parser.description = "What a microcontroller would need to run a recipe: nothing is trained."
+    parser.epilog = MORE
+    add = parser.add_argument
+    add("recipes", nargs="*", metavar="RECIPE.yaml", help="recipes; later ones go over earlier ones")
+    add("--config", action="append", default=[], help="a recipe, as `fit` takes it; behind the others")
+    add("--profile", default="gap9-lpm", help="device, or a YAML file of yours (default: gap9-lpm)")
+    add("--link", default="uwb-loco", help="link, or a YAML file of yours (default: uwb-loco)")
+    add("--nodes", type=int, metavar="N", help="nodes of a round (default: the recipe's, or 3)")
+    add("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
+    add("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
+    add("--out", type=Path, help="folder for device.json and device.md (default: none)")
+    options = vars(parser.parse_args(words[1:]))
+    recipes, shape = [*options.pop("recipes"), *options.pop("config")], options.pop("input")
+    report_recipe(recipes, input_shape=None if shape is None else parse_shape(shape), **options)
+
+
+def report_recipe(
+    recipes: Sequence[str | Path],
+    profile: str = "gap9-lpm",
+    link: str = "uwb-loco",
+    nodes: int | None = None,
+    samples: int | None = None,
+    input_shape: Sequence[int] | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Print what a recipe needs; also write ``device.json`` and ``device.md`` into a folder.
+
+    Args:
+        recipes: Files, later ones over earlier ones.
+        profile: As in `device_report`.
+        link: As in `device_report`.
+        nodes: Nodes of a round; default: the clients that take part in the recipe's fullest round, or 3 without data.
+        samples: Samples of a local epoch; default: the recipe's mean per client and round, or 28 without data.
+        input_shape: Shape of a sample; default: that of the recipe's data.
+        out: Folder to write to.
+
+    Returns:
+        What `device_report` returns, and the ``recipes``.
+
+    Raises:
+        ValueError: If a recipe or an argument is not understood.
+        FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
+    """
+    from lightning_fcl.cli.setting import read_setting
+    from lightning_fcl.device.report import device_report
+    from lightning_fcl.device.table import render
+    from lightning_fcl.evaluation.report import write_whole
+    from lightning_fcl.models.quantization import fold_batchnorm
+
+    setting = read_setting(recipes)
+    if any(callback["class_path"].endswith(".BaseSession") for callback in setting.callbacks):
+        fold_batchnorm(setting.module)  # as the callback does before the first round
+    if input_shape is None or samples is None or nodes is None:
+        shape, seen, clients = _of_data(setting, required=input_shape is None)
+        input_shape = shape if input_shape is None else input_shape
+        samples = seen if samples is None else samples
+        nodes = clients if nodes is None else nodes
+    report = device_report(
+        setting.module,
+        input_shape,
+        reductions=setting.reductions,
+        samples=samples,
+        nodes=nodes,
+        local_epochs=setting.local_epochs,
+        profile=profile,
+        link=link,
+    )
+    report = {"recipes": [str(path) for path in recipes], **report}
+    text = render(report)
+    print(text)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        print(write_whole(out / "device.json", json.dumps(report, indent=1) + "\n"))
+        print(write_whole(out / "device.md", text))
+    return report
+
+
+def _of_data(setting: Setting, required: bool) -> tuple[tuple[int, ...], int, int]:
+    """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
+    from lightning_fcl.data.batches import round_half_up
+    from lightning_fcl.device.report import NODES, SAMPLES
+
+    stream = setting.stream
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stream.setup("fit")
+    except FileNotFoundError as error:
+        if required:
+            raise FileNotFoundError(
+                "Expected the recipe's data, for the shape of a sample, but they are not there. Give the shape with "
+                f"--input, as in --input 1,64,48. ({error})"
+            ) from error
+        return (), SAMPLES, NODES
+    rounds = stream.plan.train
+    sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
+    most, clients = setting.participation, max(len(current) for current in rounds)
+    most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
+    sample = stream.take(rounds[0][next(iter(rounds[0]))][:1])[0]
+    return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape that a command line gives.
+
+    Raises:
+        ValueError: If it is none.
+
+    Example:
+        >>> parse_shape("1,64,48")
+        (1, 64, 48)
+    """
+    try:
+        shape = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        shape = (0,)
+    if min(shape) < 1:
+        raise ValueError(f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {text}.")
+    return shape

@@ -1,0 +1,38 @@
+"""`lightning-fcl fit` and `test`: their help, which does not wait for Lightning; the rest is Lightning's, in `run`."""
+
+from __future__ import annotations
+
+import zipfile
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+WHAT = {"fit": "Train what a recipe says.", "test": "Test a checkpoint."}
+MORE = """Every argument of the Trainer, the model and the data can follow, as in
+  lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.clients 20
+  lightning-fcl fit --print_config      prints a recipe with every default
+  lightning-fcl fit --help.all          lists them all
+"""
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Run ``fit`` or ``test``.
+
+    Raises:
+        ValueError: If the checkpoint is cut off, or a recipe or an argument is not understood.
+    """
+    parser.description, parser.epilog = WHAT[words[0]], MORE
+    parser.add_argument("--config", action="append", help="a recipe; later ones go over earlier ones")
+    parser.add_argument("--out", help="folder of the results (default: runs/fit)")
+    parser.add_argument("--seed_everything", type=int, help="seed of everything (default: 0)")
+    parser.add_argument("--ckpt_path", default="", help="checkpoint to continue from, or to test")
+    options, _ = parser.parse_known_args(words[1:])
+    checkpoint = Path(options.ckpt_path)
+    if checkpoint.is_file() and not zipfile.is_zipfile(checkpoint):
+        raise ValueError(
+            f"Expected `ckpt_path` to be a whole checkpoint but {checkpoint} is cut off, or none. Continue from an "
+            "earlier one."
+        )
+    from lightning_fcl.cli.run import run
+
+    run([word.replace("--help.all", "--help") for word in words])
