@@ -90,13 +90,7 @@ the zip files in it.
 
 
 def require_signal(path: Path, name: str, signal: NDArray[Any], width: int) -> None:
-    """Refuse a signal that holds no numbers, or not `width` of them a sample.
-
-    Args:
-        path: The file it comes from.
-        name: Its name there.
-        signal: The signal.
-        width: Numbers per sample.
+    """Refuse a signal, called `name` in a file, that holds no numbers, or not `width` of them a sample.
 
     Raises:
         ValueError: If it does.
@@ -112,15 +106,10 @@ def require_signal(path: Path, name: str, signal: NDArray[Any], width: int) -> N
 
 
 def require_together(path: Path, seconds: Mapping[str, float], tolerance: float = 1.0) -> None:
-    """Refuse signals of different duration.
-
-    Args:
-        path: The file they come from.
-        seconds: Duration of each.
-        tolerance: By how much they may differ, in seconds.
+    """Refuse signals of a file whose durations, in seconds, differ by more than `tolerance`.
 
     Raises:
-        ValueError: If they differ by more.
+        ValueError: If they do.
 
     Example:
         >>> require_together(Path("S2.pkl"), {"ACC": 10.0, "EDA": 10.5})

@@ -74,7 +74,7 @@ def chunked(
     """
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
-    kept: list[Recording] = []
+    owners: list[tuple[str | int, int | None]] = []
     most = 0
     for recording in recordings:
         most = max([most, *(len(part) for part, _ in recording.stretches)])
@@ -84,19 +84,19 @@ def chunked(
             continue
         x.append(normalized(np.concatenate(cut), normalize))
         y += [label for (_, label), own in zip(recording.stretches, cut, strict=True) for _ in own]
-        kept.append(recording)
+        owners.append((recording.client, recording.group))
     if not x:
         raise ValueError(
             f"Expected `chunk` to be at most {most}, the time steps of the longest {longest} in {path}, but got "
             f"{chunk}. {remedy}"
         )
-    number = list(map(len, x))
+    (clients, groups), number = zip(*owners, strict=True), list(map(len, x))
     return Arrays(
         x=np.concatenate(x),
         y=np.array(y, np.int64),
-        client=np.repeat([recording.client for recording in kept], number),
+        client=np.repeat(clients, number),
         classes=classes,
-        group=None if kept[0].group is None else np.repeat([recording.group for recording in kept], number),
+        group=None if groups[0] is None else np.repeat(groups, number),
     )
 
 

@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -145,9 +146,7 @@ def _inside(path: Path) -> zipfile.Path:
 
 
 def _from_text(folder: Path | zipfile.Path, path: Path, sensors: Sequence[str]) -> Arrays:
-    def read(name: str) -> bytes:
-        return _read(folder, path, name)
-
+    read = partial(_read, folder, path)
     _require_activities(read("activity_labels.txt"))
     x, y, subject = [], [], []
     for part in ("train", "test"):

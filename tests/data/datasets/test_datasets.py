@@ -259,3 +259,18 @@ def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pi
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "name"),
+    [("sklearn", "sklearn.datasets", "digits"), ("PIL", "PIL.Image", "orl"), ("pandas", "pandas", "hhar")],
+)
+def test_what_reads_a_data_set_is_named_where_it_is_missing(tmp_path, monkeypatch, package, module, name):
+    for path in ("orl/s1/1.pgm", "hhar/Phones_accelerometer.csv"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).touch()
+    monkeypatch.setitem(sys.modules, module, None)
+    distribution = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(package, package)
+    message = f"Expected `{package}`, which .*, but it is not installed. Run `pip install {distribution}`."
+    with pytest.raises(ModuleNotFoundError, match=message):
+        datasets.load(name, tmp_path)

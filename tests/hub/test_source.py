@@ -1,0 +1,172 @@
+"""Files are found by their layout, and fetched only where somebody publishes their digest."""
+
+import hashlib
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lightning_fcl
+from lightning_fcl.hub.fetch import retrieve
+from lightning_fcl.hub.source import Layout, Source
+
+FOLDER = Layout("folder", ("x/original", "original", "."), signs=("images/", "train.csv|test.csv"))
+NPZ = Layout("npz file", ("x/x.npz", "x.npz"))
+SOURCE = Source(
+    name="x",
+    title="the X",
+    content="ten images",
+    licence="CC0",
+    citation="X 2020",
+    url="https://x.invalid/x.zip",
+    size="1 MB",
+    layouts=(FOLDER, NPZ),
+    holds="`original` or `x.npz`",
+)
+
+
+def put(path: Path, content: bytes = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def put_folder(folder: Path, listed: str = "test.csv") -> Path:
+    put(folder / listed)
+    put(folder / "images" / "1.png")
+    return folder
+
+
+def test_a_folder_is_known_by_all_of_its_signs(tmp_path):
+    put(tmp_path / "original" / "train.csv")
+    assert FOLDER.find(tmp_path) is None
+    put(tmp_path / "original" / "images")  # a file
+    assert FOLDER.find(tmp_path) is None
+    (tmp_path / "original" / "images").unlink()
+    assert FOLDER.find(tmp_path) is None
+    put(tmp_path / "original" / "images" / "1.png")
+    assert FOLDER.find(tmp_path) == tmp_path / "original"
+    (tmp_path / "original" / "train.csv").rename(tmp_path / "original" / "test.csv")
+    assert FOLDER.find(tmp_path) == tmp_path / "original"
+
+
+def test_the_first_place_counts(tmp_path):
+    for place in (".", "original", "x/original"):
+        assert FOLDER.find(tmp_path) != tmp_path / place
+        put_folder(tmp_path / place)
+        assert FOLDER.find(tmp_path) == tmp_path / place
+
+
+def test_a_match_may_have_to_fit_more_strictly(tmp_path):
+    people = Layout("people", (".",), signs=("*/*.jpg",), strictly=r"(.+)/\1_\d\.jpg")
+    put(tmp_path / "Ann" / "Bob_1.jpg")
+    put(tmp_path / "Ann" / "._Ann_1.jpg")
+    assert people.find(tmp_path) is None
+    put(tmp_path / "Ann" / "Ann_1.jpg")
+    assert people.find(tmp_path) == tmp_path
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "x.npz").mkdir()
+    assert NPZ.find(tmp_path) is None
+    assert NPZ.find(put(tmp_path / "x" / "x.npz").parents[1]) == tmp_path / "x" / "x.npz"
+
+
+def test_layouts_are_found_in_their_order(tmp_path, monkeypatch):
+    path = put(tmp_path / "x.npz")
+    assert SOURCE.find(tmp_path) == ("npz file", path) and SOURCE.fetch(tmp_path) == path
+    folder = put_folder(tmp_path / "original")
+    assert SOURCE.find(tmp_path) == ("folder", folder) and SOURCE.fetch(tmp_path) == folder
+    monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
+    assert SOURCE.find() == ("folder", folder)
+
+
+def test_what_is_missing_is_told_with_what_to_do(tmp_path):
+    message = f"Expected the X below `root` but found nothing in {tmp_path}."
+    end = "or point LIGHTNING_FCL_DATA at the folder that holds `original` or `x.npz`."
+    by_hand = replace(SOURCE, by_hand="Unpack {url} to {root}/x")
+    for source, advice in (
+        (SOURCE, f"Run `lightning-fcl data fetch x`, {end}"),
+        (by_hand, f"Unpack https://x.invalid/x.zip to {tmp_path}/x, {end}"),
+        (replace(by_hand, holds=""), f"Unpack https://x.invalid/x.zip to {tmp_path}/x."),
+    ):
+        for call in (source.find, source.fetch):
+            with pytest.raises(FileNotFoundError, match=f"^{re.escape(f'{message} {advice}')}$"):
+                call(tmp_path)
+
+
+def test_the_remedy_names_the_command_only_where_it_downloads():
+    assert SOURCE.remedy == "Delete this copy and unpack the publishers' archive again."
+    assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data fetch x`."
+
+
+def zipped() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("original/images/1.png", b"one")
+        archive.writestr("original/train.csv", b"1.png,0")
+        archive.writestr("README", b"")
+    return buffer.getvalue()
+
+
+def tarred() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name in ("original/images/1.png", "original/train.csv"):
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("name", "content", "kind"), [("x.zip", zipped(), "md5"), ("x.tgz", tarred(), "sha256")])
+def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, name, content, kind):
+    digest = f"{kind}:{hashlib.new(kind, content).hexdigest()}"
+    source = replace(SOURCE, digest=digest, archive=f"x/{name}", folder="original")
+    put(tmp_path / "x" / name, content)
+    assert source.fetch(tmp_path) == tmp_path / "x" / "original"
+    assert source.find(tmp_path) == ("folder", tmp_path / "x" / "original")
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["original"]
+
+
+def test_an_archive_is_kept_where_no_folder_of_it_is_wanted(tmp_path):
+    source = replace(SOURCE, digest=hashlib.sha256(b"all").hexdigest(), archive="x/x.npz")
+    path = put(tmp_path / "x" / "x.npz", b"all")
+    assert source.fetch(tmp_path) == path and path.read_bytes() == b"all"
+
+
+def test_the_original_folder_is_not_downloaded_again_but_our_npz_file_does_not_stand_for_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lightning_fcl.hub.source.retrieve", lambda *args: asked.append(args))
+    monkeypatch.setattr("lightning_fcl.hub.source.unpack", lambda archive, folder, command: archive.parent / folder)
+    source = replace(SOURCE, digest="0" * 64, archive="x/x.zip", folder="original")
+    put(tmp_path / "x.npz")
+    assert source.fetch(tmp_path) == tmp_path / "x" / "original"
+    then = " and run `lightning-fcl data fetch x` to unpack it"
+    assert asked == [(source.url, source.digest, tmp_path / "x" / "x.zip", then)]
+    folder = put_folder(tmp_path / "original")
+    assert source.fetch(tmp_path) == folder and len(asked) == 1
+
+
+def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Expected `pooch`, which downloads .* `pip install pooch`"):
+        retrieve("https://x.invalid/x.zip", "0" * 64, tmp_path / "x.zip")
+
+
+def test_the_hub_needs_the_standard_library_alone():
+    # The package's own __init__ is left out: what it imports is not the hub's.
+    code = (
+        "import sys, types\n"
+        "package = types.ModuleType('lightning_fcl')\n"
+        f"package.__path__ = [{str(Path(lightning_fcl.__file__).parent)!r}]\n"
+        "sys.modules['lightning_fcl'] = package\n"
+        "import lightning_fcl.hub.source, lightning_fcl.hub.fetch\n"
+        "print(sorted({'torch', 'lightning', 'numpy', 'pooch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
