@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 from lightning_fcl.models.transformer import check_blocks
@@ -90,12 +90,10 @@ def vit_body(
         >>> features
         192
     """
-    from timm.models.vision_transformer import VisionTransformer
-
     check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
-    body = VisionTransformer(
+    body: nn.Module = _timm("vision_transformer.VisionTransformer")(
         image_size, patch_size, channels, 0, embed_dim=width, depth=depth, num_heads=heads, mlp_ratio=mlp_ratio, **bare
     )
     return body, width
@@ -107,58 +105,44 @@ def _vit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
 
 
 def _cait(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    from timm.models.cait import Cait
-
     options = {"patch_size": _choose(image_size, 4, 16), **options}
     _check_size("CaiT", image_size, multiple=options["patch_size"], least=2 * options["patch_size"])
-    body = Cait(image_size, in_chans=channels, num_classes=0, **_checked(Cait, options))
-    return body, body.num_features
+    return _of_timm("cait.Cait", options, img_size=image_size, in_chans=channels)
 
 
 def _pit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    from timm.models.pit import PoolingVisionTransformer
-
     stride = options.get("stride", _choose(image_size, 2, 8))
     options = {"patch_size": 2 * stride, "stride": stride, **options}
     _check_size("PiT", image_size, multiple=stride, least=6 * stride)  # 5 patches a side: 5, 3, 2
-    body = PoolingVisionTransformer(
-        image_size, in_chans=channels, num_classes=0, **_checked(PoolingVisionTransformer, options)
-    )
-    return body, body.num_features
+    return _of_timm("pit.PoolingVisionTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _pvt(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    from timm.models.pvt_v2 import PyramidVisionTransformerV2
-
     stride = _choose(image_size, 2, 4)
     _check_size("PVT", image_size, multiple=8 * stride, least=16 * stride)
     options = {"sr_ratios": _choose(image_size, (4, 2, 1, 1), (8, 4, 2, 1)), **options}
-    body = PyramidVisionTransformerV2(channels, 0, **_checked(PyramidVisionTransformerV2, options))
+    body, features = _of_timm("pvt_v2.PyramidVisionTransformerV2", options, in_chans=channels)
     body.patch_embed.proj.stride = (stride, stride)  # timm has the 4 of the paper in its code
-    return body, body.num_features
+    return body, features
 
 
 def _swin(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    from timm.models.swin_transformer import SwinTransformer
-
     patch, window = _choose(image_size, (2, 4), (4, 7))
     options = {"patch_size": patch, "window_size": window, "drop_path_rate": 0.0, **options}
     _check_size("Swin", image_size, multiple=8 * options["patch_size"], least=16 * options["patch_size"])
-    body = SwinTransformer(image_size, in_chans=channels, num_classes=0, **_checked(SwinTransformer, options))
-    return body, body.num_features
+    return _of_timm("swin_transformer.SwinTransformer", options, img_size=image_size, in_chans=channels)
 
 
 def _levit(image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    from timm.models.levit import ConvNorm, Levit
-
+    levit, convolution = _timm("levit.Levit"), _timm("levit.ConvNorm")
     stride = _choose(image_size, 4, 16)
     _check_size("LeViT", image_size, multiple=stride, least=5 * stride)  # 5 positions a side: 5, 3, 2
-    options = dict(_checked(Levit, options))
+    options = dict(_checked(levit, options))
     if stride == 4:
         width = options["embed_dim"][0]
-        first, second = ConvNorm(channels, width // 2, 3, 2, 1), ConvNorm(width // 2, width, 3, 2, 1)
+        first, second = convolution(channels, width // 2, 3, 2, 1), convolution(width // 2, width, 3, 2, 1)
         options |= {"stem_backbone": nn.Sequential(first, nn.Hardswish(), second), "stem_stride": stride}
-    body = LevitBody(Levit(image_size, channels, 0, **options))
+    body = LevitBody(levit(image_size, channels, 0, **options))
     return body, body.norm.num_features
 
 
@@ -202,6 +186,19 @@ def _t2t(image_size: int, channels: int, options: dict[str, Any]) -> Body:
         options = {"splits": ((3, 2), (3, 2), (3, 1)), **options}
     body = T2TBody(image_size, channels, **_checked(T2TBody, options))
     return body, body.features
+
+
+def _timm(path: str) -> Any:
+    """A class of timm's models."""
+    module, name = path.split(".")
+    return getattr(require(f"timm.models.{module}", "has this vision transformer"), name)
+
+
+def _of_timm(path: str, options: dict[str, Any], **sizes: int) -> tuple[Any, int]:
+    """A body of timm's, without classifier."""
+    kind = _timm(path)
+    body = kind(num_classes=0, **sizes, **_checked(kind, options))
+    return body, body.num_features
 
 
 def _choose(image_size: int, small: Any, large: Any) -> Any:
