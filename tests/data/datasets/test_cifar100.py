@@ -161,24 +161,6 @@ def test_wrong_contents_are_named(tmp_path, cifar, case):
     assert str(path) in str(caught.value) and REMEDY in str(caught.value)
 
 
-def test_nothing_there_says_what_to_do(tmp_path):
-    message = (
-        f"Expected CIFAR-100 below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch cifar100`, or "
-        "point LIGHTNING_FCL_DATA at the folder that holds `cifar-100-python` with its files `train`, `test` and "
-        "`meta`."
-    )
-    for call in (cifar100.load, cifar100.SOURCE.find):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
-def test_wrong_options(tmp_path):
-    with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
-        cifar100.load(tmp_path, size=0)
-    with pytest.raises(ValueError, match='Expected `normalize` to be "imagenet", "channel" or "none" but got "z"'):
-        cifar100.load(tmp_path, normalize="z")
-
-
 def test_place_is_that_of_torchvision():
     published = pytest.importorskip("torchvision.datasets").CIFAR100
     assert published.url == cifar100.SOURCE.url

@@ -153,24 +153,6 @@ def test_folders_without_frames(tmp_path):
         core50.load(tmp_path)
 
 
-def test_nothing_there_says_what_to_do(tmp_path):
-    message = (
-        f"Expected CORe50 below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch core50`, or "
-        "point LIGHTNING_FCL_DATA at the folder that holds `core50_128x128` or `core50_32x32`, as in "
-        "`core50_128x128/s1/o1/C_01_01_000.png`."
-    )
-    for call in (core50.load, core50.SOURCE.find):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
-def test_wrong_options(tmp_path):
-    with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
-        core50.load(tmp_path, size=(32, 32))
-    with pytest.raises(ValueError, match="Expected `by_session` to be True or False but got 1"):
-        core50.load(tmp_path, by_session=1)
-
-
 def test_place_and_digest_are_those_of_its_authors():
     published = pytest.importorskip("avalanche.benchmarks.datasets.core50.core50_data").data[0]
     name, url, digest = published

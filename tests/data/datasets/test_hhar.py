@@ -200,8 +200,6 @@ OPTIONS = {
     "chunk": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
     "rate": ({"rate": 0}, "Expected `rate` to be above 0 and at most 1000 Hz but got 0."),
     "rate nan": ({"rate": float("nan")}, "Expected `rate` to be above 0 and at most 1000 Hz but got nan."),
-    "features": ({"features": "mean"}, 'Expected `features` to be "raw" or "statistics" but got "mean".'),
-    "normalize": ({"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".'),
     "devices": ({"devices": ["s4"]}, "Expected `devices` to be different models among nexus4, s3,"),
     "devices twice": ({"devices": ["s3", "s3"]}, "Expected `devices` to be different models among"),
     "devices text": ({"devices": "s3"}, "Expected `devices` to be different models among"),
@@ -263,14 +261,6 @@ def test_wrong_windows_are_named(tmp_path, case):
     put_windows(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         hhar.load(tmp_path, **options)
-
-
-def test_nothing_there(tmp_path):
-    place = tmp_path / "hhar" / "Activity recognition exp" / "Phones_accelerometer.csv"
-    for call in (hhar.load, hhar.SOURCE.find, hhar.SOURCE.fetch):
-        with pytest.raises(FileNotFoundError, match=re.escape("archive.ics.uci.edu/dataset/344")) as caught:
-            call(tmp_path)
-        assert str(place) in str(caught.value)
 
 
 @pytest.mark.data

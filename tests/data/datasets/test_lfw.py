@@ -269,25 +269,6 @@ def test_half_an_npz_is_named(tmp_path):
         lfw.load(tmp_path)
 
 
-def test_nothing_there(tmp_path):
-    message = f"Expected the LFW data below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch lfw`"
-    for call in (lfw.load, lfw.SOURCE.find):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
-@pytest.mark.parametrize("size", [None, 64, (64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48), "64"])
-def test_wrong_size(tmp_path, size):
-    message = f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        lfw.load(tmp_path, size=size)
-
-
-def test_wrong_normalize(tmp_path):
-    with pytest.raises(ValueError, match=r'Expected `normalize` to be "none" or "image" but got None\.'):
-        lfw.load(tmp_path, normalize=None)
-
-
 @pytest.mark.parametrize("min_faces", [0, -3, 2.0, "35", True])
 def test_wrong_min_faces(tmp_path, min_faces):
     message = f"Expected `min_faces` to be a whole number of at least 1 but got {min_faces!r}. Pass"

@@ -113,26 +113,6 @@ def test_damaged_and_missing_images_are_named(tmp_path, content):
         miniimagenet.load(tmp_path)
 
 
-def test_nothing_there_says_what_to_do(tmp_path):
-    (tmp_path / "miniimagenet" / "images").mkdir(parents=True)
-    place = tmp_path / "miniimagenet"
-    message = (
-        f"Expected MiniImageNet below `root` but found nothing in {tmp_path}. Get images and lists as "
-        f"https://github.com/yaoyao-liu/mini-imagenet-tools says and put them in {place}, so that "
-        f"{place / 'train.csv'}, `val.csv`, `test.csv` and {place / 'images' / 'n0153282900000005.jpg'} are there"
-    )
-    for call in (miniimagenet.load, miniimagenet.SOURCE.find, miniimagenet.SOURCE.fetch):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
-def test_wrong_options(tmp_path):
-    with pytest.raises(ValueError, match='Expected `part` to be "all", "train", "validation" or "test" but got "val"'):
-        miniimagenet.load(tmp_path, part="val")
-    with pytest.raises(ValueError, match="Expected `size` to be a positive whole number"):
-        miniimagenet.load(tmp_path, size=0)
-
-
 def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):
     """As Avalanche carries them."""
     package = pytest.importorskip("avalanche.benchmarks.datasets.mini_imagenet.mini_imagenet")

@@ -182,34 +182,11 @@ def test_half_an_npz_is_named(tmp_path):
         orl.load(tmp_path)
 
 
-def test_nothing_there_says_what_to_do(tmp_path):
-    message = (
-        f"Expected the ORL faces below `root` but found nothing in {tmp_path}. Download the archive by hand from "
-        f"https://cam-orl.co.uk/facedatabase.html and unpack it to {tmp_path / 'orl'}, so that "
-        f"{tmp_path / 'orl' / 's1' / '1.pgm'} is there"
-    )
-    for call in (orl.load, orl.SOURCE.find, orl.SOURCE.fetch):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
 def test_fetch_gives_what_is_there(tmp_path):
     path = put_npz(tmp_path / "orl" / "faces.npz")
     assert orl.SOURCE.fetch(tmp_path) == path
     folder = put_folder(tmp_path / "orl")
     assert orl.SOURCE.fetch(tmp_path) == folder
-
-
-@pytest.mark.parametrize("size", [64, (64,), (64, 0), (64, 48.0), (48, False), "ab"])
-def test_wrong_size(tmp_path, size):
-    message = f"Expected `size` to be two positive whole numbers, height and width, but got {size!r}. Pass"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        orl.load(tmp_path, size=size)
-
-
-def test_wrong_normalize(tmp_path):
-    with pytest.raises(ValueError, match=r'Expected `normalize` to be "none" or "image" but got "user"\.'):
-        orl.load(tmp_path, normalize="user")
 
 
 @pytest.mark.data

@@ -241,30 +241,6 @@ def test_damaged_npz_is_named(tmp_path, damage):
     assert str(path) in str(caught.value)
 
 
-def test_nothing_there_says_what_to_do(tmp_path):
-    message = (
-        f"Expected TinyImageNet below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch "
-        "tinyimagenet`, or point LIGHTNING_FCL_DATA at the folder that holds `tiny-imagenet-200` or "
-        "`tinyimagenet32/100classes.npz`."
-    )
-    for call in (tinyimagenet.load, tinyimagenet.SOURCE.find):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
-@pytest.mark.parametrize("size", [0, -1, 32.0, True, (32, 32), "32"])
-def test_wrong_size(tmp_path, size):
-    message = f"Expected `size` to be a positive whole number, height and width in pixels, but got {size!r}. Pass"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tinyimagenet.load(tmp_path, size=size)
-
-
-def test_wrong_normalize(tmp_path):
-    message = 'Expected `normalize` to be "imagenet", "channel" or "none" but got "image".'
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tinyimagenet.load(tmp_path, normalize="image")
-
-
 def zipped(content: dict[str, bytes], prefix: str = "tiny-imagenet-200/") -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:

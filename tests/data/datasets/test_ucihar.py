@@ -367,25 +367,11 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content):
     assert REMEDY in str(caught.value)
 
 
-def test_nothing_there(tmp_path):
-    message = (
-        f"Expected the UCI HAR data below `root` but found nothing in {tmp_path}. Run `lightning-fcl data fetch ucihar`"
-    )
-    for call in (ucihar.load, ucihar.SOURCE.find):
-        with pytest.raises(FileNotFoundError, match=re.escape(message)):
-            call(tmp_path)
-
-
 @pytest.mark.parametrize("sensors", ["gyro", (), ("gyro", "gyro"), ("gyro", "body_gyro")])
 def test_wrong_sensors(tmp_path, sensors):
     message = f"Expected `sensors` to be different names among 'body_acc', 'gyro', 'total_acc' but got {sensors!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         ucihar.load(tmp_path, sensors=sensors)
-
-
-def test_wrong_standardize(tmp_path):
-    with pytest.raises(ValueError, match='Expected `standardize` to be "sensor", "channel" or None but got "axis"'):
-        ucihar.load(tmp_path, standardize="axis")
 
 
 @pytest.fixture

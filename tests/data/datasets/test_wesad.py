@@ -156,12 +156,13 @@ def test_layouts_are_found_in_the_documented_order(tmp_path):
     assert wesad.SOURCE.fetch(tmp_path) == tmp_path / "WESAD"
 
 
-def test_nothing_there(tmp_path):
-    place = tmp_path / "wesad" / "WESAD" / "S2" / "S2.pkl"
-    for call in (wesad.load, wesad.SOURCE.find, wesad.SOURCE.fetch):
-        with pytest.raises(FileNotFoundError, match=re.escape("archive.ics.uci.edu/dataset/465")) as caught:
-            call(tmp_path)
-        assert str(place) in str(caught.value)
+def test_a_subject_without_a_chunk_is_told(tmp_path):
+    put_stream(tmp_path, 2)
+    put_stream(tmp_path, 3, label32=np.repeat([0, 1] * 120, 8))
+    with pytest.warns(UserWarning, match="There is no chunk of 32 steps of subject 3 in .*streams"):
+        data = wesad.load(tmp_path)
+    assert data.client.tolist() == [2] * 40
+    np.testing.assert_array_equal(data.x, wesad.load(put_stream(tmp_path / "alone", 2).parents[1]).x)
 
 
 def test_the_user_z_score_is_over_all_kept_samples(tmp_path):
@@ -389,12 +390,10 @@ def test_wrong_streams_are_named(tmp_path, case):
 
 
 OPTIONS = {
-    "device": ({"device": "ankle"}, 'Expected `device` to be "wrist" or "chest" but got "ankle".'),
     "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
     "chunk 0": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
     "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 1.5."),
     "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
-    "normalize": ({"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".'),
 }
 
 

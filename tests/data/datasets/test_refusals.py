@@ -1,0 +1,120 @@
+"""What every data set refuses alike: options that cannot be, and a folder in which there is nothing of it."""
+
+import importlib
+import re
+
+import pytest
+
+from lightning_fcl.data import datasets
+
+RUN = "Run `lightning-fcl data fetch {name}`, or"
+HAND = "Download the archive by hand from"
+NOTHING = {
+    "cifar100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
+    "core50": (
+        "CORe50",
+        RUN,
+        "`core50_128x128` or `core50_32x32`, as in `core50_128x128/s1/o1/C_01_01_000.png`",
+    ),
+    "fc100": ("CIFAR-100", RUN, "`cifar-100-python` with its files `train`, `test` and `meta`"),
+    "hhar": (
+        "the HHAR data",
+        f"{HAND} https://archive.ics.uci.edu/dataset/344/heterogeneity+activity+recognition and unpack it, and "
+        "`Activity recognition exp.zip` in it, so that {root}/hhar/Activity recognition exp/Phones_accelerometer.csv "
+        "is there, or",
+        "`Activity recognition exp` or `hhar_phone`",
+    ),
+    "lfw": (
+        "the LFW data",
+        RUN,
+        "`lfw` or `lfw_funneled` with the people's folders, as in `lfw/Tony_Blair/Tony_Blair_0001.jpg`, or "
+        "`lfw/min35_gray_64x48.npz`",
+    ),
+    "miniimagenet": (
+        "MiniImageNet",
+        "Get images and lists as https://github.com/yaoyao-liu/mini-imagenet-tools says and put them in "
+        "{root}/miniimagenet, so that {root}/miniimagenet/train.csv, `val.csv`, `test.csv` and "
+        "{root}/miniimagenet/images/n0153282900000005.jpg are there, or",
+        "`miniimagenet`",
+    ),
+    "orl": (
+        "the ORL faces",
+        f"{HAND} https://cam-orl.co.uk/facedatabase.html and unpack it to {{root}}/orl, so that {{root}}/orl/s1/1.pgm "
+        "is there, or",
+        "`orl`, `orl_faces` or `att_faces`",
+    ),
+    "tinyimagenet": ("TinyImageNet", RUN, "`tiny-imagenet-200` or `tinyimagenet32/100classes.npz`"),
+    "ucihar": (
+        "the UCI HAR data",
+        RUN,
+        "`UCI HAR Dataset`, `UCI HAR Dataset.zip`, `human+activity+recognition+using+smartphones.zip` or "
+        "`ucihar/inertial.npz`",
+    ),
+    "wesad": (
+        "the WESAD data",
+        f"{HAND} https://archive.ics.uci.edu/dataset/465/wesad+wearable+stress+and+affect+detection and unpack it to "
+        "{root}/wesad, so that {root}/wesad/WESAD/S2/S2.pkl is there, or",
+        "`WESAD` or `wesad_wrist`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_there_says_what_to_do(tmp_path, name):
+    title, advice, holds = NOTHING[name]
+    (tmp_path / "miniimagenet" / "images").mkdir(parents=True)
+    (tmp_path / "people" / "IMG").mkdir(parents=True)
+    (tmp_path / "people" / "IMG_0001.jpg").touch()
+    message = (
+        f"Expected {title} below `root` but found nothing in {tmp_path}. {advice.format(name=name, root=tmp_path)} "
+        f"point LIGHTNING_FCL_DATA at the folder that holds {holds}."
+    )
+    source = importlib.import_module(f"lightning_fcl.data.datasets.{name}").SOURCE
+    calls = [datasets.load, datasets.check, lambda _, root: source.find(root)]
+    if not source.digest:
+        calls.append(datasets.fetch)
+    for call in calls:
+        with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
+            call(name, tmp_path)
+
+
+SIDE = "Expected `size` to be a positive whole number, height and width in pixels, but got {}. Pass, for example, 32."
+SHAPE = "Expected `size` to be two positive whole numbers, height and width, but got {}. Pass, for example, (64, 48)."
+OPTIONS = [
+    *(("tinyimagenet", {"size": size}, SIDE.format(repr(size))) for size in (0, -1, 32.0, True, (32, 32), "32")),
+    *((name, {"size": 0}, SIDE.format(0)) for name in ("cifar100", "core50", "fc100", "miniimagenet")),
+    *(
+        ("lfw", {"size": size}, SHAPE.format(repr(size)))
+        for size in (None, 64, (64,), (64, 48, 1), (0, 48), (64, -1), (64.0, 48), (True, 48), "64")
+    ),
+    *(
+        ("orl", {"size": size}, SHAPE.format(repr(size)))
+        for size in (64, (64,), (64, 0), (64, 48.0), (48, False), "ab")
+    ),
+    *(
+        (name, {"normalize": "user"}, 'Expected `normalize` to be "imagenet", "channel" or "none" but got "user".')
+        for name in ("cifar100", "core50", "fc100", "miniimagenet", "tinyimagenet")
+    ),
+    *(
+        (name, {"normalize": None}, 'Expected `normalize` to be "none" or "image" but got None.')
+        for name in ("lfw", "orl")
+    ),
+    *(
+        (name, {"normalize": "all"}, 'Expected `normalize` to be "user", "causal" or "none" but got "all".')
+        for name in ("hhar", "wesad")
+    ),
+    *(
+        (name, {"part": "val"}, 'Expected `part` to be "all", "train", "validation" or "test" but got "val".')
+        for name in ("fc100", "miniimagenet")
+    ),
+    ("core50", {"by_session": 1}, "Expected `by_session` to be True or False but got 1."),
+    ("wesad", {"device": "ankle"}, 'Expected `device` to be "wrist" or "chest" but got "ankle".'),
+    ("hhar", {"features": "mean"}, 'Expected `features` to be "raw" or "statistics" but got "mean".'),
+    ("ucihar", {"standardize": "axis"}, 'Expected `standardize` to be "sensor", "channel" or None but got "axis".'),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), OPTIONS)
+def test_options_are_checked_before_files_are_looked_for(tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        datasets.load(name, tmp_path, **options)
