@@ -1,7 +1,14 @@
 """What all tests share: one thread, silence, and a small stream."""
 
+import hashlib
+import http.server
+import io
 import os
+import tarfile
+import threading
 import warnings
+import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning.pytorch as L
@@ -194,3 +201,61 @@ def make_reservoir_task(make_reservoir):
         return ReservoirClassifier(reservoir, 4, **{"beta": 1e-2, "min_samples": 1, **kwargs})
 
     return make
+
+
+def packed(name: str, files: dict[str, bytes]) -> bytes:
+    """A zip or a tar file of these files."""
+    buffer = io.BytesIO()
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for path, content in files.items():
+                archive.writestr(path, content)
+    else:
+        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+            for path, content in files.items():
+                member = tarfile.TarInfo(path)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def pack():
+    """Packs files into a zip or a tar file, by its name."""
+    return packed
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Serves a file, or files in an archive, on this machine.
+
+    Gives a source with this URL and digest, the served file, and the paths asked for.
+    """
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=tmp_path / "server")
+
+        def log_message(self, *args):
+            asked.append(self.path)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    def start(source, name, content):
+        content = packed(name, content) if isinstance(content, dict) else content
+        path = tmp_path / "server" / name
+        path.parent.mkdir()
+        path.write_bytes(content)
+        kind = "md5" if source.digest.startswith("md5:") else "sha256"
+        url, digest = f"http://127.0.0.1:{server.server_port}/{name}", hashlib.new(kind, content).hexdigest()
+        return replace(source, url=url, digest=f"{kind}:{digest}"), path, asked
+
+    yield start
+    server.shutdown()
+    thread.join()
+    server.server_close()

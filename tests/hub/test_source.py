@@ -1,19 +1,15 @@
 """Files are found by their layout, and fetched only where somebody publishes their digest."""
 
 import hashlib
-import io
 import re
 import subprocess
 import sys
-import tarfile
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import lightning_fcl
-from lightning_fcl.hub.fetch import retrieve
 from lightning_fcl.hub.source import Layout, Source
 
 FOLDER = Layout("folder", ("x/original", "original", "."), signs=("images/", "train.csv|test.csv"))
@@ -106,33 +102,6 @@ def test_the_remedy_names_the_command_only_where_it_downloads():
     assert replace(SOURCE, digest="0" * 64).remedy == "Delete this copy and run `lightning-fcl data fetch x`."
 
 
-def zipped() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("original/images/1.png", b"one")
-        archive.writestr("original/train.csv", b"1.png,0")
-        archive.writestr("README", b"")
-    return buffer.getvalue()
-
-
-def tarred() -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name in ("original/images/1.png", "original/train.csv"):
-            archive.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize(("name", "content", "kind"), [("x.zip", zipped(), "md5"), ("x.tgz", tarred(), "sha256")])
-def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, name, content, kind):
-    digest = f"{kind}:{hashlib.new(kind, content).hexdigest()}"
-    source = replace(SOURCE, digest=digest, archive=f"x/{name}", folder="original")
-    put(tmp_path / "x" / name, content)
-    assert source.fetch(tmp_path) == tmp_path / "x" / "original"
-    assert source.find(tmp_path) == ("folder", tmp_path / "x" / "original")
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["original"]
-
-
 def test_an_archive_is_kept_where_no_folder_of_it_is_wanted(tmp_path):
     source = replace(SOURCE, digest=hashlib.sha256(b"all").hexdigest(), archive="x/x.npz")
     path = put(tmp_path / "x" / "x.npz", b"all")
@@ -150,12 +119,6 @@ def test_the_original_folder_is_not_downloaded_again_but_our_npz_file_does_not_s
     assert asked == [(source.url, source.digest, tmp_path / "x" / "x.zip", then)]
     folder = put_folder(tmp_path / "original")
     assert source.fetch(tmp_path) == folder and len(asked) == 1
-
-
-def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(ModuleNotFoundError, match=r"Expected `pooch`, which downloads .* `pip install pooch`"):
-        retrieve("https://x.invalid/x.zip", "0" * 64, tmp_path / "x.zip")
 
 
 def test_the_hub_needs_the_standard_library_alone():

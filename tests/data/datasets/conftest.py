@@ -1,10 +1,6 @@
 """What tests of data sets share: a server in the place of the publishers', and CIFAR-100's files."""
 
-import hashlib
-import http.server
 import struct
-import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,39 +8,15 @@ import pytest
 
 
 @pytest.fixture
-def serve(tmp_path, monkeypatch):
-    """Serves a file on this machine as a data set's URL with its digest; gives the file and the paths asked for."""
-    asked = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=tmp_path / "server")
-
-        def log_message(self, *args):
-            asked.append(self.path)
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+def publish(serve, monkeypatch):
+    """Publishes files as those of a data set, on this machine; gives the archive and the paths asked for."""
 
     def start(module, name, content):
-        path = tmp_path / "server" / name
-        path.parent.mkdir()
-        path.write_bytes(content)
-        kind = "md5" if module.SOURCE.digest.startswith("md5:") else "sha256"
-        own = {
-            "url": f"http://127.0.0.1:{server.server_port}/{name}",
-            "digest": f"{kind}:{hashlib.new(kind, content).hexdigest()}",
-        }
-        monkeypatch.setattr(module, "SOURCE", replace(module.SOURCE, **own))
-        return path, asked
+        source, archive, asked = serve(module.SOURCE, name, content)
+        monkeypatch.setattr(module, "SOURCE", source)
+        return archive, asked
 
-    yield start
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    return start
 
 
 def python2(value) -> bytes:

@@ -2,8 +2,6 @@
 
 import io
 import re
-import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,20 +157,12 @@ def test_place_and_digest_are_those_of_its_authors():
     assert (f"core50/{name}", url, f"md5:{digest}") == (core50.SOURCE.archive, core50.SOURCE.url, core50.SOURCE.digest)
 
 
-def test_fetch_downloads_once_what_load_reads(tmp_path, serve, monkeypatch):
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in FILES.items():
-            archive.writestr(f"core50_128x128/{name}", content)
-    _, asked = serve(core50, "small.zip", buffer.getvalue())
+def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
+    _, asked = publish(core50, "small.zip", {f"core50_128x128/{name}": content for name, content in FILES.items()})
     folder = core50.SOURCE.fetch(tmp_path / "data")
     assert folder == tmp_path / "data" / "core50" / "core50_128x128"
     assert len(core50.load(tmp_path / "data").x) == 24
     assert core50.SOURCE.fetch(tmp_path / "data") == folder and asked == ["/small.zip"]
-    monkeypatch.setattr(core50, "SOURCE", replace(core50.SOURCE, digest="md5:" + "0" * 32))
-    with pytest.raises(ValueError, match="does not match the known hash"):
-        core50.SOURCE.fetch(tmp_path / "other")
-    assert list((tmp_path / "other" / "core50").iterdir()) == []
 
 
 @pytest.mark.data

@@ -2,8 +2,6 @@
 
 import io
 import re
-import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -298,23 +296,13 @@ def test_nobody_with_so_many_images(tmp_path):
             lfw.load(root, min_faces=wanted)
 
 
-def tarred(content: dict[str, bytes], prefix: str = "lfw_funneled/") -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, image in content.items():
-            member = tarfile.TarInfo(prefix + name)
-            member.size = len(image)
-            archive.addfile(member, io.BytesIO(image))
-    return buffer.getvalue()
-
-
 def test_place_and_digest_are_those_of_scikit_learn():
     published = pytest.importorskip("sklearn.datasets._lfw").FUNNELED_ARCHIVE
     assert (published.url, published.checksum) == (lfw.SOURCE.url, lfw.SOURCE.digest)
 
 
-def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
-    _, asked = serve(lfw, "small.tgz", tarred(FILES))
+def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
+    _, asked = publish(lfw, "small.tgz", {f"lfw_funneled/{name}": content for name, content in FILES.items()})
     root = tmp_path / "data"
     put_npz(root / "lfw" / NPZ)
     folder = lfw.SOURCE.fetch(root)
@@ -329,50 +317,6 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, serve):
 def test_fetch_takes_the_original_images_that_are_there(tmp_path):
     folder = put_folder(tmp_path / "lfw")
     assert lfw.SOURCE.fetch(tmp_path) == folder
-
-
-def test_fetch_unpacks_an_archive_that_is_there(tmp_path, serve):
-    content = tarred(FILES)
-    _, asked = serve(lfw, "small.tgz", content)
-    put(tmp_path / "data" / "lfw" / "lfw-funneled.tgz", content)
-    assert lfw.SOURCE.fetch(tmp_path / "data").is_dir()
-    assert asked == []
-
-
-def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, serve, monkeypatch):
-    serve(lfw, "small.tgz", tarred(FILES))
-    monkeypatch.setattr(lfw, "SOURCE", replace(lfw.SOURCE, digest="0" * 64))
-    with pytest.raises(ValueError, match="does not match the known hash"):
-        lfw.SOURCE.fetch(tmp_path / "data")
-    assert list((tmp_path / "data" / "lfw").iterdir()) == []
-
-
-def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, serve, monkeypatch):
-    serve(lfw, "small.tgz", tarred(FILES))
-    monkeypatch.setattr(lfw, "SOURCE", replace(lfw.SOURCE, url=lfw.SOURCE.url.replace("small", "missing")))
-    place = tmp_path / "data" / "lfw" / "lfw-funneled.tgz"
-    with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place} and run")) as caught:
-        lfw.SOURCE.fetch(tmp_path / "data")
-    assert "404" in str(caught.value)
-
-
-ARCHIVES = {
-    "a way out": tarred(FILES | {"../../../out.txt": b"out"}),
-    "cut short": tarred(FILES)[:20000],
-    "no archive": b"hello",
-    "another folder": tarred(FILES, "faces/"),
-}
-
-
-@pytest.mark.parametrize("kind", ARCHIVES)
-def test_fetch_unpacks_whole_or_not_at_all(tmp_path, serve, kind):
-    serve(lfw, "small.tgz", ARCHIVES[kind])
-    folder = tmp_path / "data" / "lfw"
-    message = f"Expected to unpack {folder / 'lfw-funneled.tgz'} to {folder / 'lfw_funneled'} but got: "
-    with pytest.raises(OSError, match=re.escape(message)):
-        lfw.SOURCE.fetch(tmp_path / "data")
-    assert [path.name for path in folder.iterdir()] == ["lfw-funneled.tgz"]
-    assert not list(tmp_path.rglob("out.txt"))
 
 
 @pytest.mark.data

@@ -5,7 +5,6 @@ import io
 import os
 import re
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -374,41 +373,15 @@ def test_wrong_sensors(tmp_path, sensors):
         ucihar.load(tmp_path, sensors=sensors)
 
 
-@pytest.fixture
-def served(serve):
-    """The small zip in the place of UCI's; the file and the paths asked for."""
-    return serve(ucihar, "small.zip", zipped({f"{FOLDER}.zip": zipped(original())}, ""))
-
-
-def test_fetch_downloads_once_what_load_reads(tmp_path, served):
+def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
+    archive, asked = publish(ucihar, "small.zip", {f"{FOLDER}.zip": zipped(original())})
     root = tmp_path / "data"
     path = ucihar.SOURCE.fetch(root)
     assert path == root / "ucihar" / OUTER
-    assert path.read_bytes() == served[0].read_bytes()
+    assert path.read_bytes() == archive.read_bytes()
     np.testing.assert_array_equal(ucihar.load(root, standardize=None).x, expected(["total_acc", "body_gyro"]))
     assert ucihar.SOURCE.fetch(root) == path
-    assert served[1] == ["/small.zip"]
-
-
-def test_fetch_replaces_a_damaged_copy(tmp_path, served):
-    path = put(tmp_path / "data" / "ucihar" / OUTER, b"half a zip")
-    ucihar.SOURCE.fetch(tmp_path / "data")
-    assert path.read_bytes() == served[0].read_bytes()
-
-
-def test_fetch_keeps_nothing_that_does_not_verify(tmp_path, served, monkeypatch):
-    monkeypatch.setattr(ucihar, "SOURCE", replace(ucihar.SOURCE, digest="0" * 64))
-    with pytest.raises(ValueError, match="does not match the known hash"):
-        ucihar.SOURCE.fetch(tmp_path / "data")
-    assert list((tmp_path / "data" / "ucihar").iterdir()) == []
-
-
-def test_fetch_without_a_connection_says_where_to_put_the_file(tmp_path, served, monkeypatch):
-    monkeypatch.setattr(ucihar, "SOURCE", replace(ucihar.SOURCE, url=ucihar.SOURCE.url.replace("small", "missing")))
-    place = tmp_path / "data" / "ucihar" / OUTER
-    with pytest.raises(ConnectionError, match=re.escape(f"or download it by hand to {place}.")) as caught:
-        ucihar.SOURCE.fetch(tmp_path / "data")
-    assert "404" in str(caught.value)
+    assert asked == ["/small.zip"]
 
 
 @pytest.mark.data

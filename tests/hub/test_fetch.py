@@ -1,0 +1,102 @@
+"""What is downloaded verifies, and is unpacked whole or not at all."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+from lightning_fcl.hub.fetch import retrieve
+from lightning_fcl.hub.source import Layout, Source
+
+FILES = {f"original/images/{n}.png": bytes(range(n, n + 200)) * 20 for n in range(10)} | {"original/train.csv": b"1,0"}
+ARCHIVES = ["x.zip", "x.tgz", "x.tar.gz"]
+
+
+def source(archive: str, **changes) -> Source:
+    words = dict.fromkeys(("title", "content", "licence", "citation", "url", "size", "holds"), "x")
+    layouts = (Layout("folder", ("x/original", "original"), signs=("train.csv",)),)
+    return Source(
+        **{"name": "x", "layouts": layouts, "archive": f"x/{archive}", "folder": "original"} | words | changes
+    )
+
+
+@pytest.mark.parametrize("kind", ["", "md5:"])
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_an_archive_is_downloaded_once_and_unpacked(tmp_path, serve, archive, kind):
+    served, _, asked = serve(source(archive, digest=kind), archive, FILES | {"README": b""})
+    folder = served.fetch(tmp_path / "data")
+    assert folder == tmp_path / "data" / "x" / "original"
+    assert {f"original/{p.relative_to(folder).as_posix()}": p.read_bytes() for p in folder.rglob("*.*")} == FILES
+    assert [path.name for path in folder.parent.iterdir()] == ["original"]
+    assert served.fetch(tmp_path / "data") == folder and asked == [f"/{archive}"]
+
+
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_an_archive_that_is_there_and_verifies_is_unpacked(tmp_path, serve, pack, archive):
+    content = pack(archive, FILES)
+    served, _, asked = serve(source(archive), archive, content)
+    path = tmp_path / "data" / "x" / archive
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert served.fetch(tmp_path / "data") == path.parent / "original"
+    assert [path.name for path in path.parent.iterdir()] == ["original"] and asked == []
+
+
+def test_a_file_of_which_no_folder_is_wanted_is_kept(tmp_path, serve):
+    served, _, asked = serve(source("x.zip", folder=""), "x.zip", b"whole")
+    for _ in range(2):
+        path = served.fetch(tmp_path / "data")
+        assert path == tmp_path / "data" / "x" / "x.zip" and path.read_bytes() == b"whole" and asked == ["/x.zip"]
+    path.write_bytes(b"half")
+    assert served.fetch(tmp_path / "data").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, "md5:" + "0" * 32])
+@pytest.mark.parametrize("folder", ["original", ""])
+def test_nothing_is_kept_that_does_not_verify(tmp_path, serve, folder, digest):
+    served, _, asked = serve(source("x.zip", folder=folder), "x.zip", FILES)
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        replace(served, digest=digest).fetch(tmp_path / "data")
+    assert list((tmp_path / "data" / "x").iterdir()) == [] and asked == ["/x.zip"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "then"), [("original", " and run `lightning-fcl data fetch x` to unpack it."), ("", ".")]
+)
+def test_without_a_connection_it_is_told_where_to_put_the_file(tmp_path, serve, folder, then):
+    served = serve(source("x.zip", folder=folder), "x.zip", b"")[0]
+    place = tmp_path / "data" / "x" / "x.zip"
+    with pytest.raises(ConnectionError, match=f"{re.escape(f'or download it by hand to {place}{then}')}$") as caught:
+        replace(served, url=served.url.replace("x.zip", "missing.zip")).fetch(tmp_path / "data")
+    assert "404" in str(caught.value)
+
+
+DAMAGES = {
+    "cut short": lambda pack, name: pack(name, FILES)[: len(pack(name, FILES)) // 2],
+    "no archive": lambda pack, name: b"hello",
+    "another folder": lambda pack, name: pack(name, {"faces/train.csv": b""}),
+    "a way out": lambda pack, name: pack(name, {"../../../out.txt": b"out", **FILES}),
+}
+
+
+@pytest.mark.parametrize("archive", ["x.zip", "x.tgz"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archive):
+    served = serve(source(archive), archive, DAMAGES[damage](pack, archive))[0]
+    folder = tmp_path / "data" / "x"
+    if (damage, archive) == ("a way out", "x.zip"):
+        # A zip's way out is cut off, and the rest is what was wanted.
+        assert served.fetch(tmp_path / "data") == folder / "original"
+    else:
+        message = f"Expected to unpack {folder / archive} to {folder / 'original'} but got: "
+        with pytest.raises(OSError, match=re.escape(message)):
+            served.fetch(tmp_path / "data")
+        assert [path.name for path in folder.iterdir()] == [archive]
+    assert not list(tmp_path.rglob("out.txt"))
+
+
+def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(ModuleNotFoundError, match=r"Expected `pooch`, which downloads .* `pip install pooch`"):
+        retrieve("https://x.invalid/x.zip", "0" * 64, tmp_path / "x.zip")
