@@ -12,20 +12,6 @@ from lightning_fcl.door import MovedModules, lazy_names, register_strategy
 
 __version__ = "0.1.0"
 
-HOMES = {
-    "Classifier": "lightning_fcl.tasks.classification",
-    "FederatedStrategy": "lightning_fcl.simulation.strategy",
-    "FederatedStream": "lightning_fcl.data.stream",
-    "HARClassifier": "lightning_fcl.tasks.classification",
-    "Quantize": "lightning_fcl.federation.compression",
-    "RandomClassifier": "lightning_fcl.tasks.classification",
-    "ReservoirClassifier": "lightning_fcl.tasks.reservoir",
-    "ReservoirRegressor": "lightning_fcl.tasks.reservoir",
-    "RidgeClassifier": "lightning_fcl.tasks.ridge",
-    "Swarm": "lightning_fcl.federation.swarm",
-    "TopK": "lightning_fcl.federation.compression",
-}
-
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import FederatedStream as FederatedStream
     from lightning_fcl.federation.compression import Quantize as Quantize
@@ -39,8 +25,7 @@ if TYPE_CHECKING:
     from lightning_fcl.tasks.reservoir import ReservoirRegressor as ReservoirRegressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier
 else:
-    __all__ = sorted(HOMES)
-    __getattr__, __dir__ = lazy_names(__name__, HOMES)
+    __all__, __getattr__, __dir__ = lazy_names(__name__)
 
 sys.meta_path.append(MovedModules())
 if "lightning.pytorch" in sys.modules:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 # Modules of 0.1 and where they are now, all below `lightning_fcl`; what is not named keeps its place in its package.
@@ -75,18 +77,21 @@ class MovedModules(MetaPathFinder):
         return None
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package that imports its public names when they are asked for.
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a package that imports its public names when they are asked for.
+
+    The names are those that its file imports as themselves for type checkers, as in
+    ``if TYPE_CHECKING: from lightning_fcl.models.mlp import MLP as MLP``, or with ``*`` from another such package.
 
     Args:
-        package: Name of the package.
-        homes: The module of each public name.
+        package: Name of the package, which is being imported.
 
     Example:
-        >>> getattribute, names = lazy_names("lightning_fcl", {"MLP": "lightning_fcl.models.mlp"})
-        >>> "MLP" in names(), getattribute("MLP").__name__
+        >>> names, getattribute, _ = lazy_names("lightning_fcl.models")
+        >>> "MLP" in names, getattribute("MLP").__name__
         (True, 'MLP')
     """
+    homes = _homes(package)
 
     def getattribute(name: str) -> object:
         if name not in homes:
@@ -100,7 +105,19 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})
 
-    return getattribute, names
+    return sorted(homes), getattribute, names
+
+
+def _homes(package: str) -> dict[str, str]:
+    """The module of each public name of a package."""
+    homes: dict[str, str] = {}
+    for node in ast.walk(ast.parse(Path(sys.modules[package].__file__ or "").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.names[0].name == "*":
+                importlib.import_module(node.module)
+                homes |= _homes(node.module)
+            homes |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
+    return homes
 
 
 def register_strategy() -> None:

@@ -8,15 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_fcl.door import lazy_names
-from lightning_fcl.methods import HOMES as METHODS
-
-HOMES = {
-    "ActivationDensity": "lightning_fcl.callbacks.density",
-    "BaseSession": "lightning_fcl.callbacks.base_session",
-    "ContinualMetrics": "lightning_fcl.callbacks.continual_metrics",
-    "FederatedProgressBar": "lightning_fcl.callbacks.progress",
-    "Pretrain": "lightning_fcl.callbacks.pretrain",
-} | METHODS
 
 if TYPE_CHECKING:
     from lightning_fcl.callbacks.base_session import BaseSession as BaseSession
@@ -26,5 +17,4 @@ if TYPE_CHECKING:
     from lightning_fcl.callbacks.progress import FederatedProgressBar as FederatedProgressBar
     from lightning_fcl.methods import *  # noqa: F403
 else:
-    __all__ = sorted(HOMES)
-    __getattr__, __dir__ = lazy_names(__name__, HOMES)
+    __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -9,32 +9,6 @@ from typing import TYPE_CHECKING
 
 from lightning_fcl.door import lazy_names
 
-HOMES = {
-    "AGEM": "lightning_fcl.methods.gem",
-    "APFL": "lightning_fcl.methods.apfl",
-    "BCN": "lightning_fcl.methods.bcn",
-    "DyToxTraining": "lightning_fcl.methods.dytox",
-    "EWC": "lightning_fcl.methods.importance",
-    "FLwF": "lightning_fcl.methods.distillation",
-    "FLwF2T": "lightning_fcl.methods.distillation",
-    "FedKNOW": "lightning_fcl.methods.fedknow",
-    "FedProx": "lightning_fcl.methods.fedprox",
-    "FedRep": "lightning_fcl.methods.fedrep",
-    "FedViT": "lightning_fcl.methods.fedvit",
-    "FedWEIT": "lightning_fcl.methods.fedweit",
-    "GEM": "lightning_fcl.methods.gem",
-    "IntrinsicPlasticity": "lightning_fcl.methods.plasticity",
-    "LVTMethod": "lightning_fcl.methods.lvt",
-    "LowestLoss": "lightning_fcl.methods.fedvit",
-    "LwF": "lightning_fcl.methods.distillation",
-    "MAS": "lightning_fcl.methods.importance",
-    "MeanOutputLoss": "lightning_fcl.methods.mean_output",
-    "Method": "lightning_fcl.methods.method",
-    "Replay": "lightning_fcl.methods.replay",
-    "Step": "lightning_fcl.methods.method",
-    "Unlearning": "lightning_fcl.methods.unlearning",
-}
-
 if TYPE_CHECKING:
     from lightning_fcl.methods.apfl import APFL as APFL
     from lightning_fcl.methods.bcn import BCN as BCN
@@ -60,5 +34,4 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:
-    __all__ = sorted(HOMES)
-    __getattr__, __dir__ = lazy_names(__name__, HOMES)
+    __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -9,25 +9,6 @@ from typing import TYPE_CHECKING
 
 from lightning_fcl.door import lazy_names
 
-HOMES = {
-    "CvTBody": "lightning_fcl.models.cvt",
-    "DSICNet": "lightning_fcl.models.dsicnet",
-    "Decomposed": "lightning_fcl.models.decomposed",
-    "DyTox": "lightning_fcl.models.dytox",
-    "EchoStateNetwork": "lightning_fcl.models.esn",
-    "HARCNN": "lightning_fcl.models.har_cnn",
-    "LVT": "lightning_fcl.models.lvt",
-    "LVTBody": "lightning_fcl.models.lvt",
-    "MLP": "lightning_fcl.models.mlp",
-    "RidgeReadout": "lightning_fcl.models.ridge",
-    "RidgeStatistics": "lightning_fcl.models.ridge",
-    "SplitViT": "lightning_fcl.models.vit",
-    "T2TBody": "lightning_fcl.models.t2t",
-    "ViT": "lightning_fcl.models.vit",
-    "decomposed_vit": "lightning_fcl.models.decomposed",
-    "fcl_vit": "lightning_fcl.models.vit",
-}
-
 if TYPE_CHECKING:
     from lightning_fcl.models.cvt import CvTBody as CvTBody
     from lightning_fcl.models.decomposed import Decomposed as Decomposed
@@ -46,5 +27,4 @@ if TYPE_CHECKING:
     from lightning_fcl.models.vit import ViT as ViT
     from lightning_fcl.models.vit import fcl_vit as fcl_vit
 else:
-    __all__ = sorted(HOMES)
-    __getattr__, __dir__ = lazy_names(__name__, HOMES)
+    __all__, __getattr__, __dir__ = lazy_names(__name__)
