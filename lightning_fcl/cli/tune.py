@@ -6,8 +6,6 @@ journal in the search's folder says which trials there are, and which are done.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import logging
@@ -25,9 +23,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import optuna
+import pandas as pd
 import yaml
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -35,10 +37,10 @@ from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side
 from lightning_fcl.cli.search import Search, check, trial_recipe
-from lightning_fcl.evaluation.plots import search_figure
 from lightning_fcl.evaluation.report import save_figure, write_whole
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
+STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
 _PATIENCE = 10  # after so many failures for one and the same reason, and no success, the search is at fault
 
 MORE = """A search file:
@@ -252,34 +254,45 @@ def write_results(study: optuna.Study, search: Search, file: Path, out: Path) ->
         ValueError: If no trial has succeeded.
     """
     failures: dict[str, str] = study.user_attrs.get("failures", {})
+    trials = [
+        {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
+        for trial in _those(study, *STATES)
+    ]
+    frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
+    frame["failure"] = [failures.get(str(number), "") for number in frame["trial"]]
+    table = write_whole(out / "trials.csv", frame.to_csv(index=False))
     best = _ranked(study)
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["trial", "state", search.objective, *search.space, "failure"])
-    for trial in _those(study, TrialState.COMPLETE, TrialState.FAIL):
-        state = "complete" if trial.state == TrialState.COMPLETE else "failed"
-        value = trial.value if trial.state == TrialState.COMPLETE else ""
-        settings = [trial.params[key] for key in search.space]
-        writer.writerow([trial.number, state, value, *settings, failures.get(str(trial.number), "")])
-    table = write_whole(out / "trials.csv", text.getvalue())
     if not best:
         reason = next(iter(failures.values()))
         raise ValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
         )
-    axes = {key: what if isinstance(what, list) else what.get("log", False) for key, what in search.space.items()}
-    ranked = [(trial.value or 0.0, search.settings(trial.params)) for trial in best]
-    plot = save_figure(search_figure(ranked, axes, search.objective), out / "trials.png")
-    recipe = write_best(best[0], len(best) + len(failures), search, file, out)
-    names = _short(list(search.space))
-    rows = [
-        [f"{trial.value:.4f}", str(trial.number), *(_show(trial.params[key]) for key in search.space)]
-        for trial in best[:10]
-    ]
-    rows.insert(0, [search.objective, "trial", *names])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print("\n".join("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows))
+    plot = save_figure(trials_figure(study, search), out / "trials.png")
+    recipe = write_best(best[0], len(frame), search, file, out)
+    shown = frame.set_index("trial", drop=False).loc[[trial.number for trial in best[:10]]]
+    columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
+    exactly = {search.objective: "{:.4f}".format}
+    print(
+        shown[[*columns]].to_string(
+            index=False, header=[*columns.values()], float_format="{:.4g}".format, formatters=exactly
+        )
+    )
     print(f"\n{len(best)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
+
+
+def trials_figure(study: optuna.Study, search: Search) -> Figure:
+    """The objective of a search's trials against each setting, a panel per setting, later trials darker."""
+    matplotlib.use("agg")  # Optuna draws with pyplot, which may look for a display
+    names = _short(list(search.space))
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        drawn = optuna.visualization.matplotlib.plot_slice(study, [*search.space], target_name=search.objective)
+        panels = np.ravel(np.asarray(drawn))
+        for panel in panels:
+            panel.set_xlabel(names[panel.get_xlabel()])
+    figure: Figure = panels[0].figure
+    pyplot.close(figure)
+    return figure
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out: Path) -> Path:
@@ -310,11 +323,7 @@ def _best_so_far(study: optuna.Study) -> str:
     return f"best {best[0].value:.4f} (trial {best[0].number})" if best else "none succeeded yet"
 
 
-def _show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _short(paths: Sequence[str]) -> list[str]:
-    """The last word of each path, or all of it if two have the same."""
+def _short(paths: Sequence[str]) -> dict[str, str]:
+    """For each path its last word, or all of it if two have the same."""
     last = [path.rpartition(".")[2] for path in paths]
-    return [word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)]
+    return {path: word if last.count(word) == 1 else path for word, path in zip(last, paths, strict=True)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from lightning_fcl.evaluation.markdown import markdown_table
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -51,7 +53,7 @@ def _model(report: Mapping[str, Any]) -> str:
         (f"MACs of a sample: {learning}", 0, macs["learning"]),
     ]
     lines = [[name, f"{frozen:,}", f"{trained:,}", f"{frozen + trained:,}"] for name, frozen, trained in rows]
-    return _table(["model", "M_F, frozen", "M_T, trained", "all"], lines)
+    return markdown_table(["model", "M_F, frozen", "M_T, trained", "all"], lines)
 
 
 def _needs(report: Mapping[str, Any]) -> str:
@@ -75,7 +77,7 @@ def _needs(report: Mapping[str, Any]) -> str:
             f"{2 * (nodes - 1)} transfers, {_seconds(time['synchronisation_ad_hoc_s'])}",
         ],
     ]
-    return _table(["need", "value", ""], lines)
+    return markdown_table(["need", "value", ""], lines)
 
 
 def _fits(report: Mapping[str, Any]) -> str:
@@ -92,7 +94,7 @@ def _fits(report: Mapping[str, Any]) -> str:
         [name, "yes" if entry["fits"] else "no", _bytes(entry["need"]), _bytes(entry["have"]), what[name]]
         for name, entry in report["fits"].items()
     ]
-    return _table(["memory", "fits", "need", "have", "of what"], lines)
+    return markdown_table(["memory", "fits", "need", "have", "of what"], lines)
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:
@@ -134,16 +136,3 @@ def _seconds(value: float) -> str:
     if value < 1e-3:
         return f"{1e6 * value:.0f} µs"
     return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns whose cells are numbers are set to the right."""
-    right = [bool(lines) and all(line[i][:1].isdigit() for line in lines) for i in range(len(head))]
-    wide = [max(3, *(len(line[i]) for line in [head, *lines])) for i in range(len(head))]
-    rule = ["-" * (width - 1) + (":" if to_right else "-") for width, to_right in zip(wide, right, strict=True)]
-
-    def row(cells: Sequence[str]) -> str:
-        set_ = zip(cells, wide, right, strict=True)
-        return "| " + " | ".join(c.rjust(width) if to_right else c.ljust(width) for c, width, to_right in set_) + " |"
-
-    return "\n".join([row(head), row(rule), *map(row, lines)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.evaluation.metrics import FloatArray
+from lightning_fcl.evaluation.continual import FloatArray
 
 __all__ = ["BANDWIDTHS", "communication_time", "communication_times", "volumes"]
 

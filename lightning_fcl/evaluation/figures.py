@@ -1,15 +1,17 @@
 """The figures of a paper: what `rows.yaml` says of them, drawn from the results of its rows over seeds."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
+import pandas as pd
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
-from lightning_fcl.evaluation.metrics import FloatArray, stream_accuracies, task_curves
+from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
 from lightning_fcl.evaluation.panels import (
     Density,
     communication_panels,
@@ -21,6 +23,13 @@ from lightning_fcl.evaluation.panels import (
     volume_panels,
 )
 from lightning_fcl.evaluation.report import Results, save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+Panels: TypeAlias = Mapping[str, Mapping[str, Any]]
+ResultsByRow: TypeAlias = Mapping[str, Sequence[Results]]
 
 __all__ = ["check_figures", "write_figures"]
 
@@ -77,7 +86,7 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
 def write_figures(
     out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Sequence[Results]]
 ) -> list[Path]:
-    """Draw the figures of a paper; one whose rows were not all run is left out, with a line on stderr.
+    """Draw the figures of a paper, without the panels whose rows were not all run: a line on stderr names those.
 
     Args:
         out: Folder to write to.
@@ -103,10 +112,14 @@ def write_figures(
     """
     paths = []
     for figure in figures:
-        panels = _panels(figure)
-        rows = dict.fromkeys(row for panel in panels.values() for row in panel["lines"].values())
-        if missing := [row for row in rows if not results_by_row.get(row)]:
-            print(f"Figure {figure['file']} is left out: not run: {', '.join(missing)}.", file=sys.stderr)
+        every = _panels(figure)
+        rows = dict.fromkeys(row for panel in every.values() for row in panel["lines"].values())
+        missing = [row for row in rows if not results_by_row.get(row)]
+        panels = {name: of for name, of in every.items() if not {*of["lines"].values()} & {*missing}}
+        if missing:
+            what = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
+            print(f"{what} left out: not run: {', '.join(missing)}.", file=sys.stderr)
+        if not panels:
             continue
         draw = _KINDS[figure["kind"]]
         paths.append(save_figure(draw(figure.get("title", ""), panels, results_by_row), out / figure["file"]))
@@ -124,69 +137,65 @@ def _panels(figure: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def _draw_accuracy(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+def _of_each(
+    panels: Panels, results_by_row: ResultsByRow, curve: Callable[[str, Sequence[Results]], T]
+) -> dict[str, dict[str, T]]:
+    """For each panel and label what a function makes of its row's results."""
+    return {
+        name: {label: curve(row, results_by_row[row]) for label, row in panel["lines"].items()}
+        for name, panel in panels.items()
+    }
+
+
+def _padded(curves: Iterable[FloatArray]) -> FloatArray:
+    """Curves of several seeds below each other; NaN where one has ended."""
+    return np.asarray(pd.DataFrame(map(list, curves)), dtype=np.float64)
+
+
+def _draw_accuracy(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
     rows = dict.fromkeys(row for panel in panels.values() for row in panel["lines"].values())
-    curves = {row: [stream_accuracies(one["record"]) for one in results_by_row[row]] for row in rows}
     called = [experience_names(one["record"]) for row in rows for one in results_by_row[row]]
     longest = max(called, key=len)
     # Where the experiences are others in other runs, only their numbers are common to all.
     same = all(names == longest[: len(names)] for names in called)
     names = longest if same else [str(number + 1) for number in range(len(longest))]
-    pad = {
-        row: np.stack([np.pad(one, (0, len(names) - len(one)), constant_values=np.nan) for one in of])
-        for row, of in curves.items()
-    }
-    lines = {name: {label: pad[row] for label, row in panel["lines"].items()} for name, panel in panels.items()}
-    return stream_accuracy_panels(lines, names, title)
+
+    def after_each(row: str, results: Sequence[Results]) -> FloatArray:
+        return _padded(stream_accuracies(one["record"]) for one in results)
+
+    return stream_accuracy_panels(_of_each(panels, results_by_row, after_each), names, title)
 
 
-def _padded(curves: Sequence[FloatArray]) -> FloatArray:
-    """Curves of several seeds below each other; NaN where one has ended."""
-    longest = max(map(len, curves))
-    return np.stack([np.pad(one, (0, longest - len(one)), constant_values=np.nan) for one in curves])
+def _draw_tasks(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
+    def after_each(row: str, results: Sequence[Results]) -> tuple[FloatArray, FloatArray]:
+        accuracy, forgotten = zip(*(task_curves(one["record"]) for one in results), strict=True)
+        if not max(map(len, accuracy)):
+            raise ValueError(
+                f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
+                "`ContinualMetrics` test the clients."
+            )
+        return _padded(accuracy), _padded(forgotten)
+
+    return task_panels(_of_each(panels, results_by_row, after_each), title)
 
 
-def _draw_tasks(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
-    drawn: dict[str, dict[str, tuple[FloatArray, FloatArray]]] = {}
-    for name, panel in panels.items():
-        drawn[name] = {}
-        for label, row in panel["lines"].items():
-            accuracy, forgotten = zip(*(task_curves(one["record"]) for one in results_by_row[row]), strict=True)
-            if not max(map(len, accuracy)):
-                raise ValueError(
-                    f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
-                    "`ContinualMetrics` test the clients."
-                )
-            drawn[name][label] = _padded(accuracy), _padded(forgotten)
-    return task_panels(drawn, title)
+def _draw_communication(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
+    def in_all(row: str, results: Sequence[Results]) -> tuple[FloatArray, FloatArray]:
+        volume = np.mean([volumes(one["record"]).sum(axis=1) for one in results], axis=0)
+        times = [[communication_time(one["record"], bandwidth) for bandwidth in BANDWIDTHS] for one in results]
+        return volume, np.mean(times, axis=0)
+
+    return communication_panels(_of_each(panels, results_by_row, in_all), BANDWIDTHS, title)
 
 
-def _draw_communication(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
-    drawn: dict[str, dict[str, tuple[FloatArray, FloatArray]]] = {}
-    for name, panel in panels.items():
-        drawn[name] = {}
-        for label, row in panel["lines"].items():
-            records = [one["record"] for one in results_by_row[row]]
-            volume = np.mean([volumes(record).sum(axis=1) for record in records], axis=0)
-            times = [[communication_time(record, bandwidth) for bandwidth in BANDWIDTHS] for record in records]
-            drawn[name][label] = volume, np.mean(times, axis=0)
-    return communication_panels(drawn, BANDWIDTHS, title)
+def _draw_volumes(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
+    def of_rounds(row: str, results: Sequence[Results]) -> FloatArray:
+        return _padded(volumes(one["record"]).sum(axis=0) for one in results)
+
+    return volume_panels(_of_each(panels, results_by_row, of_rounds), title)
 
 
-def _draw_volumes(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
-    return volume_panels(
-        {
-            name: {
-                label: _padded([volumes(one["record"]).sum(axis=0) for one in results_by_row[row]])
-                for label, row in panel["lines"].items()
-            }
-            for name, panel in panels.items()
-        },
-        title,
-    )
-
-
-def _draw_density(title: str, panels: Mapping[str, Any], results_by_row: Mapping[str, Sequence[Results]]) -> Any:
+def _draw_density(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
     drawn: dict[str, dict[str, Density]] = {}
     for name, panel in panels.items():
         drawn[name] = {}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_fcl.evaluation.metrics import FloatArray, stream_accuracies
+from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.metrics import stream_accuracies
 from lightning_fcl.evaluation.plots import blank_figure, model_name, style
 
 if TYPE_CHECKING:

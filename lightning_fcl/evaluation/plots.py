@@ -21,7 +21,7 @@ _PANELS = 4
 def model_name(model: str) -> str:
     """How a model is shown."""
     names = {"clients": "mean of the clients"}
-    return names.get(model, f"client {model}" if model.isdigit() else model).replace("|", "\\|")
+    return names.get(model, f"client {model}" if model.isdigit() else model)
 
 
 def blank_figure(width: float, height: float) -> "Figure":
@@ -193,53 +193,6 @@ def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     panel.set_axisbelow(True)
     figure.legend(loc="outside right upper", frameon=False)
     return figure
-
-
-def search_figure(
-    ranked: Sequence[tuple[float, Mapping[str, Any]]], axes: Mapping[str, Sequence[Any] | bool], objective: str
-) -> "Figure":
-    """The objective of a search's trials against each setting, a panel per setting.
-
-    Args:
-        ranked: Objective and settings of each trial, the best first.
-        axes: Each setting's choices, or whether its axis is logarithmic.
-        objective: Name of the objective.
-    """
-    columns = min(3, len(axes))
-    rows = -(-len(axes) // columns)
-    figure = blank_figure(4.2 * columns + 0.6, 3.2 * rows)
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for panel in panels.flat[len(axes) :]:
-        panel.set_axis_off()
-    values = [value for value, _ in ranked]
-    for panel, (name, axis) in zip(panels.flat, axes.items(), strict=False):
-        if isinstance(axis, bool):
-            x = [settings[name] for _, settings in ranked]
-            panel.set_xscale("log" if axis else "linear")
-        else:
-            x = _beside(panel, [axis.index(settings[name]) for _, settings in ranked], values)
-            labels = [textwrap.shorten(str(choice), 24, placeholder="...") for choice in axis]
-            slanted = len(axis) > 1 and len(axis) * max(map(len, labels)) > 45
-            panel.set_xticks(range(len(axis)), labels, fontsize=8, rotation=30 if slanted else 0)
-            panel.set_xlim(-0.6, len(axis) - 0.4)
-        panel.scatter(x[1:], values[1:], s=18, color=_COLOURS[0], alpha=0.5, linewidths=0, label="trial")
-        panel.scatter(x[:1], values[:1], s=90, color=_COLOURS[1], marker="*", zorder=3, label="best trial")
-        panel.set_xlabel("\n".join(textwrap.wrap(name.replace(".", ". "), 56)).replace(". ", "."), fontsize=8)
-        panel.grid(axis="y", alpha=0.3)
-    for panel in panels[:, 0]:
-        panel.set_ylabel(objective)
-    shown = [panel.get_legend_handles_labels() for panel in panels.flat]
-    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper right", ncols=3, frameon=False)
-    return figure
-
-
-def _beside(panel: "Axes", places: Sequence[int], values: Sequence[float]) -> list[float]:
-    """Mark the mean of each choice; where the points go, so that those of one choice lie side by side."""
-    for place in sorted(set(places)):
-        of_it = [value for other, value in zip(places, values, strict=True) if other == place]
-        panel.hlines(np.mean(of_it), place - 0.3, place + 0.3, color="0.35", linewidth=1.6, label="mean of a choice")
-    return [place + 0.05 * (index * 3 % 7 - 3) for index, place in enumerate(places)]
 
 
 def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
 
@@ -172,9 +173,9 @@ def write_table(
         raise ValueError(f"Expected `metrics` of {', '.join(every)} but got {', '.join(unknown)}.")
     in_paper = [name for name in every if any(r.get(name, {}).get("paper") is not None for r in table.values())]
     columns = list(metrics or in_paper or every)
-    lines = [[row.replace("|", "\\|"), *(_cell(name, r.get(name)) for name in columns)] for row, r in table.items()]
+    lines = [[row, *(_cell(name, r.get(name)) for name in columns)] for row, r in table.items()]
     note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
-    markdown = f"{_markdown_table(['', *(_title(name) for name in columns)], lines)}\n\n{note}\n"
+    markdown = f"{markdown_table(['', *(_title(name) for name in columns)], lines)}\n\n{note}\n"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(table, indent=1) + "\n"
@@ -231,7 +232,7 @@ def _against_paper(results: Results) -> list[str]:
         lines.append([_title(name), _number(name, ours.get(name)), _number(name, paper), difference])
     if not lines:
         return []
-    return [f"## Against the paper\n\n{_markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
+    return [f"## Against the paper\n\n{markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
 
 
 def _metrics_section(metrics: Mapping[str, float]) -> str:
@@ -250,7 +251,7 @@ def _metrics_section(metrics: Mapping[str, float]) -> str:
     meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
     notes = [f"- `{kind}`: {meaning}" for kind, meaning in meanings.items() if meaning]
     total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
-    return "\n\n".join(["## Metrics", _markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])
+    return "\n\n".join(["## Metrics", markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])
 
 
 def _over_seeds(runs: Sequence[Results]) -> dict[str, dict[str, float | None]]:
@@ -276,18 +277,13 @@ def _cell(name: str, entry: Mapping[str, float | None] | None) -> str:
 
 def _title(name: str) -> str:
     metric, _, model = name.rpartition("/")
-    return f"{metric} {model}".strip().replace("|", "\\|")
+    return f"{metric} {model}".strip()
 
 
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
-
-
-def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines])
 
 
 @contextmanager

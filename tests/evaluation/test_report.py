@@ -1,4 +1,5 @@
 import json
+import re
 import statistics
 
 import matplotlib.image
@@ -67,6 +68,11 @@ def save(folder, content):
     return folder
 
 
+def evenly(text):
+    """Without the spaces that make columns even."""
+    return re.sub(" +", " ", text)
+
+
 def assert_is_plot(path):
     image = matplotlib.image.imread(path)
     assert 900 <= image.shape[1] <= 1400
@@ -76,7 +82,7 @@ def assert_is_plot(path):
 def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
     content = results(expected=EXPECTED)
     path = write_report(save(tmp_path, content))
-    text = path.read_text()
+    text = evenly(path.read_text())
     assert path == tmp_path / "report.md"
     for part in ("# FLwF-2T/FT (flwf)", "Seed: 0", "12.3 s", "a small computer", "torch 2.13.0", "6 rounds, 2 clients"):
         assert part in text
@@ -230,13 +236,13 @@ def test_written_table(tmp_path):
     as_json, markdown = write_table(tmp_path / "new", rows)
     assert json.loads(as_json.read_text()) == rows
     assert markdown.read_text().splitlines()[:4] == [
-        "|  | F_2 client1 |",
-        "| --- | ---: |",
-        "| FT | 0.988 ± 0.012 (1.000) |",
-        "| a\\|b | 0.250 |",
+        "|      |           F_2 client1 |",
+        "| ---- | --------------------: |",
+        "| FT   | 0.988 ± 0.012 (1.000) |",
+        "| a\\|b |                 0.250 |",
     ]
     _, markdown = write_table(tmp_path / "new", rows, metrics=["upload_bytes/total"])
-    assert markdown.read_text().splitlines()[2:4] == ["| FT | 2.500 MB ± 0.000 MB |", "| a\\|b | - |"]
+    assert evenly(markdown.read_text()).splitlines()[2:4] == ["| FT | 2.500 MB ± 0.000 MB |", "| a\\|b | - |"]
     with pytest.raises(ValueError, match="`metrics` of F_2/client1, upload_bytes/total but got speed"):
         write_table(tmp_path, rows, metrics=["speed"])
 
