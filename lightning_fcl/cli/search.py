@@ -21,7 +21,7 @@ from typing import Any, Literal
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, one_of
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),
@@ -63,8 +63,7 @@ class Search:
 
     def __post_init__(self) -> None:
         for name, known in _ONE_OF.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"Expected `{name}` to be one of {', '.join(known)} but got {value}.")
+            one_of(known, **{name: getattr(self, name)})
         for name in ("trials", "seeds"):
             value = getattr(self, name)
             if (value is not None or name == "seeds") and (type(value) is not int or value < 1):

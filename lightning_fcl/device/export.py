@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fcl.errors import require
 from lightning_fcl.models.quantization import Int8Backbone, quietly
 
 
@@ -41,7 +42,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
         True
     """
     _check_example(example)
-    _require_onnx()
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require(package, "writes and runs ONNX files", extra="device")
     module = copy.deepcopy(module).cpu().eval()
     example = example.detach().cpu()
     batches = [example, torch.cat([example, example[:1]])]
@@ -139,18 +141,6 @@ def _keep_if_equal(
     return max(differences)
 
 
-def _require_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"Expected `{error.name}`, which writes and runs ONNX files, but it is not installed. "
-            'Run `pip install "lightning-fcl[device]"`.'
-        ) from error
-
-
 def _onnx_bytes(module: nn.Module, example: Tensor) -> bytes:
     """The ONNX file of a module in evaluation mode."""
     # A batch of one would be taken for a constant.
@@ -187,19 +177,18 @@ def _run_onnx(path: Path, batch: Tensor) -> Tensor:
 def _executorch_bytes(module: nn.Module, example: Tensor, max_batch: int) -> bytes:
     """The ExecuTorch program of a module in evaluation mode."""
     with quietly(), torch.no_grad():
-        try:
-            from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-            from executorch.exir import to_edge_transform_and_lower
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"Expected `{error.name}`, which writes ExecuTorch programs, but it is not installed. "
-                'Run `pip install "lightning-fcl[executorch]"`.'
-            ) from error
+        partitioner = require(
+            "executorch.backends.xnnpack.partition.xnnpack_partitioner",
+            "writes ExecuTorch programs",
+            extra="executorch",
+        )
+        exir = require("executorch.exir", "writes ExecuTorch programs", extra="executorch")
         # Tracing takes a batch of one for a constant.
         example = example[torch.arange(min(max_batch, 2)) % len(example)]
         shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
         program = torch.export.export(_with(_ExecutorchChain, module), (example,), dynamic_shapes=shapes)
-        content: bytes = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch().buffer
+        lowered = exir.to_edge_transform_and_lower(program, partitioner=[partitioner.XnnpackPartitioner()])
+        content: bytes = lowered.to_executorch().buffer
     return content
 
 

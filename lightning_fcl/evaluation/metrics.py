@@ -83,16 +83,14 @@ def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     """
     result = {}
     for model in sorted(record["tasks"], key=lambda model: bool(model != "server")):
-        entries = [entry for entry in record["rounds"] if model in entry["correct"]]
-        if not entries:
-            continue
-        counts, sizes = check_counts([entry["correct"][model] for entry in entries], record["totals"])
-        result[model] = Curve(
-            rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),
-            experience=np.array([entry["experience"][model] for entry in entries], dtype=np.int64),
-            accuracy=np.stack([accuracy_on(counts, sizes, [group]) for group in range(len(sizes))], axis=1),
-            overall=accuracy_on(counts, sizes, range(len(sizes))),
-        )
+        if entries := _tested(record, model):
+            counts, sizes = check_counts([entry["correct"][model] for entry in entries], record["totals"])
+            result[model] = Curve(
+                rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),
+                experience=np.array([entry["experience"][model] for entry in entries], dtype=np.int64),
+                accuracy=np.stack([accuracy_on(counts, sizes, [group]) for group in range(len(sizes))], axis=1),
+                overall=accuracy_on(counts, sizes, range(len(sizes))),
+            )
     return result
 
 
@@ -235,9 +233,14 @@ def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
     return metrics
 
 
+def _tested(record: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
+    """The rounds in which a model was tested."""
+    return [entry for entry in record["rounds"] if model in entry["correct"]]
+
+
 def _history(record: Mapping[str, Any], model: str) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
     """Counts, totals, experience and tasks of a model in the rounds in which it was tested."""
-    entries = [entry for entry in record["rounds"] if model in entry["correct"]]
+    entries = _tested(record, model)
     counts = [entry["correct"][model] for entry in entries]
     experiences = [entry["experience"][model] for entry in entries]
     if model == "server" and "start" in record:  # the model of a base session, which was no round

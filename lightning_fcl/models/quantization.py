@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from lightning_fcl.errors import require
+
 
 def fold_batchnorm(module: nn.Module) -> None:
     """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
@@ -273,22 +275,17 @@ def _fill(quantized: Int8Backbone, convolutions: list[nn.Conv2d], graph: fx.Grap
 def _converted(backbone: nn.Module, images: Tensor, batch_size: int) -> fx.GraphModule:
     """The PT2E graph of a backbone, with quantisation as constants and dequantisation before every convolution."""
     with quietly():
-        try:
-            from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "Expected `torchao`, which calibrates int8 models, but it is not installed. "
-                'Run `pip install "lightning-fcl[device]"`.'
-            ) from error
+        pt2e = require("torchao.quantization.pt2e.quantize_pt2e", "calibrates int8 models", extra="device")
         images = images.detach().cpu().float()
         example = images[:1].expand(2, -1, -1, -1)
         batch = {0: torch.export.Dim("batch", min=1)}
         exported = torch.export.export(backbone, (example,), dynamic_shapes=(batch,)).module()
-        prepared = prepare_pt2e(exported, cast(Any, _ChainQuantizer()))
+        prepared = pt2e.prepare_pt2e(exported, _ChainQuantizer())
         with torch.no_grad():
             for part in torch.split(images, batch_size):
                 prepared(part)
-        return cast(fx.GraphModule, convert_pt2e(prepared))
+        converted: fx.GraphModule = pt2e.convert_pt2e(prepared)
+    return converted
 
 
 class _ChainQuantizer:
