@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -432,13 +430,6 @@ def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, capsys):
     main(["device-report", *files, "--input", "6,128", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "device.json").read_text())
     assert (report["samples"], report["nodes"]) == (28, 3)
-
-
-def test_help_does_not_wait_for_torch():
-    code = "import sys; sys.argv = ['lightning-fcl', 'device-report', '--help']\n"
-    code += "from lightning_fcl.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--profile" in done.stdout
 
 
 # Profiles of one's own, and errors.

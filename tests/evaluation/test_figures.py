@@ -145,6 +145,14 @@ def test_figures_whose_rows_were_not_run_are_left_out(tmp_path, rows, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["two.png"]
 
 
+def test_panels_whose_rows_were_not_run_are_left_out_of_their_figure(tmp_path, rows, drawn, capsys):
+    shown = {"run": {"a": "A", "b": "B"}, "not run": {"a": "A", "c": "C"}}
+    for kind in ("stream_accuracy", "activation_density"):
+        assert write_figures(tmp_path, [figure(kind=kind, panels=shown)], rows) == [tmp_path / "a.png"]
+        assert capsys.readouterr().err == "Panels of figure a.png are left out: not run: C.\n"
+        assert [panel.get_title("left") for panel in drawn[-1].axes] == ["run"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
