@@ -69,9 +69,9 @@ def load(
         ValueError: If an argument is unknown or out of range, or if a file is damaged; the message names the file.
 
     Example:
-        >>> load("a/folder/that/is/missing")  # doctest: +ELLIPSIS
+        >>> load(part="novel")
         Traceback (most recent call last):
-        FileNotFoundError: Expected CIFAR-100 below `root` but found nothing in a/folder/that/is/missing. ...
+        ValueError: Expected `part` to be "all", "train", "validation" or "test" but got "novel".
     """
     check_photographs(size, normalize)
     one_of(("all", *SUPERCLASSES), part=part)

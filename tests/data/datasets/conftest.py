@@ -19,6 +19,22 @@ def publish(serve, monkeypatch):
     return start
 
 
+@pytest.fixture
+def real(data_folder):
+    """Gives the folder of the real data sets, if it holds one, and this in the wanted layout."""
+
+    def folder(module, wanted=None):
+        try:
+            layout, place = module.SOURCE.find(data_folder)
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+        if wanted not in (None, layout):
+            pytest.skip(f"the numbers are those of the {wanted}, but {place} comes first")
+        return data_folder
+
+    return folder
+
+
 def python2(value) -> bytes:
     """A value as the C pickler of Python 2 wrote it, strings as bytes; lists, dicts, whole numbers, uint8 arrays."""
     if isinstance(value, dict):

@@ -174,11 +174,8 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish, cifar):
 
 
 @pytest.mark.data
-def test_the_real_photographs(data_folder):
-    try:
-        data = cifar100.load(data_folder, normalize="channel")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_real_photographs(real):
+    data = cifar100.load(real(cifar100), normalize="channel")
     assert data.x.shape == (60000, 3, 32, 32) and data.official_test.sum() == 10000
     assert np.bincount(data.y[data.official_test]).tolist() == [100] * 100
     # The statistics that everybody uses.

@@ -166,11 +166,8 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
 
 
 @pytest.mark.data
-def test_the_real_frames(data_folder):
-    try:
-        data = core50.load(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_real_frames(real):
+    data = core50.load(real(core50))
     assert data.x.shape == (164866, 3, 32, 32) and len(data.classes) == 50
     assert np.unique(data.group).tolist() == list(range(1, 12))
     # The publishers' counts.

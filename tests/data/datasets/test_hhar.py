@@ -264,15 +264,10 @@ def test_wrong_windows_are_named(tmp_path, case):
 
 
 @pytest.mark.data
-def test_the_real_windows_have_the_known_counts(data_folder):
-    try:
-        layout, _ = hhar.SOURCE.find(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    if layout != "phone windows":
-        pytest.skip("another layout of HHAR comes first")
-    data = hhar.load(data_folder)
+def test_the_real_windows_have_the_known_counts(real):
+    folder = real(hhar, "phone windows")
+    data = hhar.load(folder)
     assert data.x.shape == (4436, 128, 3)
     assert np.bincount(data.y).tolist() == [854, 630, 733, 736, 648, 835]
     assert np.unique(data.client).tolist() == list("abcdefghi")
-    assert len(hhar.load(data_folder, chunk=32).y) == 4 * 4436
+    assert len(hhar.load(folder, chunk=32).y) == 4 * 4436

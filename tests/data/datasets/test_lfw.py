@@ -320,11 +320,8 @@ def test_fetch_takes_the_original_images_that_are_there(tmp_path):
 
 
 @pytest.mark.data
-def test_the_real_faces(data_folder):
-    try:
-        data = lfw.load(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_real_faces(real):
+    data = lfw.load(real(lfw))
     assert data.x.shape == (2053, 1, 64, 48) and data.x.dtype == np.float32
     counts = dict(zip(data.classes, np.bincount(data.y).tolist(), strict=True))
     assert len(counts) == 24 and min(counts.values()) == 35
@@ -336,4 +333,4 @@ def test_the_real_faces(data_folder):
     rows = data.x[:, 0, :, 8:40].mean(axis=(0, 2))
     assert rows[18:23].mean() < rows[28:33].mean() > rows[44:49].mean()
     famous = ("Colin_Powell", "Donald_Rumsfeld", "George_W_Bush", "Gerhard_Schroeder", "Tony_Blair")
-    assert lfw.load(data_folder, min_faces=100).classes == famous
+    assert lfw.load(real(lfw), min_faces=100).classes == famous

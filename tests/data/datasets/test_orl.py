@@ -190,16 +190,13 @@ def test_fetch_gives_what_is_there(tmp_path):
 
 
 @pytest.mark.data
-def test_the_real_faces(data_folder):
-    try:
-        data = orl.load(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_real_faces(real):
+    data = orl.load(real(orl))
     assert data.x.shape == (400, 1, 64, 48)
     assert np.bincount(data.y).tolist() == [10] * 40
     assert data.classes == tuple(f"s{person}" for person in range(1, 41))
     np.testing.assert_allclose(data.x.std(axis=(1, 2, 3), dtype=np.float64), 1, atol=1e-5)
-    assert orl.load(data_folder, size=None).x.shape == (400, 1, 112, 92)
+    assert orl.load(real(orl), size=None).x.shape == (400, 1, 112, 92)
     # People look like themselves: with five images each as examples, the nearest neighbour knows nearly all others.
     flat, odd = data.x.reshape(400, -1), np.arange(400) % 2 == 1
     distance = (flat[odd] ** 2).sum(1)[:, None] + (flat[~odd] ** 2).sum(1) - 2 * flat[odd] @ flat[~odd].T

@@ -254,14 +254,8 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
 
 
 @pytest.mark.data
-def test_the_real_photographs(data_folder):
-    try:
-        layout, _ = tinyimagenet.SOURCE.find(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    if layout != "npz file":
-        pytest.skip("the counts are those of the npz file")
-    data = tinyimagenet.load(data_folder, normalize="channel")
+def test_the_real_photographs(real):
+    data = tinyimagenet.load(real(tinyimagenet, "npz file"), normalize="channel")
     assert data.x.shape == (17000, 3, 32, 32) and len(set(data.classes)) == 100
     assert np.bincount(data.y[~data.official_test]).tolist() == [120] * 100
     assert np.bincount(data.y[data.official_test]).tolist() == [50] * 100

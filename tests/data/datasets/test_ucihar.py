@@ -2,7 +2,6 @@
 
 import functools
 import io
-import os
 import re
 import zipfile
 from pathlib import Path
@@ -385,12 +384,8 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not os.environ.get("LIGHTNING_FCL_DATA"), reason="LIGHTNING_FCL_DATA is not set")
-def test_the_real_data_have_the_published_counts():
-    try:
-        data = ucihar.load()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def test_the_real_data_have_the_published_counts(real):
+    data = ucihar.load(real(ucihar))
     assert data.x.shape == (10299, 6, 128)
     assert np.bincount(data.y).tolist() == [1722, 1544, 1406, 1777, 1906, 1944]
     assert np.unique(data.client).tolist() == list(range(1, 31))

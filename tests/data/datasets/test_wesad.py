@@ -405,36 +405,27 @@ def test_options_are_checked(tmp_path, case):
         wesad.load(tmp_path, **options)
 
 
-@pytest.fixture
-def real(data_folder):
-    try:
-        wesad.SOURCE.find(data_folder)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    return data_folder
-
-
 @pytest.mark.data
 def test_the_real_wrist_streams_have_the_known_counts(real):
-    if "wrist streams" not in wesad.SOURCE.find(real):
-        pytest.skip("another layout of WESAD comes first")
-    data = wesad.load(real)
+    folder = real(wesad, "wrist streams")
+    data = wesad.load(folder)
     assert data.x.shape == (44958, 32, 6)
     assert np.bincount(data.y).tolist() == [17611, 9966, 5575, 11806]
     assert np.unique(data.client).tolist() == [*range(2, 12), *range(13, 18)]
     own = data.x[data.client == 7].reshape(-1, 6).astype(np.float64)
     np.testing.assert_allclose(own.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(own.std(axis=0), 1, atol=1e-4)
-    assert np.isfinite(wesad.load(real, normalize="causal").x).all()
+    assert np.isfinite(wesad.load(folder, normalize="causal").x).all()
 
 
 @pytest.mark.data
 def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
-    windows = Path(real) / "wesad_wrist" / "windows_10s.npz"
-    if "wrist streams" not in wesad.SOURCE.find(real) or not windows.is_file():
+    folder = real(wesad, "wrist streams")
+    windows = Path(folder) / "wesad_wrist" / "windows_10s.npz"
+    if not windows.is_file():
         pytest.skip("not both layouts of the wrist are there")
     shutil.copy(windows, tmp_path)
-    cut, whole = (wesad.load(root, chunk=320, normalize="none") for root in (tmp_path, real))
+    cut, whole = (wesad.load(root, chunk=320, normalize="none") for root in (tmp_path, folder))
     assert len(cut.x) == 4449
     # Acceleration is not resampled, so it finds its window again, and with it the label and the person.
     place = {own.tobytes(): i for i, own in enumerate(np.ascontiguousarray(whole.x[..., :3]))}
