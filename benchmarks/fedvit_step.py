@@ -27,6 +27,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, FedWEIT, fedvit
+from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import Decomposed, ViT
 
 TASKS, BATCH = 10, 32  # past tasks, images of a batch and of a task
@@ -89,9 +91,13 @@ def make_stream(tasks):
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(tasks * BATCH) % (2 * tasks)
     x = torch.randn(len(y), 3, 32, 32, generator=generator)
-    arguments = {"tasks": tasks, "clients": 1, "classes_per_client": [2, 2], "share": [1.0, 1.0], "rounds_per_task": 1}
     stream = FederatedStream.from_arrays(
-        x, y, scenario="fedvit", scenario_args=arguments, batch_size=BATCH, test=0.0, seed=0
+        x,
+        y,
+        scenario=FedViTScenario(tasks, 1, [2, 2], [1.0, 1.0], rounds_per_task=1),
+        split=Split(test=0.0),
+        batch_size=BATCH,
+        seed=0,
     )
     stream.setup("fit")
     client = stream.plan.clients[0]

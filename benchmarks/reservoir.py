@@ -33,6 +33,8 @@ from scipy import sparse
 
 from lightning_fcl import FederatedStrategy, FederatedStream, ReservoirClassifier
 from lightning_fcl.callbacks import IntrinsicPlasticity
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import EchoStateNetwork
 from lightning_fcl.models.ridge import accumulate
 
@@ -159,9 +161,15 @@ def federation(clients, size, plastic, units=UNITS, dtype=torch.float32):
     x, y = sequences(len(owner))
     rounds = 2 if plastic else 1
     stream = FederatedStream.from_arrays(
-        x, y, owner, scenario="class-incremental", experiences=1, rounds_per_experience=rounds, batch_size=32, test=0.0,
-        classes=list(map(str, range(CLASSES))), seed=0,
-    )  # fmt: skip
+        x,
+        y,
+        owner,
+        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds),
+        split=Split(test=0.0),
+        batch_size=32,
+        classes=list(map(str, range(CLASSES))),
+        seed=0,
+    )
     task = ReservoirClassifier(network(units, dtype), CLASSES, BETA, min_samples=1)
     trainer = L.Trainer(
         strategy=FederatedStrategy(cohort_size=size, seed=0), max_epochs=rounds, logger=False, accelerator="cpu",

@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from sklearn.datasets import load_digits
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import HARCNN, MLP
 
 
@@ -53,9 +55,14 @@ def through_trainer(case, rounds):
             self.end = time.perf_counter()
 
     stream = FederatedStream.from_arrays(
-        x, y, client, scenario="class-incremental", experiences=1, rounds_per_experience=rounds + 1,
-        batch_size=batch_size, test=0.0, seed=0,
-    )  # fmt: skip
+        x,
+        y,
+        client,
+        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds + 1),
+        split=Split(test=0.0),
+        batch_size=batch_size,
+        seed=0,
+    )
     task = Classifier(copy.deepcopy(model), classes, lambda params: torch.optim.SGD(params, lr=0.01))
     clock = Clock()
     trainer = L.Trainer(

@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.data.partition import IID, Dirichlet
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
@@ -47,15 +50,37 @@ def toy_arrays(samples=240, features=6, classes=4, seed=0):
     return x.astype(np.float32), y.astype(np.int64)
 
 
+KINDS = {
+    "class-incremental": ClassIncremental,
+    "domain-incremental": DomainIncremental,
+    "flwf": FLwFScenario,
+    "iid": IID,
+    "dirichlet": Dirichlet,
+}
+
+
+def stream_words(scenario="class-incremental", partition=None, clients=None, **kwargs):
+    """A stream's arguments, from those of its scenario, its partition and its split side by side."""
+    kind = KINDS[scenario]
+    own = {name: kwargs.pop(name) for name in list(kwargs) if name in kind.__dataclass_fields__}
+    split = {name: kwargs.pop(name) for name in list(kwargs) if name in Split.__dataclass_fields__}
+    words = {**kwargs, "scenario": kind(**own)}
+    if clients is not None or partition is not None:
+        words["partition"] = KINDS[partition or "iid"](clients or 10)
+    return {**words, "split": Split(**split)} if split else words
+
+
 @pytest.fixture
 def make_stream():
     """Makes streams of toy data."""
 
     def make(client=None, samples=240, **kwargs):
         x, y = toy_arrays(samples)
-        return FederatedStream.from_arrays(
-            x, y, client, **{"clients": 3, "experiences": 2, "batch_size": 8, "seed": 0, **kwargs}
-        )
+        scenario = kwargs.get("scenario", "class-incremental")
+        words = {"clients": 3} if client is None and scenario != "flwf" else {}
+        words |= {"experiences": 2} if scenario == "class-incremental" else {}
+        words |= {"batch_size": 8, "seed": 0, **kwargs}
+        return FederatedStream.from_arrays(x, y, client, **stream_words(**words))
 
     return make
 
@@ -173,7 +198,7 @@ def make_series_stream():
         rng = np.random.default_rng(seed)
         share = np.arange(1.0, clients + 1) if unequal else np.ones(clients)
         owners = rng.choice(clients, samples, p=share / share.sum())
-        options = {"scenario": "domain-incremental", "batch_size": 8, "seed": 0, **kwargs}
+        options = stream_words(**{"scenario": "domain-incremental", "batch_size": 8, "seed": 0, **kwargs})
         stream = FederatedStream.from_arrays(x, y, owners, rng.integers(increments, size=samples), **options)
         stream.setup("fit")
         return stream

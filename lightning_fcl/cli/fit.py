@@ -9,7 +9,7 @@ from pathlib import Path
 
 WHAT = {"fit": "Train what a recipe says.", "test": "Test a checkpoint."}
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
-  lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.clients 20
+  lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.partition.clients 20
   lightning-fcl fit --print_config      prints a recipe with every default
   lightning-fcl fit --help.all          lists them all
 """

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fcl.randomness import seed_of, start_randomness
+
+Take = Callable[[NDArray[np.int64]], Any]
 
 
 class ClientData:
@@ -84,6 +93,11 @@ def plan_batches(
     return plan
 
 
+def orders(seed: int, client: str, round: int) -> torch.Generator:
+    """What draws the orders of a client's samples in a round."""
+    return torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
+
+
 def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
     """The batches of a plan, from samples stacked in any nest of lists and dicts of tensors."""
     for indices in plan:
@@ -118,3 +132,128 @@ def cohort_batches(
     for step in range(steps):
         chosen = index[:, step, : widest[step]]
         yield [x[chosen], y[chosen]], active[step], share[:, step, : widest[step]]
+
+
+# Samples that are read when they are asked for.
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples to read for one batch.
+
+    Args:
+        rows: Their indices.
+        seed: What everything random in their reading depends on, together with ``key``.
+        key: Whose samples they are, and when they are read.
+    """
+
+    rows: NDArray[np.int64]
+    seed: int
+    key: tuple[str | int, ...]
+
+    @classmethod
+    def of(cls, rows: NDArray[np.int64], seed: int, client: str, round: int, *place: int) -> Request:
+        """A request of a client in a round; ``place``: its local epoch and batch, none for all of its samples."""
+        return cls(rows, seed, (client, round, "data", *place))
+
+    def read(self, take: Take) -> Any:
+        """The samples, whatever has been read or trained before; it changes no state of a random number generator."""
+        with isolate_rng(include_cuda=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+            start_randomness(self.seed, *self.key)
+            return take(self.rows)
+
+
+class _Requested(Dataset[Any]):
+    """A data set whose items are the batches that requests ask for: workers read whole batches."""
+
+    def __init__(self, take: Take) -> None:
+        self.take = take
+
+    def __getitem__(self, request: Request) -> Any:
+        return request.read(self.take)
+
+
+def read(take: Take, requests: Iterable[Request], num_workers: int = 0) -> Iterator[Any]:
+    """What requests ask for, in their order.
+
+    Args:
+        take: Reads samples at some indices and stacks them.
+        requests: Consumed as they are read; by workers, some ahead.
+        num_workers: Processes that read; 0: this one.
+    """
+    if not num_workers:
+        return (request.read(take) for request in requests)
+    # The loader's own generator: it would draw from the global one.
+    generator = torch.Generator().manual_seed(0)
+    return iter(
+        DataLoader(
+            _Requested(take),
+            batch_size=None,
+            sampler=requests,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            generator=generator,
+        )
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def number_of(samples: Any) -> int:
+    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one.
+
+    Example:
+        >>> number_of({"ids": torch.zeros(3, 7)}), number_of([])
+        (3, 0)
+    """
+    if isinstance(samples, Mapping):
+        samples = list(samples.values())
+    if isinstance(samples, list | tuple):
+        return number_of(samples[0]) if samples else 0
+    return len(samples)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Samples one after the other, in the nest of lists and dicts that the first of them has.
+
+    Raises:
+        ValueError: If they are not alike.
+
+    Example:
+        >>> joined([[torch.zeros(2), torch.zeros(2)], (torch.ones(1), torch.ones(1))])[0]
+        tensor([0., 0., 1.])
+    """
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, list | tuple):
+        return [joined(column) for column in zip(*parts, strict=True)]
+    if any(part.shape[1:] != first.shape[1:] for part in parts):
+        shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
+        raise ValueError(f"Expected samples of one shape to join but got {shapes}. Pad them to one, in `collate_fn`.")
+    return torch.cat(list(parts))
+
+
+def side_by_side(parts: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """Batches of several clients in one, padded where they are unequal.
+
+    Args:
+        parts: ``[x, y]`` of each client.
+
+    Returns:
+        ``[x, y]`` of shapes (clients, batch, ...) and (clients, batch); the share of every sample in its client's
+        mean, shape (clients, batch), 0 for padding.
+
+    Example:
+        >>> [x, y], share = side_by_side([[torch.zeros(2, 1), torch.ones(2)], [torch.zeros(1, 1), torch.ones(1)]])
+        >>> x.shape, share.tolist()
+        (torch.Size([2, 2, 1]), [[0.5, 0.5], [1.0, 0.0]])
+    """
+    sizes = torch.tensor([len(y) for _, y in parts])
+    places = torch.arange(int(sizes.max()))
+    real = places < sizes[:, None]
+    chosen = [torch.where(own, places, 0) for own in real]
+    columns = ([part[i][index] for part, index in zip(parts, chosen, strict=True)] for i in (0, 1))
+    return [torch.stack(column) for column in columns], real / sizes[:, None]

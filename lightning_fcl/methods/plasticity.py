@@ -118,7 +118,7 @@ class IntrinsicPlasticity(Method):
             last = stream.client_round(stream.plan.clients[0], round).last_round
         restart = self.restart
         if restart == "auto":
-            restart = isinstance(stream, FederatedStream) and stream.history == "seen"
+            restart = isinstance(stream, FederatedStream) and stream.plan.history == "seen"
         if restart and first:
             pl_module.reservoir.reset_plasticity()
         pl_module.adapting = not last

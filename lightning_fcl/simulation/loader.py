@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import ClientData, batches, cohort_batches, plan_batches
+from lightning_fcl.data.batches import (
+    ClientData,
+    Request,
+    batches,
+    cohort_batches,
+    joined,
+    number_of,
+    orders,
+    plan_batches,
+    read,
+    side_by_side,
+)
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.participation import participants
-from lightning_fcl.randomness import seed_of, start_randomness
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class RoundLoader:
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
         stacked: Whether batches have a first dimension for the clients, even if it is one client.
-        rehearsed: Tells a client's remembered samples ``[x, y]``, or nothing.
+        rehearsed: Tells a client's remembered samples, nested as its batches are, or nothing.
     """
 
     def __init__(
@@ -74,7 +84,7 @@ class RoundLoader:
         seed: int,
         cohort_size: int,
         stacked: bool,
-        rehearsed: Callable[[ClientRound], list[Tensor]],
+        rehearsed: Callable[[ClientRound], Any],
     ) -> None:
         self.stream = stream
         self.current_round = current_round
@@ -97,56 +107,120 @@ class RoundLoader:
         client_rounds = [self.stream.client_round(client, round) for client in names]
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             client_rounds.sort(key=lambda client_round: -client_round.samples)
-        for start in range(0, len(client_rounds), size):
-            yield from self._together(client_rounds[start : start + size], start + size >= len(client_rounds))
-
-    def _together(self, client_rounds: list[ClientRound], last_group: bool) -> Iterator[Any]:
-        drawn = zip(client_rounds, self._data(client_rounds), strict=True)
-        parts = sorted((self._part(client_round, data) for client_round, data in drawn), key=lambda part: -len(part[3]))
-        client_rounds, data, pools, plans = (list(column) for column in zip(*parts, strict=True))
-        steps = len(plans[0])
-        sequence: Iterator[tuple[Any, int, Tensor | None]]
-        if self.stacked:
-            sequence = iter(cohort_batches(pools, plans))
-        else:
-            sequence = ((batch, 1, None) for batch in batches(pools[0], plans[0]))
-        epochs = self.local_epochs(client_rounds[0])
-        for step, (batch, active, weight) in enumerate(sequence):
-            last, epoch = step == steps - 1, step * epochs // steps
+        groups = [client_rounds[start : start + size] for start in range(0, len(client_rounds), size)]
+        sequence = self._read(groups) if self.stream.draws else self._in_memory(groups)
+        for number, group, step, batch, active, weight in sequence:
+            last = step == len(group[0].plan) - 1
             self.slots.append(
                 BatchContext(
-                    tuple(client_rounds), tuple(data), step == 0, last, last and last_group, active, weight, epoch
+                    tuple(part.client_round for part in group),
+                    tuple(part.data for part in group),
+                    step == 0,
+                    last,
+                    last and number == len(groups) - 1,
+                    active,
+                    weight,
+                    group[0].epoch(step),
                 )
             )
             yield batch
 
-    def _data(self, client_rounds: Sequence[ClientRound]) -> list[ClientData]:
-        """Each client's samples of this round."""
-        indices = [self.stream.plan.train[client_round.round][client_round.client] for client_round in client_rounds]
-        if not self.stream.draws:
+    def _in_memory(self, groups: Sequence[Sequence[ClientRound]]) -> Iterator[_Step]:
+        """The steps of a round whose samples are in memory, all of a group's taken at once."""
+        for number, client_rounds in enumerate(groups):
+            indices = [self._rows(client_round) for client_round in client_rounds]
             x, y = self.stream.take(np.concatenate(indices))
             sizes = [len(rows) for rows in indices]
             pairs = [list(pair) for pair in zip(x.split(sizes), y.split(sizes), strict=True)]
-            return [ClientData(lambda pair=pair: pair) for pair in pairs]  # type: ignore[misc]
-        # The samples are drawn ahead of the training, but must not depend on who trains before.
-        data = []
-        for client_round, rows in zip(client_rounds, indices, strict=True):
-            with isolate_rng():
-                start_randomness(self.seed, client_round.client, client_round.round, "data")
-                samples = self.stream.take(rows)
-            data.append(ClientData(lambda samples=samples: samples))  # type: ignore[misc]
-        return data
+            data = [ClientData(partial(list, pair)) for pair in pairs]
+            group = self._longest_first([self._part(*own) for own in zip(client_rounds, data, strict=True)])
+            pools = [joined([part.data.samples(), part.extra]) if part.extra else part.data.samples() for part in group]
+            plans = [part.plan for part in group]
+            if self.stacked:
+                for step, (batch, active, weight) in enumerate(cohort_batches(pools, plans)):
+                    yield number, group, step, batch, active, weight
+            else:
+                for step, batch in enumerate(batches(pools[0], plans[0])):
+                    yield number, group, step, batch, 1, None
 
-    def _part(self, client_round: ClientRound, data: ClientData) -> tuple[ClientRound, ClientData, Any, list[Tensor]]:
-        extra = self.rehearsed(client_round)
-        pool = [torch.cat(pair) for pair in zip(data.samples(), extra, strict=True)] if extra else data.samples()
-        generator = torch.Generator().manual_seed(
-            seed_of(self.seed, client_round.client, client_round.round, "batches")
-        )
-        options = (client_round.samples, self.stream.batch_size, self.local_epochs(client_round), self.stream.shuffle)
-        remembered = len(extra[1]) if extra else 0
-        client_round = replace(client_round, rehearsed=remembered)
-        return client_round, data, pool, plan_batches(*options, generator, remembered, self.stream.drop_last)
+    def _read(self, groups: Sequence[Sequence[ClientRound]]) -> Iterator[_Step]:
+        """The steps of a round whose samples are read batch by batch, perhaps by workers, some ahead."""
+        planned: deque[list[_Part]] = deque()
+
+        def requests() -> Iterator[Request]:
+            for client_rounds in groups:
+                group = self._longest_first([self._part(one, self._later(one)) for one in client_rounds])
+                planned.append(group)
+                for step in range(len(group[0].plan)):
+                    yield from (self._request(part, step) for part in group if step < len(part.plan))
+
+        samples = read(self.stream.take, requests(), self.stream.num_workers)
+        for number in range(len(groups)):
+            first = next(samples)  # plans its group
+            group, samples = planned.popleft(), itertools.chain([first], samples)
+            for step in range(len(group[0].plan)):
+                training = [part for part in group if step < len(part.plan)]
+                own = [part.mixed(next(samples), step) for part in training]
+                if not self.stacked:
+                    yield number, group, step, own[0], 1, None
+                    continue
+                done = len(group) - len(own)
+                batch, weight = side_by_side([*own, *(own[:1] * done)])
+                weight[len(own) :] = 0
+                yield number, group, step, batch, len(own), weight
+
+    def _rows(self, client_round: ClientRound) -> IntArray:
+        return self.stream.plan.train[client_round.round][client_round.client]
+
+    def _later(self, client_round: ClientRound) -> ClientData:
+        """A client's samples, read when they are asked for."""
+        request = Request.of(self._rows(client_round), self.seed, client_round.client, client_round.round)
+        return ClientData(lambda: request.read(self.stream.take))
+
+    def _request(self, part: _Part, step: int) -> Request:
+        one = part.client_round
+        rows = self._rows(one)[part.own(step).numpy()]
+        return Request.of(rows, self.seed, one.client, one.round, part.epoch(step), step)
+
+    def _longest_first(self, group: list[_Part]) -> list[_Part]:
+        return sorted(group, key=lambda part: -len(part.plan))
+
+    def _part(self, client_round: ClientRound, data: ClientData) -> _Part:
+        extra, stream = self.rehearsed(client_round), self.stream
+        remembered, epochs = number_of(extra), self.local_epochs(client_round)
+        generator = orders(self.seed, client_round.client, client_round.round)
+        options = (client_round.samples, stream.batch_size, epochs, stream.shuffle, generator, remembered)
+        plan = plan_batches(*options, stream.drop_last)
+        return _Part(replace(client_round, rehearsed=remembered), data, extra, epochs, plan)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A client's local training in a round: its samples, the remembered ones behind them, and its batches."""
+
+    client_round: ClientRound
+    data: ClientData
+    extra: Any
+    epochs: int
+    plan: Sequence[Tensor]
+
+    def epoch(self, step: int) -> int:
+        """The local epoch that a batch belongs to."""
+        return step * self.epochs // len(self.plan)
+
+    def own(self, step: int) -> Tensor:
+        """Which of the round's samples make up a batch, without the remembered ones."""
+        rows = self.plan[step]
+        return rows[rows < self.client_round.samples]
+
+    def mixed(self, batch: Any, step: int) -> Any:
+        """A batch and the remembered samples that join it."""
+        chosen = self.plan[step][len(self.own(step)) :] - self.client_round.samples
+        return joined([batch, next(batches(self.extra, [chosen]))]) if len(chosen) else batch
+
+
+# Number of a group, its clients, the step, its batch, how many of the clients still train, and the samples' shares.
+_Step: TypeAlias = tuple[int, list[_Part], int, Any, int, Tensor | None]
 
 
 def fingerprint(plan: Plan) -> str:

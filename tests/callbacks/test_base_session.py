@@ -18,6 +18,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics, MeanOutputLoss, Replay
 from lightning_fcl.callbacks.base_session import _Images
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.models import MLP, DSICNet
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm
 from lightning_fcl.randomness import start_randomness
@@ -38,7 +39,7 @@ def faces(people=8, images=10, seed=0):
 
 def make_faces(data=None, scenario_args=SMALL, **kwargs):
     data = faces() if data is None else data
-    return FederatedStream(data, "odfcl", scenario_args=scenario_args, **{"batch_size": 4, "seed": 0, **kwargs})
+    return FederatedStream(data, ODFCLScenario(**scenario_args), **{"batch_size": 4, "seed": 0, **kwargs})
 
 
 def make_net(classes=6, seed=0):

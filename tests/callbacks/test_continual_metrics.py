@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
+from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.method import Method
@@ -246,7 +247,7 @@ def test_a_base_session_is_experience_0(fit, make_task):
     rng = np.random.default_rng(0)
     y = np.arange(240) % 5
     x = (rng.normal(size=(240, 6)) + 2 * np.eye(5, 6)[y]).astype(np.float32)
-    stream = FederatedStream.from_arrays(x, y, scenario="odfcl", scenario_args=arguments, batch_size=4, seed=0)
+    stream = FederatedStream.from_arrays(x, y, scenario=ODFCLScenario(**arguments), batch_size=4, seed=0)
     metrics, start, by_hand = ContinualMetrics("none", start=True), Start(stream), ByHand(stream)
     fit(make_task(), stream, [metrics, start, by_hand])
     summary, ends = summarize(metrics.record), [start.counts, by_hand.rounds[1]["server"], by_hand.rounds[3]["server"]]

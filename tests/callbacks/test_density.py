@@ -13,6 +13,9 @@ from torch.utils.data import Dataset
 
 from lightning_fcl import FederatedStream, ReservoirClassifier
 from lightning_fcl.callbacks import ActivationDensity, IntrinsicPlasticity
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import EchoStateNetwork
 
 OWNERS = np.array(["ann", "bob", "eve"])
@@ -32,8 +35,8 @@ def stream():
     def make(**kwargs):
         x, y = sequences()
         client = OWNERS[np.arange(len(y)) // 4 % 3]
-        settings = {"experiences": 2, "rounds_per_experience": 2, "test": 0.7, "batch_size": 16, "seed": 0}
-        return FederatedStream.from_arrays(x, y, client, **{**settings, **kwargs})
+        scenario, split = ClassIncremental(2, 2), Split(**{"test": 0.7, **kwargs})
+        return FederatedStream.from_arrays(x, y, client, scenario=scenario, split=split, batch_size=16, seed=0)
 
     return make
 
@@ -106,7 +109,7 @@ def test_only_owners_and_groups_of_test_samples_are_there(fit, stream, task):
 
 def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
     x, y = sequences()
-    options = {"scenario": "domain-incremental", "clients": 2, "test": 0.5, "seed": 0}
+    options = {"scenario": DomainIncremental(), "partition": IID(2), "split": Split(test=0.5), "seed": 0}
     data, measured = FederatedStream.from_arrays(x, y, group=np.arange(240) // 80, **options), ActivationDensity(10)
     states = AllStates()
     fit(task(), data, [measured, states])
@@ -121,7 +124,7 @@ def test_groups_without_test_samples_are_left_out(fit, task):
     x, y = sequences()
     client = np.where(y == 3, "ann", OWNERS[np.arange(240) // 4 % 3])
     data, measured = (
-        FederatedStream.from_arrays(x, y, client, experiences=4, test=["bob"], seed=0),
+        FederatedStream.from_arrays(x, y, client, scenario=ClassIncremental(4), split=Split(test=["bob"]), seed=0),
         ActivationDensity(4),
     )
     fit(task(), data, [measured])
@@ -144,7 +147,10 @@ def test_measuring_does_not_change_the_fit(fit, task):
     results = []
     for callbacks in ([], [ActivationDensity(10)]):
         torch.manual_seed(0)
-        module, data = task(), FederatedStream.from_arrays(Noisy(), clients=2, experiences=2, seed=0)
+        module, data = (
+            task(),
+            FederatedStream.from_arrays(Noisy(), scenario=ClassIncremental(2), partition=IID(2), seed=0),
+        )
         fit(module, data, callbacks)
         results.append(module.state_dict())
         assert module.training
@@ -179,7 +185,9 @@ def test_what_cannot_be_measured_is_refused(fit, stream, task, make_stream, make
         fit(task(), stream(test=0.0), [ActivationDensity()])
     trainer = L.Trainer(max_epochs=2, callbacks=[ActivationDensity()], **quiet)
     with pytest.raises(ValueError, match=re.escape('`strategy="federated"`')):
-        trainer.fit(task(), datamodule=FederatedStream.from_arrays(x, y, clients=1, experiences=2))
+        trainer.fit(
+            task(), datamodule=FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2), partition=IID(1))
+        )
     trainer = L.Trainer(max_epochs=1, callbacks=[ActivationDensity()], **quiet)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y)))
     with pytest.raises(ValueError, match="Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):

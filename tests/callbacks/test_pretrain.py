@@ -16,7 +16,7 @@ SCENARIO = {"rounds": 2, "samples_per_round": 12, "test_per_class": 5, "pretrain
 @pytest.fixture
 def make_flwf(make_stream):
     def make(**kwargs):
-        return make_stream(scenario="flwf", scenario_args=SCENARIO, **kwargs)
+        return make_stream(scenario="flwf", **SCENARIO, **kwargs)
 
     return make
 
@@ -74,7 +74,7 @@ def test_a_continued_fit_does_not_pretrain_again(fit, make_flwf, make_task, tmp_
 
 
 def test_without_samples(fit, make_stream, make_task):
-    message = 'Expected a scenario with samples for pre-training but "class-incremental" has none.'
+    message = "Expected a scenario with samples for pre-training but ClassIncremental has none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit(make_task(), make_stream(), [Pretrain(1)])
 

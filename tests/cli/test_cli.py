@@ -17,7 +17,10 @@ from lightning_fcl.data.datasets import Arrays, load
 RECIPES = recipes_folder()
 TINY = {
     "trainer": {"max_epochs": 2, "enable_progress_bar": False},
-    "data": {"clients": 3, "experiences": 2, "rounds_per_experience": 1},
+    "data": {
+        "scenario": {"init_args": {"experiences": 2}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+    },
 }
 
 
@@ -87,7 +90,7 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
     checkpoint = next((out / "checkpoints").glob("*.ckpt"))
-    more = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "3", "--data.rounds_per_experience", "2"]
+    more = ["--ckpt_path", str(checkpoint), "--trainer.max_epochs", "3", "--data.scenario.rounds_per_experience", "2"]
     with pytest.raises(SystemExit):  # twice as many rounds are another stream
         main(["fit", *tiny, "--out", str(out), *more])
     main(["test", *tiny, "--ckpt_path", str(checkpoint)])
@@ -100,9 +103,12 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ({"data": {"clints": 2}}, "clints"),
         ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
         ({"data": {"data": "ucihr"}}, "ucihar"),
-        ({"data": {"partition": "dirichlet", "partition_args": {"alhpa": 1}}}, "Did you mean `alpha`?"),
-        ({"data": {"test": 0.0}}, "`test` to be above 0"),
-        ({"data": {"experiences": 3}}, "`experiences` to divide the number of classes, 10, but got 3"),
+        ({"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}}, "'alhpa' is not accepted"),
+        ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
+        (
+            {"data": {"scenario": {"init_args": {"experiences": 3}}}},
+            "`experiences` to divide the number of classes, 10, but got 3",
+        ),
         ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
     ],
 )
@@ -266,7 +272,7 @@ figures:
 def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys):
     digits = load("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
-    monkeypatch.setattr("lightning_fcl.data.stream.load", lambda name, root: rows)
+    monkeypatch.setattr("lightning_fcl.data.samples.load", lambda name, root: rows)
     monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: tmp_path)
     folder, out = tmp_path / "toy", tmp_path / "out"
     folder.mkdir()
@@ -320,7 +326,9 @@ def test_the_readme_is_true(tmp_path, monkeypatch):
 
 def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     path = tmp_path / "open.yaml"
-    path.write_text(yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"rounds_per_experience": 2}}))
+    path.write_text(
+        yaml.safe_dump({"trainer": {"max_epochs": None}, "data": {"scenario": {"rounds_per_experience": 2}}})
+    )
     cli = run(["fit", *tiny, "--config", str(path), "--out", str(tmp_path / "out")])
     rounds = json.loads((tmp_path / "out" / "results.json").read_text())["record"]["rounds"]
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
@@ -336,7 +344,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch):
     rows = {
         f"{clients} clients": {
             "configs": ["small.yaml"],
-            "set": {"data.clients": clients, "trainer.max_epochs": 1},
+            "set": {"data.partition.clients": clients, "trainer.max_epochs": 1},
             "expected": {"final_accuracy/server": 0.25 * clients},
         }
         for clients in (2, 3)
@@ -399,11 +407,11 @@ def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):
     main(["fit", *words, *recipe.words, "--trainer.enable_progress_bar", "false", "--out", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     record, settings = results["record"], dict(zip(recipe.words[::2], recipe.words[1::2], strict=True))
-    nodes = int(settings.get("--data.scenario_args.nodes", 3))
+    nodes = int(settings.get("--data.scenario.init_args.nodes", 3))
     assert len(record["groups"]) == 10 and record["totals"] == [3] * 10
     assert record["tasks"]["server"] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert sum(record["start"][4:]) == 0  # nobody has taught them yet
-    rounds = int(settings.get("--data.scenario_args.rounds_per_session", 2))
+    rounds = int(settings.get("--data.scenario.init_args.rounds_per_session", 2))
     expected = [dict.fromkeys([*(f"node{n + 1}" for n in range(nodes)), "server"], e) for e in (1, 2)]
     assert [entry["experience"] for entry in record["rounds"]] == [e for e in expected for _ in range(rounds)]
     up, down = (32_328, 6_400) if "ridge" in row else (24_040, 24_040)
@@ -461,4 +469,4 @@ def test_every_row_is_understood(configs, words, capsys):
     with pytest.raises(SystemExit) as stop:
         run(["fit", *files, *words, "--print_config"])
     assert stop.value.code in (0, None), capsys.readouterr().err
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["scenario"] == "fedvit"
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["scenario"]["class_path"].endswith("FedViTScenario")

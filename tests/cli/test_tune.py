@@ -10,7 +10,11 @@ from lightning_fcl.cli.reproduce import recipes_folder
 
 RECIPE = {
     "trainer": {"max_epochs": 1, "enable_progress_bar": False},
-    "data": {"clients": 2, "experiences": 2, "rounds_per_experience": 1, "validation": 0.3},
+    "data": {
+        "scenario": {"init_args": {"experiences": 2}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 2}},
+        "split": {"validation": 0.3},
+    },
 }
 LR = "model.init_args.optimizer.init_args.lr"
 ALPHA = "trainer.callbacks.FLwF2T.alpha"
@@ -172,11 +176,13 @@ def test_the_grid_is_covered_once(search, tmp_path, pretend):
     pretend()
     space = {
         LR: {"low": 0.1, "high": 0.3, "step": 0.1},
-        "data.clients": {"low": 2, "high": 3},
+        "data.partition.init_args.clients": {"low": 2, "high": 3},
         "data.shuffle": [True, False],
     }
     main(search(sampler="grid", trials=None, space=space))
-    points = [(float(t[LR]), int(t["data.clients"]), t["data.shuffle"]) for t in rows(tmp_path / "out")]
+    points = [
+        (float(t[LR]), int(t["data.partition.init_args.clients"]), t["data.shuffle"]) for t in rows(tmp_path / "out")
+    ]
     assert points == [(lr, clients, s) for lr in (0.1, 0.2, 0.3) for clients in (2, 3) for s in ("True", "False")]
 
 
@@ -190,14 +196,18 @@ def test_minimize(search, tmp_path, pretend):
 
 def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
-    space = {"model.init_args.optimizer": [adam], "data.samples_per_round": [None], "data.history": ["round"]}
+    space = {
+        "model.init_args.optimizer": [adam],
+        "data.scenario.init_args.samples_per_round": [None],
+        "data.scenario.init_args.history": ["round"],
+    }
     main(search(sampler="grid", trials=None, space=space))
     config = yaml.safe_load((tmp_path / "out" / "trial-0000" / "seed-0" / "config.yaml").read_text())
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
 
 
 def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, capsys):
-    words = search(sampler="grid", trials=None, space={"data.experiences": [2, 3], ALPHA: [0.5]})
+    words = search(sampler="grid", trials=None, space={"data.scenario.init_args.experiences": [2, 3], ALPHA: [0.5]})
     main(words)
     assert "1 trials, and 1 that failed" in capsys.readouterr().out
     good, bad = rows(tmp_path / "out")
@@ -208,7 +218,9 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
 
 
 def test_when_every_trial_fails(search, tmp_path, capsys, pretend):
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "data": {"clients": 2}}))
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({**RECIPE, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
+    )
     error = error_of(capsys, search(trials=2))
     assert "All 2 trials failed" in error and "no validation samples to measure on. Mend it" in error
     seen = pretend(lambda recipe: float("nan"))

@@ -5,15 +5,36 @@ import re
 import numpy as np
 import pytest
 
-from lightning_fcl.data import partition
+from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
 
 Y = np.random.default_rng(5).integers(0, 6, size=600)
 
+
+def by_client(client):
+    return Natural().divide(np.zeros(len(client), int), client, None)
+
+
+def iid(n, clients, rng):
+    return IID(clients).divide(np.zeros(n, int), None, rng)
+
+
+def dirichlet(y, clients, alpha, rng, **kwargs):
+    return Dirichlet(clients, alpha, **kwargs).divide(y, None, rng)
+
+
+def shards(y, clients, shards_per_client, rng):
+    return Shards(clients, shards_per_client).divide(y, None, rng)
+
+
+def class_subsets(y, clients, classes_per_client, rng, fraction=1.0):
+    return ClassSubsets(clients, classes_per_client, fraction).divide(y, None, rng)
+
+
 SEEDED = {
-    "iid": lambda rng: partition.iid(len(Y), 7, rng),
-    "dirichlet": lambda rng: partition.dirichlet(Y, 7, 0.3, rng),
-    "shards": lambda rng: partition.shards(Y, 7, 3, rng),
-    "class_subsets": lambda rng: partition.class_subsets(Y, 7, 2, rng, 0.2),
+    "iid": lambda rng: iid(len(Y), 7, rng),
+    "dirichlet": lambda rng: dirichlet(Y, 7, 0.3, rng),
+    "shards": lambda rng: shards(Y, 7, 3, rng),
+    "class_subsets": lambda rng: class_subsets(Y, 7, 2, rng, 0.2),
 }
 USES_ALL = ["iid", "dirichlet", "shards"]
 
@@ -51,17 +72,17 @@ def test_the_global_generator_is_left_alone(name):
 
 def test_by_client_gives_each_owner_all_of_its_samples():
     client = np.array([10, 2, 10, 30, 2])
-    parts = partition.by_client(client)
+    parts = by_client(client)
     assert {name: index.tolist() for name, index in parts.items()} == {"2": [1, 4], "10": [0, 2], "30": [3]}
     assert list(parts) == ["2", "10", "30"]
-    named = partition.by_client(np.array(["S3", "S2", "S3"]))
+    named = by_client(np.array(["S3", "S2", "S3"]))
     assert {name: index.tolist() for name, index in named.items()} == {"S2": [1], "S3": [0, 2]}
 
 
 def test_iid_sizes_differ_by_one_at_most():
-    sizes = sorted(len(index) for index in partition.iid(23, 5, np.random.default_rng(0)).values())
+    sizes = sorted(len(index) for index in iid(23, 5, np.random.default_rng(0)).values())
     assert sizes == [4, 4, 5, 5, 5]
-    assert partition.iid(3, 1, np.random.default_rng(0))["0"].tolist() == [0, 1, 2]
+    assert iid(3, 1, np.random.default_rng(0))["0"].tolist() == [0, 1, 2]
 
 
 def counts(parts, y=Y):
@@ -69,7 +90,7 @@ def counts(parts, y=Y):
 
 
 def test_dirichlet_follows_the_proportions_of_its_generator():
-    parts = partition.dirichlet(Y, 4, 0.7, np.random.default_rng(9), min_size=0)
+    parts = dirichlet(Y, 4, 0.7, np.random.default_rng(9), min_size=0)
     # The same draws by hand: for each class one permutation of its members, then one Dirichlet vector.
     rng = np.random.default_rng(9)
     for label in range(6):
@@ -81,22 +102,22 @@ def test_dirichlet_follows_the_proportions_of_its_generator():
 
 def test_dirichlet_becomes_even_with_large_alpha_and_skewed_with_small():
     totals = np.bincount(Y)
-    even = counts(partition.dirichlet(Y, 4, 1e6, np.random.default_rng(0)))
+    even = counts(dirichlet(Y, 4, 1e6, np.random.default_rng(0)))
     assert np.abs(even - totals / 4).max() <= 2
-    skewed = counts(partition.dirichlet(Y, 4, 1e-3, np.random.default_rng(0), min_size=0))
+    skewed = counts(dirichlet(Y, 4, 1e-3, np.random.default_rng(0), min_size=0))
     assert (skewed.max(axis=0) == totals).all()
 
 
 def test_dirichlet_draws_again_until_everybody_has_enough():
-    once = partition.dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=0)
-    again = partition.dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=40)
+    once = dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=0)
+    again = dirichlet(Y, 6, 0.3, np.random.default_rng(1), min_size=40)
     assert min(len(index) for index in once.values()) < 40 <= min(len(index) for index in again.values())
     assert sum(len(index) for index in again.values()) == len(Y)
 
 
 def test_shards_are_whole_pieces_of_the_sorted_labels():
     y = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
-    parts = partition.shards(y, n_clients=10, shards_per_client=2, rng=np.random.default_rng(1))
+    parts = shards(y, clients=10, shards_per_client=2, rng=np.random.default_rng(1))
     in_order = [[i for i in range(600) if y[i] == label] for label in range(10)]
     pieces = {tuple(members[start : start + 30]) for members in in_order for start in (0, 30)}
     for index in parts.values():
@@ -107,7 +128,7 @@ def test_shards_are_whole_pieces_of_the_sorted_labels():
 
 def test_class_subsets_with_a_fraction_that_fits():
     y = np.repeat(np.arange(10), 100)
-    parts = partition.class_subsets(y, 5, 3, np.random.default_rng(0), fraction=0.1)
+    parts = class_subsets(y, 5, 3, np.random.default_rng(0), fraction=0.1)
     for index in parts.values():
         assert np.unique(y[index], return_counts=True)[1].tolist() == [10, 10, 10]
     assert len({tuple(np.unique(y[index])) for index in parts.values()}) > 1
@@ -115,16 +136,16 @@ def test_class_subsets_with_a_fraction_that_fits():
 
 def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
     y = np.repeat([3, 8], [90, 30])
-    parts = partition.class_subsets(y, 6, 2, np.random.default_rng(0))
+    parts = class_subsets(y, 6, 2, np.random.default_rng(0))
     assert [np.unique(y[index], return_counts=True)[1].tolist() for index in parts.values()] == [[15, 5]] * 6
     assert sum(len(index) for index in parts.values()) == 120
-    alone = partition.class_subsets(y, 1, 1, np.random.default_rng(0))["0"]
+    alone = class_subsets(y, 1, 1, np.random.default_rng(0))["0"]
     assert alone.tolist() in (list(range(90)), list(range(90, 120)))
 
 
 def test_class_subsets_take_ranges():
     y = np.repeat(np.arange(10), 400)
-    parts = partition.class_subsets(y, 20, (2, 5), np.random.default_rng(0), fraction=(0.05, 0.1))
+    parts = class_subsets(y, 20, (2, 5), np.random.default_rng(0), fraction=(0.05, 0.1))
     numbers, shares = [], []
     for index in parts.values():
         held = np.unique(y[index], return_counts=True)[1]
@@ -141,7 +162,7 @@ def test_class_subsets_take_ranges():
 def test_class_subsets_give_one_sample_to_whoever_asks_for_one():
     y = np.repeat(np.arange(3), 10)
     for seed in range(20):
-        parts = partition.class_subsets(y, 8, (1, 3), np.random.default_rng(seed), fraction=0.1)
+        parts = class_subsets(y, 8, (1, 3), np.random.default_rng(seed), fraction=0.1)
         assert all(set(np.unique(y[index], return_counts=True)[1].tolist()) == {1} for index in parts.values())
 
 
@@ -151,58 +172,58 @@ def rng():
 
 ERRORS = {
     "owners of floats": (
-        lambda: partition.by_client(np.zeros(3)),
+        lambda: by_client(np.zeros(3)),
         "Expected `client` to hold integers or strings in one dimension but got float64 of shape (3,).",
     ),
     "no owners": (
-        lambda: partition.by_client(np.zeros(0, int)),
+        lambda: by_client(np.zeros(0, int)),
         "but got int64 of shape (0,). Pass one entry per sample.",
     ),
     "labels of floats": (
-        lambda: partition.shards([0.5, 1.5], 1, 1, rng()),
+        lambda: shards([0.5, 1.5], 1, 1, rng()),
         "Expected `y` to hold integers in one dimension",
     ),
-    "labels 2-D": (lambda: partition.dirichlet([[1], [2]], 1, 1, rng()), "but got int64 of shape (2, 1)."),
+    "labels 2-D": (lambda: dirichlet([[1], [2]], 1, 1, rng()), "but got int64 of shape (2, 1)."),
     "no clients": (
-        lambda: partition.iid(5, 0, rng()),
-        "Expected `n_clients` to be between 1 and 5, the number of samples, but got 0. Take fewer clients.",
+        lambda: iid(5, 0, rng()),
+        "Expected `clients` to be between 1 and 5, the number of samples, but got 0. Take fewer clients.",
     ),
-    "more clients than samples": (lambda: partition.iid(5, 6, rng()), "Expected `n_clients` to be between 1 and 5"),
+    "more clients than samples": (lambda: iid(5, 6, rng()), "Expected `clients` to be between 1 and 5"),
     "alpha 0": (
-        lambda: partition.dirichlet(Y, 5, 0.0, rng()),
-        "Expected `alpha` to be above 0 and at most 1e6 but got 0.0. For equal shares use `iid` instead.",
+        lambda: dirichlet(Y, 5, 0.0, rng()),
+        "Expected `alpha` to be above 0 and at most 1e6 but got 0.0. For equal shares use `IID` instead.",
     ),
-    "alpha NaN": (lambda: partition.dirichlet(Y, 5, float("nan"), rng()), "but got nan."),
-    "alpha infinite": (lambda: partition.dirichlet(Y, 5, float("inf"), rng()), "but got inf."),
+    "alpha NaN": (lambda: dirichlet(Y, 5, float("nan"), rng()), "but got nan."),
+    "alpha infinite": (lambda: dirichlet(Y, 5, float("inf"), rng()), "but got inf."),
     "min_size too large": (
-        lambda: partition.dirichlet(Y, 7, 1.0, rng(), min_size=86),
+        lambda: dirichlet(Y, 7, 1.0, rng(), min_size=86),
         "Expected `min_size` to be between 0 and 85, what 600 samples allow 7 clients, but got 86.",
     ),
-    "min_size negative": (lambda: partition.dirichlet(Y, 7, 1.0, rng(), min_size=-1), "but got -1. Lower it"),
+    "min_size negative": (lambda: dirichlet(Y, 7, 1.0, rng(), min_size=-1), "but got -1. Lower it"),
     "min_size never reached": (
-        lambda: partition.dirichlet([0, 0, 0, 0], 2, 1e-4, rng(), min_size=2),
+        lambda: dirichlet([0, 0, 0, 0], 2, 1e-4, rng(), min_size=2),
         "Expected a division with `min_size`=2 samples per client but 1000 draws with `alpha`=0.0001 and 2 clients",
     ),
     "no shards": (
-        lambda: partition.shards(Y, 7, 0, rng()),
+        lambda: shards(Y, 7, 0, rng()),
         "Expected `shards_per_client` to be between 1 and 85, what 600 samples allow 7 clients, but got 0.",
     ),
-    "too many shards": (lambda: partition.shards(Y, 7, 86, rng()), "but got 86. Take fewer shards or fewer clients."),
+    "too many shards": (lambda: shards(Y, 7, 86, rng()), "but got 86. Take fewer shards or fewer clients."),
     "too many classes": (
-        lambda: partition.class_subsets(Y, 5, 7, rng()),
+        lambda: class_subsets(Y, 5, 7, rng()),
         "Expected `classes_per_client` to be between 1 and 6, the classes that `y` has, but got 7.",
     ),
     "classes the wrong way round": (
-        lambda: partition.class_subsets(Y, 5, (4, 2), rng()),
+        lambda: class_subsets(Y, 5, (4, 2), rng()),
         "but got (4, 2). A range is (lowest, highest).",
     ),
     "fraction 0": (
-        lambda: partition.class_subsets(Y, 5, 2, rng(), 0.0),
+        lambda: class_subsets(Y, 5, 2, rng(), 0.0),
         "Expected `fraction` to be above 0 and at most 1 but got 0.0.",
     ),
-    "fraction 1.7": (lambda: partition.class_subsets(Y, 5, 2, rng(), 1.7), "at most 1 but got 1.7."),
+    "fraction 1.7": (lambda: class_subsets(Y, 5, 2, rng(), 1.7), "at most 1 but got 1.7."),
     "fraction too small": (
-        lambda: partition.class_subsets(np.repeat([0, 1], 20), 3, 2, rng(), 0.01),
+        lambda: class_subsets(np.repeat([0, 1], 20), 3, 2, rng(), 0.01),
         "Expected at least one sample of class 0 for client '0' but 3 clients hold the class, which has 20 samples, "
         "and the `fraction` of this one is 0.01. Raise `fraction`, or lower",
     ),

@@ -11,6 +11,16 @@ from torch.utils.data import Dataset
 from lightning_fcl import FederatedStream
 from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
+from lightning_fcl.data.samples import PublicData
+from lightning_fcl.data.scenarios import (
+    ClassIncremental,
+    DomainIncremental,
+    FedViTScenario,
+    FLwFScenario,
+    ODFCLScenario,
+)
+from lightning_fcl.data.split import Split
 from lightning_fcl.randomness import seed_of
 
 
@@ -36,8 +46,10 @@ class Pairs(Dataset):
         return len(self.targets)
 
 
-def prepared(*args, **kwargs):
-    stream = FederatedStream.from_arrays(*args, **{"experiences": 2, "seed": 0, **kwargs})
+def prepared(*args, scenario=None, **kwargs):
+    own = {name: kwargs.pop(name) for name in list(kwargs) if name in ClassIncremental.__dataclass_fields__}
+    scenario = scenario or ClassIncremental(**{"experiences": 2, **own})
+    stream = FederatedStream.from_arrays(*args, **{"scenario": scenario, "seed": 0, **kwargs})
     stream.setup("fit")
     return stream
 
@@ -78,13 +90,13 @@ def test_numbers_as_owners_are_in_numeric_order():
 
 def test_owners_do_not_bind_another_partition():
     x, y = arrays()
-    assert len(prepared(x, y, np.arange(120) % 3, partition="iid", clients=5).plan.clients) == 5
+    assert len(prepared(x, y, np.arange(120) % 3, partition=IID(5)).plan.clients) == 5
 
 
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "shards", "class-subsets"])
+@pytest.mark.parametrize("partition", [IID(4), Dirichlet(4), Shards(4), ClassSubsets(4)])
 def test_every_partition_uses_each_training_sample_once(partition):
     x, y = arrays(240)
-    stream = prepared(x, y, partition=partition, clients=4, test=0.25, validation=0.2)
+    stream = prepared(x, y, partition=partition, split=Split(0.25, 0.2))
     everything = np.concatenate([stream.plan.test, stream.plan.validation, *used(stream).values()])
     assert sorted(everything) == list(range(240))
     assert len(stream.plan.test) == 60 and len(stream.plan.validation) == 36
@@ -92,33 +104,31 @@ def test_every_partition_uses_each_training_sample_once(partition):
 
 def test_arguments_of_the_partitioner():
     x, y = arrays(240)
-    options = {"clients": 4, "experiences": 1, "partition_args": {"classes_per_client": 1}}
-    stream = prepared(x, y, partition="class-subsets", **options)
+    stream = prepared(x, y, partition=ClassSubsets(4, classes_per_client=1), experiences=1)
     assert [len(np.unique(y[indices])) for indices in used(stream).values()] == [1, 1, 1, 1]
 
 
 NAMES = np.array(["ann", "bob", "cem", "dua", "eve"])[np.arange(120) % 5]
 
 
-@pytest.mark.parametrize("partition", ["natural", "iid"])
+@pytest.mark.parametrize("partition", [None, IID(2)])
 def test_owners_may_be_set_aside_by_name(partition):
     x, y = arrays()
-    options = {"test": ["eve"], "validation": ["dua", "ann"], "partition": partition, "clients": 2}
-    stream = prepared(x, y, NAMES, **options)
+    stream = prepared(x, y, NAMES, partition=partition, split=Split(["eve"], ["dua", "ann"]))
     assert stream.plan.test.tolist() == np.flatnonzero(NAMES == "eve").tolist()
     assert stream.plan.validation.tolist() == np.flatnonzero(np.isin(NAMES, ["ann", "dua"])).tolist()
     left = np.flatnonzero(np.isin(NAMES, ["bob", "cem"])).tolist()
     assert sorted(np.concatenate([*used(stream).values()])) == left
-    assert stream.plan.clients == (("bob", "cem") if partition == "natural" else ("0", "1"))
+    assert stream.plan.clients == (("bob", "cem") if partition is None else ("0", "1"))
 
 
 def test_owners_that_are_trained_on():
     x, y = arrays()
-    stream = prepared(x, y, NAMES, test=["eve"], owners=["cem", "ann"])
+    stream = prepared(x, y, NAMES, split=Split(["eve"], train_clients=["cem", "ann"]))
     assert stream.plan.clients == ("ann", "cem")
     assert sorted(np.concatenate([*used(stream).values()])) == np.flatnonzero(np.isin(NAMES, ["ann", "cem"])).tolist()
     # The fractions of a split are of all owners: who is trained on is chosen among what is left.
-    both = [prepared(x, y, NAMES, test=0.2, owners=owners) for owners in (["ann"], None)]
+    both = [prepared(x, y, NAMES, split=Split(train_clients=names)) for names in (["ann"], None)]
     assert both[0].plan.test.tolist() == both[1].plan.test.tolist()
     assert used(both[0])["ann"].tolist() == used(both[1])["ann"].tolist() and len(both[0].plan.clients) == 1
 
@@ -127,7 +137,7 @@ def test_owners_that_are_numbers():
     x, y = arrays()
     owner = np.arange(120) % 12
     for names in (["3", "10"], [3, 10]):
-        stream = prepared(x, y, owner, test=names)
+        stream = prepared(x, y, owner, split=Split(names))
         assert stream.plan.test.tolist() == np.flatnonzero(np.isin(owner, [3, 10])).tolist()
 
 
@@ -143,40 +153,41 @@ def test_owners_that_are_numbers():
             "Expected `validation` to be among the owners ann, bob, cem, dua but got eve.",
         ),
         (
-            {"test": ["eve"], "validation": ["dua"], "owners": ["dua", "ann", "eve"]},
-            "Expected `owners` to be among the owners ann, bob, cem but got dua, eve.",
+            {"test": ["eve"], "validation": ["dua"], "train_clients": ["dua", "ann", "eve"]},
+            "Expected `train_clients` to be among the owners ann, bob, cem but got dua, eve.",
         ),
     ],
 )
 def test_unknown_owners_are_named(options, message):
     with pytest.raises(ValueError, match=exactly(message)):
-        prepared(*arrays(), NAMES, **options)
+        prepared(*arrays(), NAMES, split=Split(**options))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"test": [*"ab"], "validation": 0.0, "owners": None},
-        {"test": ["a"], "validation": ["b"], "owners": None},
-        {"test": 0.2, "validation": 0.0, "owners": []},
+        {"test": [*"ab"], "validation": 0.0, "train_clients": None},
+        {"test": ["a"], "validation": ["b"], "train_clients": None},
+        {"test": 0.2, "validation": 0.0, "train_clients": []},
     ],
 )
 def test_somebody_must_be_left_to_train(options):
     message = (
-        "Expected `test`, `validation` and `owners` to leave samples to train on but "
-        f"{options['test']}, {options['validation']} and {options['owners']} leave none."
+        "Expected `test`, `validation` and `train_clients` to leave samples to train on but "
+        f"{options['test']}, {options['validation']} and {options['train_clients']} leave none."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], **options)
+        prepared(*arrays(), np.array(["a", "b"])[np.arange(120) % 2], split=Split(**options))
 
 
-@pytest.mark.parametrize("option", ["test", "validation", "owners"])
+@pytest.mark.parametrize("option", ["test", "validation", "train_clients"])
 def test_data_without_owners(option):
-    for source, name in ((FederatedStream("digits", **{option: ["ann"]}), "digits"),
-                         (FederatedStream.from_arrays(*arrays(), **{option: ["ann"]}), "the data")):  # fmt: skip
+    split = Split(**{option: ["ann"]})
+    for source, name in ((FederatedStream("digits", split=split), "digits"),
+                         (FederatedStream.from_arrays(*arrays(), split=split), "the data")):  # fmt: skip
         message = f"Expected `{option}` to be a fraction but got ['ann']: {name} names no owners."
-        if option == "owners":
-            message = f"Expected no `owners` but got ['ann']: {name} names no owners."
+        if option == "train_clients":
+            message = f"Expected no `train_clients` but got ['ann']: {name} names no owners."
         with pytest.raises(ValueError, match=exactly(message)):
             source.setup("fit")
 
@@ -184,7 +195,9 @@ def test_data_without_owners(option):
 def test_official_test():
     x, y = arrays()
     official = np.arange(120) >= 90
-    stream = FederatedStream(Arrays(x, y, None, tuple("abcd"), official), test="official", experiences=2, seed=0)
+    stream = FederatedStream(
+        Arrays(x, y, None, tuple("abcd"), official), ClassIncremental(2), split=Split("official"), seed=0
+    )
     stream.setup("fit")
     assert stream.plan.test.tolist() == list(range(90, 120))
     assert sorted(np.concatenate([*used(stream).values()])) == list(range(90))
@@ -193,7 +206,7 @@ def test_official_test():
 def test_loaders_hold_what_the_plan_says():
     x, y = arrays()
     for data in ((x, y), (Pairs(x, y),)):
-        stream = prepared(*data, validation=0.25, batch_size=4)
+        stream = prepared(*data, split=Split(validation=0.25), batch_size=4)
         for loader, indices in (
             (stream.val_dataloader(), stream.plan.validation),
             (stream.test_dataloader(), stream.plan.test),
@@ -205,8 +218,7 @@ def test_loaders_hold_what_the_plan_says():
 
 def test_pretraining_samples():
     x, y = arrays(1200)
-    kwargs = {"scenario": "flwf", "scenario_args": {"samples_per_round": 12, "test_per_class": 5, "rounds": 4}}
-    stream = prepared(x, y, **kwargs)
+    stream = prepared(x, y, scenario=FLwFScenario(4, samples_per_round=12, test_per_class=5))
     xs, ys = (torch.cat(column) for column in zip(*stream.pretrain_dataloader(), strict=True))
     expected = stream.take(stream.plan.pretrain)
     assert ys.bincount().tolist() == [10] * 4
@@ -214,14 +226,14 @@ def test_pretraining_samples():
 
 
 def test_no_pretraining_samples():
-    message = 'Expected a scenario with samples for pre-training but "class-incremental" has none.'
+    message = "Expected a scenario with samples for pre-training but ClassIncremental has none."
     with pytest.raises(ValueError, match=exactly(message)):
         prepared(*arrays()).pretrain_dataloader()
 
 
 def test_turn():
     x, y = arrays()
-    stream = prepared(x, y, rounds_per_experience=2, clients=3)
+    stream = prepared(x, y, rounds_per_experience=2, partition=IID(3))
     client_rounds = [stream.client_round("1", round) for round in range(4)]
     assert [(t.client, t.round, t.experience, t.last_round) for t in client_rounds] == [
         ("1", 0, 0, False),
@@ -246,7 +258,9 @@ def test_turn_of_a_client_without_data():
 def test_domains_get_numbers():
     x, y = arrays()
     group = np.array(["watch", "phone", "glasses"])[np.arange(120) % 3]
-    stream = prepared(x, y, group=group, scenario="domain-incremental", class_order=[2, 0, 1], clients=2)
+    stream = prepared(
+        x, y, group=group, scenario=DomainIncremental(domain_order=["watch", 0, "phone"]), partition=IID(2)
+    )
     names = [np.unique(group[np.concatenate(list(current.values()))]).tolist() for current in stream.plan.train]
     assert names == [["watch"], ["glasses"], ["phone"]]
 
@@ -264,40 +278,90 @@ def test_seeds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"batch_size": 0}, "Expected `batch_size` to be at least 1 but got 0."),
-        ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
-        ({"rounds_per_experience": 0}, "Expected `rounds_per_experience` to be at least 1 but got 0."),
+        (lambda: FederatedStream(batch_size=0), "Expected `batch_size` to be at least 1 but got 0."),
+        (lambda: FederatedStream(num_workers=-1), "Expected `num_workers` to be at least 0 but got -1."),
+        (
+            lambda: ClassIncremental(rounds_per_experience=0),
+            "Expected `rounds_per_experience` to be at least 1 but got 0.",
+        ),
+        (
+            lambda: FederatedStream(partition="fair"),
+            "Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got fair.",
+        ),
+        (
+            lambda: FederatedStream(scenario="FLwF", split=Split(0.3)),
+            "Expected no `split` for `FLwFScenario`, which draws the samples of tests itself, but got Split(test=0.3, "
+            "validation=0.0, train_clients=None). Leave it out.",
+        ),
+        (
+            lambda: FederatedStream(scenario="fedvit", partition="iid"),
+            "Expected no `partition` for `FedViTScenario`, which draws the samples of clients itself, but got iid. "
+            "Leave it out.",
+        ),
     ],
 )
-def test_wrong_arguments(options, message):
+def test_wrong_arguments(make, message):
     with pytest.raises(ValueError, match=exactly(message)):
-        FederatedStream(**options)
+        make()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"partition": "fair"},
-            "Expected `partition` to be one of natural, iid, dirichlet, shards, class-subsets but got fair.",
+            {"partition": IID(0)},
+            "Expected `clients` to be between 1 and 1438, the number of samples, but got 0. Take fewer clients.",
         ),
         (
-            {"data": "digits", "partition": "natural"},
-            'Expected `partition` other than "natural": digits names no clients.',
+            {"partition": "natural"},
+            "Expected the owner of each sample for the partition `Natural` but the data name none. Use another "
+            "`partition`, such as `IID`.",
         ),
         (
-            {"data": "digits", "test": "official"},
+            {"split": Split("official")},
             'Expected `test` to be a fraction but got "official", which digits has not.',
         ),
-        ({"test": 1.0}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
-        ({"experiences": 3}, "Expected `experiences` to divide the number of classes, 10, but got 3."),
+        ({"split": Split(1.0)}, "Expected the fraction of a split to be at least 0 and below 1 but got 1.0."),
+        (
+            {"scenario": ClassIncremental(3)},
+            "Expected `experiences` to divide the number of classes, 10, but got 3.",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_the_data(options, message):
     with pytest.raises(ValueError, match=exactly(message)):
-        FederatedStream(**options).setup("fit")
+        FederatedStream("digits", **options).setup("fit")
+
+
+def test_every_argument_that_there_was_is_there_or_has_a_name_now():
+    """The 21 arguments of earlier versions: eight still are, the others say what they are called."""
+    kept = {"data": "digits", "scenario": "flwf", "partition": "iid", "batch_size": 4, "shuffle": False}
+    kept |= {"drop_last": True, "seed": 3}
+    for name, value in kept.items():
+        stream = FederatedStream(**{name: value})
+        assert name in ("scenario", "partition") or getattr(stream, name) == value
+    for old in ("class-incremental", "domain-incremental", "flwf", "odfcl", "fedvit"):
+        assert type(FederatedStream(scenario=old).scenario).__name__.lower().startswith(old.replace("-", ""))
+    for old in ("iid", "natural", "dirichlet", "shards", "class-subsets"):
+        assert type(FederatedStream(partition=old).partition).__name__.lower() == old.replace("-", "")
+    gone = {
+        "clients": "IID(clients=", "experiences": "ClassIncremental(experiences=",
+        "rounds_per_experience": "ClassIncremental(rounds_per_experience=",
+        "samples_per_round": "ClassIncremental(samples_per_round=", "class_order": "ClassIncremental(class_order=",
+        "order_per_client": "ClassIncremental(order_per_client=", "history": "ClassIncremental(history=",
+        "test": "Split(test=", "validation": "Split(validation=", "owners": "Split(train_clients=",
+        "partition_args": "Dirichlet(alpha=", "scenario_args": "FLwFScenario(rounds=",
+        "data_args": "PublicData(name, options=", "root": "PublicData(name, root=",
+    }  # fmt: skip
+    assert len(kept) + len(gone) == 21
+    for name, new in gone.items():
+        message = f"Expected an argument of `FederatedStream` but got `{name}`. Write "
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}.*{re.escape(new)}"):
+            FederatedStream(**{name: 1})
+    with pytest.raises(TypeError, match=r"but got `batchsize`. Did you mean batch_size\?$"):
+        FederatedStream.from_arrays(*arrays(), batchsize=3)
 
 
 def test_labels_are_needed():
@@ -308,18 +372,18 @@ def test_labels_are_needed():
 
 @pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])
 def test_labels_are_whole_numbers(of):
-    message = "Expected `y` to be whole numbers, the classes from 0 on, but got 0.5. Number them."
+    message = "Expected targets that are classes for 2 class-incremental experiences but got others."
     x = arrays(samples=8)[0]
-    with pytest.raises(ValueError, match=exactly(message)):
-        FederatedStream.from_arrays(x, of([0.0, 1.0, 0.5, 1.0] * 2))
-    assert prepared(x, of([0.0, 1.0] * 4), clients=1, test=0.25).y.tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match=message):
+        prepared(x, of([0.0, 1.0, 0.5, 1.0] * 2), partition=IID(1))
+    assert prepared(x, of([0.0, 1.0] * 4), partition=IID(1), split=Split(0.25)).y.tolist() == [0, 1] * 4
 
 
-@pytest.mark.parametrize("scenario", ["fedvit", "flwf", "odfcl"])
+@pytest.mark.parametrize("scenario", [FedViTScenario(), FLwFScenario(), ODFCLScenario()])
 def test_owners_have_no_place_in_a_scenario_that_deals_the_samples(scenario):
     message = (
-        f'Expected no `client` for scenario="{scenario}", which deals the samples to clients itself, but got owners. '
-        'Leave them out, or use scenario="class-incremental".'
+        f"Expected no `client` for `{scenario}`, which deals the samples to clients itself, but got owners. Leave them "
+        "out, or use `ClassIncremental`."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         FederatedStream.from_arrays(*arrays()[:2], np.arange(len(arrays()[1])) % 3, scenario=scenario)
@@ -337,17 +401,17 @@ def test_a_plain_trainer_refuses_many_clients(make_task):
         "single client."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        fit_plainly(make_task(), prepared(*arrays(), clients=3), 2)
+        fit_plainly(make_task(), prepared(*arrays(), partition=IID(3)), 2)
 
 
 def test_a_plain_trainer_refuses_more_epochs_than_rounds(make_task):
     message = "Expected `max_epochs` to be at most the stream's 2 rounds but got 3."
     with pytest.raises(ValueError, match=exactly(message)):
-        fit_plainly(make_task(), prepared(*arrays(), clients=1), 3)
+        fit_plainly(make_task(), prepared(*arrays(), partition=IID(1)), 3)
 
 
 def test_a_plain_trainer_trains_one_client(make_task):
-    stream, task, by_hand = prepared(*arrays(), clients=1, batch_size=8), make_task(), make_task()
+    stream, task, by_hand = prepared(*arrays(), partition=IID(1), batch_size=8), make_task(), make_task()
     fit_plainly(task, stream, 2)
     optimizer = by_hand.configure_optimizers()
     for round, current in enumerate(stream.plan.train):
@@ -376,7 +440,7 @@ SMALL = {
 
 def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
     arrays = faces()
-    stream = FederatedStream(arrays, "odfcl", scenario_args=SMALL, seed=0)
+    stream = FederatedStream(arrays, ODFCLScenario(**SMALL), seed=0)
     stream.setup("fit")
     assert stream.num_classes == len(stream.classes) == 6 and stream.group_names == list(stream.classes)
     names = [*stream.classes, *(arrays.classes[c] for c in stream.plan.order[6:])]
@@ -397,25 +461,24 @@ def test_odfcl_numbers_people_in_the_order_in_which_they_are_learnt():
 
 
 def test_odfcl_takes_seed_history_and_arguments():
-    def plan(**kwargs):
-        stream = FederatedStream(faces(), "odfcl", **{"scenario_args": SMALL, "seed": 0, **kwargs})
+    def plan(seed=0, **kwargs):
+        stream = FederatedStream(faces(), ODFCLScenario(**SMALL, **kwargs), seed=seed)
         stream.setup("fit")
         return stream.plan
 
     assert plan().order.tolist() == plan().order.tolist() != plan(seed=1).order.tolist()
     assert len(plan(history="seen").train[-1]["node1"]) == 4 + 2 * 4
-    message = "Expected `scenario_args` to be among people, base, sessions, nodes"
-    with pytest.raises(ValueError, match=f"^{message}.*but got `node`. Did you mean `nodes`?"):
-        plan(scenario_args={"node": 3})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'node'"):
+        plan(node=3)
 
 
 def test_turns_know_which_classes_are_new_and_old():
     x, y = arrays()
-    stream = prepared(x, y, class_order=[3, 1, 0, 2], clients=3, rounds_per_experience=2)
+    stream = prepared(x, y, class_order=[3, 1, 0, 2], partition=IID(3), rounds_per_experience=2)
     client_rounds = [stream.client_round("1", round) for round in range(4)]
     assert [client_round.new_classes for client_round in client_rounds] == [(1, 3)] * 2 + [(0, 2)] * 2
     assert [client_round.old_classes for client_round in client_rounds] == [()] * 2 + [(1, 3)] * 2
-    stream = prepared(x, y, group=y % 2, scenario="domain-incremental", clients=3)
+    stream = prepared(x, y, group=y % 2, scenario=DomainIncremental(), partition=IID(3))
     assert [
         (client_round.new_classes, client_round.old_classes)
         for client_round in (stream.client_round("1", 0), stream.client_round("1", 1))
@@ -449,9 +512,9 @@ def test_map_replaces_every_sample_by_what_is_made_of_it():
 
 
 def test_a_stream_in_words():
-    stream = FederatedStream("digits", scenario="class-incremental", clients=3)
-    assert str(stream) == 'FederatedStream of digits, scenario="class-incremental"'
-    assert str(prepared(*arrays())) == 'FederatedStream of the data, scenario="class-incremental"'
+    assert str(FederatedStream("digits")) == "FederatedStream of digits, scenario ClassIncremental"
+    assert str(FederatedStream(PublicData("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
+    assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
 
 
 def test_pixels_are_normalised_batch_by_batch():
@@ -459,7 +522,7 @@ def test_pixels_are_normalised_batch_by_batch():
     pixels, y = rng.integers(256, size=(600, 3, 4, 4), dtype=np.uint8), rng.permutation(np.arange(600) % 4)
     mean, std = (rng.uniform(50, 150, (3, 1, 1)).astype(np.float32) for _ in range(2))
     data = Arrays(pixels, y, None, tuple("abcd"), mean=mean, std=std)
-    stream = FederatedStream(data, experiences=2, seed=0)
+    stream = FederatedStream(data, ClassIncremental(2), seed=0)
     stream.setup("fit")
     indices = np.array([5, 599, 0])
     x, labels = stream.take(indices)

@@ -12,6 +12,8 @@ from torch import nn
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
 from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import seed_of
 
@@ -258,7 +260,7 @@ def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_ta
     stream.setup("fit")
     poisoned, poison = stream.plan.train[0]["1"], ContinualMetrics()
     stream.plan.train[1]["1"] = stream.plan.train[2]["1"] = poisoned[:-1]
-    stream._samples[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
+    stream.samples.x[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
     task = make_task()
     fit(task, stream, [poison], swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1, max_epochs=3)
     rounds = poison.record["rounds"]
@@ -317,7 +319,9 @@ def test_wrong_arguments(arguments, message):
 
 def test_nodes_may_be_named_by_numbers(fit, make_task):
     x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
-    stream = FederatedStream.from_arrays(x, np.arange(48) % 4, client=np.arange(48) // 16, experiences=2, test=0.25)
+    stream = FederatedStream.from_arrays(
+        x, np.arange(48) % 4, scenario=ClassIncremental(2), split=Split(test=0.25), client=np.arange(48) // 16
+    )
     metrics = ContinualMetrics()
     fit(make_task(), stream, [metrics], strategy=FederatedStrategy(swarm=Swarm(missing={1: [0]}, leaves={2: 1})))
     assert [entry["missed"] for entry in metrics.record["rounds"]] == [["1"], []]

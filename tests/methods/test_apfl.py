@@ -14,6 +14,8 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, ContinualMetrics
 from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.methods.apfl import mix
 from lightning_fcl.models import ViT
 from lightning_fcl.randomness import seed_of
@@ -216,9 +218,12 @@ def test_a_vision_transformer_with_tasks(fit):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(200, 3, 32, 32)).astype("float32"), np.arange(200) % 10
     stream = FederatedStream.from_arrays(
-        x, y, scenario="fedvit", batch_size=8, test=0.2,
-        scenario_args={"tasks": 2, "rounds_per_task": 2, "share": [0.3, 0.5], "clients": 3},
-    )  # fmt: skip
+        x,
+        y,
+        scenario=FedViTScenario(tasks=2, rounds_per_task=2, share=[0.3, 0.5], clients=3),
+        split=Split(test=0.2),
+        batch_size=8,
+    )
     model = ViT(10, patch_size=16, width=24, depth=2, heads=3)
     task = Classifier(model, 10, OPTIMIZERS["adamw"], task_incremental=True)
     metrics = ContinualMetrics(when="aggregated")

@@ -14,6 +14,8 @@ from torch import nn
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import BCN, FedProx
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.methods.bcn import descended, worst_inputs
 from lightning_fcl.methods.gem import past_tasks
 from lightning_fcl.models import ViT
@@ -245,7 +247,7 @@ def test_a_vision_transformer_whose_clients_have_tasks_of_their_own(fit):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
     data = Arrays(x, np.arange(96) % 6, None, tuple("abcdef"))
     plan = {"tasks": 2, "clients": 2, "rounds_per_task": 2, "classes_per_client": (2, 3), "share": (0.5, 0.5)}
-    stream = FederatedStream(data, "fedvit", test=0.25, batch_size=4, seed=0, scenario_args=plan)
+    stream = FederatedStream(data, scenario=FedViTScenario(**plan), split=Split(test=0.25), batch_size=4, seed=0)
     vit = ViT(num_classes=6, patch_size=16, width=24, depth=2, heads=3)
     task = Classifier(vit, 6, lambda params: torch.optim.AdamW(params, 1e-3), task_incremental=True)
     trainer = fit(task, stream, [BCN(0.5, batch_size=5)])

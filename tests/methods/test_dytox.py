@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep, Method
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
 from lightning_fcl.methods.gem import balanced, past_tasks
 from lightning_fcl.methods.method import section
 from lightning_fcl.models import MLP, DyTox
@@ -48,14 +50,14 @@ def fedvit(**kwargs):
     scenario = {"tasks": 3, "clients": 3, "rounds_per_task": 2, "classes_per_client": (2, 2), "share": (0.2, 0.3)}
     scenario |= {name: kwargs.pop(name) for name in list(kwargs) if name in scenario}
     options = {"batch_size": 4, "seed": 0, **kwargs}
-    stream = FederatedStream.from_arrays(*arrays(), scenario="fedvit", scenario_args=scenario, **options)
+    stream = FederatedStream.from_arrays(*arrays(), scenario=FedViTScenario(**scenario), **options)
     stream.setup("fit")
     return stream
 
 
 def incremental(**kwargs):
-    options = {"clients": 2, "experiences": 3, "batch_size": 8, "seed": 0, **kwargs}
-    stream = FederatedStream.from_arrays(*arrays(), **options)
+    scenario = ClassIncremental(**{"experiences": 3, **kwargs})
+    stream = FederatedStream.from_arrays(*arrays(), scenario=scenario, partition=IID(2), batch_size=8, seed=0)
     stream.setup("fit")
     return stream
 
@@ -448,7 +450,7 @@ def test_wrong_arguments():
 def test_what_it_cannot_work_with(fit, quiet):
     x, y = arrays()
     domains = FederatedStream.from_arrays(
-        x, y, scenario="domain-incremental", group=np.arange(180) % 2, clients=2, partition="iid"
+        x, y, scenario=DomainIncremental(), partition=IID(2), group=np.arange(180) % 2
     )
     for stream in (domains, incremental(order_per_client=True)):
         with pytest.raises(ValueError, match="Expected a stream that tells tasks of classes, the same for all clients"):

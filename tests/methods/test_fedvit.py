@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedKNOW, FedViT
+from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
@@ -47,8 +48,8 @@ def make_stream(clients=2, tasks=2, rounds=2, seed=0, classes=(2, 2), **kwargs):
     x = (rng.normal(size=(480, 6)) + 0.7 * np.eye(8, 6)[y]).astype(np.float32)
     arguments = {"tasks": tasks, "clients": clients, "classes_per_client": classes, "share": (0.3, 0.4)}
     arguments["rounds_per_task"] = rounds
-    options = {"batch_size": 400, "shuffle": False, "seed": 0, "scenario_args": arguments, **kwargs}
-    return FederatedStream.from_arrays(x, y.astype(np.int64), scenario="fedvit", **options)
+    options = {"batch_size": 400, "shuffle": False, "seed": 0, "scenario": FedViTScenario(**arguments), **kwargs}
+    return FederatedStream.from_arrays(x, y.astype(np.int64), **options)
 
 
 def parts(net):

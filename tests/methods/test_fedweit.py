@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, FedWEIT
+from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.fedweit import drift, kept_units, pack, unpack
@@ -38,7 +40,12 @@ def make_stream(clients=3, rounds=2, tasks=3, **kwargs):
     x = 0.5 * torch.randn(240, 3, 8, 8, generator=generator) + torch.randn(6, 3, 8, 8, generator=generator)[y]
     arguments = {"tasks": tasks, "clients": clients, "classes_per_client": [2, 2], "share": [0.2, 0.2]}
     return FederatedStream.from_arrays(
-        x, y, scenario="fedvit", test=0.25, batch_size=8, seed=0, scenario_args={**arguments, "rounds_per_task": rounds}
+        x,
+        y,
+        scenario=FedViTScenario(**{**arguments, "rounds_per_task": rounds}),
+        split=Split(test=0.25),
+        batch_size=8,
+        seed=0,
     )
 
 
@@ -328,7 +335,7 @@ def test_other_clients_train_the_plain_network(fit):
 def test_a_client_that_diverges_is_refused_alone(fit):
     stream, task, watch = make_stream(), make_task(), Watch()
     stream.setup("fit")
-    stream._samples[torch.from_numpy(stream.plan.train[0]["1"])] = float("nan")
+    stream.samples.x[torch.from_numpy(stream.plan.train[0]["1"])] = float("nan")
     fit(task, stream, [FedWEIT(), watch], reductions=OWN, max_epochs=1)
     assert set(watch.rounds[0].log.dropped) == {"1"} and set(watch.rounds[0].clients) == {"0", "2"}
 

@@ -370,7 +370,7 @@ def test_clients_that_do_not_use_it_fine_tune(fit, make_stream, make_task, asser
 def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):
     stream = make_stream()
     stream.setup("fit")
-    stream._samples[torch.from_numpy(stream.plan.train[1]["1"])] = float("nan")
+    stream.samples.x[torch.from_numpy(stream.plan.train[1]["1"])] = float("nan")
     task = make_task()
     trainer = fit(task, stream, [GEM(0.5)])
     assert set(trainer.strategy.server.record.dropped) == {"1"}

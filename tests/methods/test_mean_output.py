@@ -13,6 +13,8 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.methods.mean_output import mean_output_loss
 from lightning_fcl.methods.method import Step
 from lightning_fcl.models import DSICNet
@@ -132,7 +134,12 @@ def test_with_fedprox_on_the_head_alone(fit, assert_same):
     y = np.arange(48) % 4
     x = rng.normal(size=(48, 1, 16, 16)).astype(np.float32) + y[:, None, None, None].astype(np.float32)
     stream = FederatedStream.from_arrays(
-        x, y, clients=1, experiences=2, class_order=[0, 1, 2, 3], rounds_per_experience=2, shuffle=False, batch_size=8
+        x,
+        y,
+        scenario=ClassIncremental(experiences=2, rounds_per_experience=2, class_order=[0, 1, 2, 3]),
+        partition=IID(1),
+        shuffle=False,
+        batch_size=8,
     )
     torch.manual_seed(0)
     net = DSICNet(4, (16, 16)).eval()

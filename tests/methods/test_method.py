@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import AGEM, APFL, EWC, GEM, MAS, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.method import Method
 from lightning_fcl.models import MLP
@@ -104,7 +106,9 @@ class NoStep(Classifier):
 @pytest.mark.parametrize("make", [EWC, GEM, LwF, APFL])
 def test_batches_that_are_no_pairs_are_refused_before_a_step(fit, quiet, make, kind, parts):
     data, message = Parts(kind), f"Expected batches `[x, y]` for `{make.__name__}` but got {parts}. Return a pair"
-    stream = FederatedStream.from_arrays(data, data.y, clients=2, experiences=2, batch_size=8, seed=0)
+    stream = FederatedStream.from_arrays(
+        data, data.y, scenario=ClassIncremental(2), partition=IID(2), batch_size=8, seed=0
+    )
     with pytest.raises(TypeError, match=re.escape(message)):
         fit(NoStep(MLP([6, 5, 4]), 4), stream, [make()])
     if make is not APFL:  # which is for federations
@@ -136,7 +140,7 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
     stream.setup("fit")
     for round in poisoned:
         rows = stream.plan.train[round]["1"]
-        stream._samples[torch.from_numpy(rows[: int(share * len(rows))])] = float("nan")
+        stream.samples.x[torch.from_numpy(rows[: int(share * len(rows))])] = float("nan")
     method = method(**({"integrate_last": True} if issubclass(method, FedViT) else {}))
     options = {"reductions": {"model.head.*": "none"}, "participation": participation, "seed": 4}
     trainer = fit(make_task(model=with_head(type(method))), stream, [method, Log()], **options)
@@ -188,7 +192,7 @@ def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_
 
     stream, ended, done, dropped = make_stream(clients=4, rounds_per_experience=2), {}, [], []
     stream.setup("fit")
-    stream._samples[torch.from_numpy(stream.plan.train[0]["3"])] = float("nan")
+    stream.samples.x[torch.from_numpy(stream.plan.train[0]["3"])] = float("nan")
     fit(make_task(), stream, [Ends(list(users)), Log()], seed=3, **options)
     assert dropped == [done_now & {"3"} if round < 2 else set() for round, done_now in enumerate(done)]
     for round, done_now in enumerate(done):

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
 from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.scenarios import DomainIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.participation import participants
 from lightning_fcl.randomness import seed_of
@@ -173,9 +175,16 @@ def test_identical_clients_are_one(fit, make_series, make_reservoir_task):
         names = [*"abc"[:clients], "test"]
         owner = np.repeat(names, 24)
         stream = FederatedStream.from_arrays(
-            np.tile(x, (len(names), 1, 1)), np.tile(y, len(names)), owner, np.zeros(len(owner), dtype=int),
-            scenario="domain-incremental", rounds_per_experience=4, batch_size=5, shuffle=False, test=["test"], seed=0,
-        )  # fmt: skip
+            np.tile(x, (len(names), 1, 1)),
+            np.tile(y, len(names)),
+            owner,
+            np.zeros(len(owner), dtype=int),
+            scenario=DomainIncremental(rounds_per_experience=4),
+            split=Split(test=["test"]),
+            batch_size=5,
+            shuffle=False,
+            seed=0,
+        )
         task = make_reservoir_task(beta=0.0)
         fit(task, stream, [IntrinsicPlasticity(local_epochs=2)])
         return task

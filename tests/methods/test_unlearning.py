@@ -9,6 +9,8 @@ import torch
 
 from lightning_fcl import FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Unlearning
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import EchoStateNetwork
 from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
@@ -28,11 +30,9 @@ def run(fit, clients=EVERYBODY, callbacks=(), rounds=3, steps=5, share="statisti
     stream = FederatedStream.from_arrays(
         x[chosen],
         y[chosen],
+        scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds, samples_per_round=steps),
+        split=Split(test=0.0),
         client=owner[chosen],
-        experiences=1,
-        rounds_per_experience=rounds,
-        samples_per_round=steps,
-        test=0.0,
         seed=0,
     )
     # Every client's samples of a round are drawn from its own alone, so that the others do not depend on who is there.
@@ -59,7 +59,7 @@ def test_forgotten_is_never_seen(fit, after, cohort_size, symmetric):
 
 def test_a_trainer_with_it_tests_too(fit, quiet):
     task, _ = run(fit, callbacks=[Unlearning({1: 0})])
-    stream = FederatedStream.from_arrays(*arrays()[:2], client=arrays()[2], experiences=1, seed=0)
+    stream = FederatedStream.from_arrays(*arrays()[:2], scenario=ClassIncremental(1), client=arrays()[2], seed=0)
     trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[Unlearning({1: 0})], **quiet)
     assert 0 <= trainer.test(task, datamodule=stream, verbose=False)[0]["test/accuracy"] <= 1
 
@@ -91,7 +91,12 @@ def test_statistics_of_an_earlier_reservoir_are_not_taken_away(fit):
     def fitted(callbacks, clients=EVERYBODY):
         chosen = np.isin(owner, clients)
         stream = FederatedStream.from_arrays(
-            x[chosen], y[chosen], client=owner[chosen], experiences=3, rounds_per_experience=2, test=0.0, seed=0
+            x[chosen],
+            y[chosen],
+            scenario=ClassIncremental(experiences=3, rounds_per_experience=2),
+            split=Split(test=0.0),
+            client=owner[chosen],
+            seed=0,
         )
         task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3).double()
         fit(task, stream, callbacks, seed=0)
@@ -116,7 +121,7 @@ def test_continued_run_remembers_who_has_left(fit, tmp_path):
 def test_metrics_after_it_are_those_of_the_rest(fit):
     x, y, owner = arrays()
     metrics = ContinualMetrics()
-    stream = FederatedStream.from_arrays(x, y, client=owner, experiences=1, seed=0)
+    stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(1), client=owner, seed=0)
     task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3).double()
     fit(task, stream, [Unlearning({"0": 0}), metrics], seed=0)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.models import DyTox
 from lightning_fcl.models.dytox import TaskAttention
 
@@ -181,7 +182,7 @@ def test_without_its_method_it_is_a_model_as_any(fit, cohort_size):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 3, 8, 8)).astype(np.float32), np.arange(60) % 6
     scenario = {"tasks": 3, "clients": 2, "rounds_per_task": 1, "classes_per_client": (2, 2), "share": (0.5, 0.5)}
-    stream = FederatedStream.from_arrays(x, y, scenario="fedvit", scenario_args=scenario, batch_size=4, seed=0)
+    stream = FederatedStream.from_arrays(x, y, scenario=FedViTScenario(**scenario), batch_size=4, seed=0)
     model = tiny([[0, 3], [1, 4], [2, 5]])
     position, token = model.position.clone(), model.tokens[0].detach().clone()
     task = Classifier(model, 6, lambda params: torch.optim.SGD(params, lr=0.1), task_incremental=True)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
 from lightning_fcl.simulation.vectorized import why_not_vectorized
@@ -266,7 +268,7 @@ def small_stream(**kwargs):
     rng = np.random.default_rng(0)
     y = np.arange(48) % 4
     x = rng.normal(size=(48, 1, 16, 16)).astype(np.float32) + y[:, None, None, None]
-    options = {"clients": 3, "experiences": 2, "batch_size": 4, "seed": 0, "rounds_per_experience": 1}
+    options = {"scenario": ClassIncremental(2), "partition": IID(3), "batch_size": 4, "seed": 0}
     return FederatedStream.from_arrays(x.astype(np.float32), y, **options, **kwargs)
 
 

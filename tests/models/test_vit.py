@@ -15,6 +15,8 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.models import SplitViT, ViT, fcl_vit
 from lightning_fcl.models.bodies import FAMILIES, VARIANTS, LevitBody
@@ -358,7 +360,9 @@ def images(samples=24, classes=4):
 
 
 def test_a_round_sends_the_body_and_nothing_else(fit):
-    stream = FederatedStream.from_arrays(*images(), clients=2, experiences=1, batch_size=4, seed=0)
+    stream = FederatedStream.from_arrays(
+        *images(), scenario=ClassIncremental(1), partition=IID(2), batch_size=4, seed=0
+    )
     task, metrics = Classifier(ViT(num_classes=4), 4), ContinualMetrics()
     head = copy.deepcopy(task.model.head.state_dict())
     trainer = fit(task, stream, [metrics], max_epochs=1, seed=0, reductions={"model.head.*": "none"})
@@ -378,7 +382,9 @@ def test_a_cohort_is_one_by_one(fit, name):
     for cohort in (1, 2):
         torch.manual_seed(0)
         task = Classifier(tiny(name, num_classes=4), 4, lambda params: torch.optim.SGD(params, lr=0.1))
-        stream = FederatedStream.from_arrays(*images(), clients=2, experiences=1, batch_size=4, seed=0)
+        stream = FederatedStream.from_arrays(
+            *images(), scenario=ClassIncremental(1), partition=IID(2), batch_size=4, seed=0
+        )
         fit(task, stream, max_epochs=1, seed=0, cohort_size=cohort)
         states.append(task.state_dict())
     for key, value in states[0].items():

@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF2T, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 
 
 def equal(left, right):
@@ -180,7 +182,9 @@ def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path)
             return 120
 
     def stream():
-        return FederatedStream.from_arrays(Noisy(), clients=3, experiences=2, batch_size=8, seed=0)
+        return FederatedStream.from_arrays(
+            Noisy(), scenario=ClassIncremental(2), partition=IID(3), batch_size=8, seed=0
+        )
 
     whole, parts = make_task(), make_task()
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)

@@ -629,7 +629,7 @@ def test_a_malicious_client_is_outvoted(fit, make_stream, make_task):
         liar = torch.from_numpy(stream.plan.train[0]["3"])
         task, honest = make_task(), make_task()
         fit(honest, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
-        stream._samples[liar] = 1e3
+        stream.samples.x[liar] = 1e3
         fit(task, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
         pairs = zip(honest.state_dict().values(), task.state_dict().values(), strict=True)
         distances[reduction] = max(float((a - b).abs().max()) for a, b in pairs)

@@ -55,7 +55,7 @@ def difference(left, right):
 
 def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "auto"), **options):
     """States and records of the same fit with two cohort sizes, on clients of very different sizes."""
-    stream = {"partition": "dirichlet", "clients": 7, "partition_args": {"alpha": 0.5}, "rounds_per_experience": 2}
+    stream = {"partition": "dirichlet", "clients": 7, "rounds_per_experience": 2}
     results = []
     for size in sizes:
         task, metrics = make_task(OPTIMIZERS[optimizer]), ContinualMetrics()
@@ -107,7 +107,7 @@ def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make
     stream = make_stream()
     stream.setup("fit")
     poisoned = stream.plan.train[0]["1"]
-    stream._samples[torch.from_numpy(poisoned)] = float("nan")
+    stream.samples.x[torch.from_numpy(poisoned)] = float("nan")
     task, metrics = make_task(), ContinualMetrics()
     fit(task, stream, [metrics], cohort_size=3, max_epochs=1)
     assert set(metrics.record["rounds"][0]["dropped"]) == {"1"}

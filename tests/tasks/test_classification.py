@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.scenarios import FedViTScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP
 
 
@@ -28,7 +30,7 @@ def make_tasks(clients=2, seed=0):
         "rounds_per_task": 2,
     }
     data = Arrays(x, y, None, tuple("abcdef"))
-    return FederatedStream(data, "fedvit", test=0.25, batch_size=4, seed=seed, scenario_args=arguments)
+    return FederatedStream(data, scenario=FedViTScenario(**arguments), split=Split(test=0.25), batch_size=4, seed=seed)
 
 
 def make_task(lr=0.1, **kwargs):

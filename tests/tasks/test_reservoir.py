@@ -87,7 +87,7 @@ def test_incremental_federated_is_centralized(
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_the_order_of_increments_does_not_matter(fit, make_series_stream, make_reservoir_task, by_numpy, order):
-    stream, task, watch = make_series_stream(3, 3, class_order=order), make_reservoir_task(), Watch()
+    stream, task, watch = make_series_stream(3, 3, domain_order=order), make_reservoir_task(), Watch()
     fit(task, stream, [watch])
     assert {order.index(g) for g in stream.plan.groups[stream.plan.train[0]["0"]]} == {0}
     for rounds in (1, 2, 3):  # and each round stands for all data until then
@@ -527,7 +527,7 @@ def test_labels_out_of_range(train, make_series, make_reservoir, label, classes)
 
 def test_bad_series_in_a_federation(fit, make_series_stream, make_reservoir_task, make_reservoir):
     stream = make_series_stream()
-    stream._samples[stream.plan.train[0]["1"][0], 4, 1] = float("nan")
+    stream.samples.x[stream.plan.train[0]["1"][0], 4, 1] = float("nan")
     with pytest.raises(ValueError, match=r"^Expected finite sequences but 1 of \d+ hold NaN or infinite values"):
         fit(make_reservoir_task(), stream)
     with pytest.raises(ValueError, match=r"^Expected sequences longer than the washout of 9 steps but got 9 steps\."):

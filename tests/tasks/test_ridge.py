@@ -8,6 +8,9 @@ import torch
 
 from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
 from lightning_fcl.callbacks import BaseSession, ContinualMetrics
+from lightning_fcl.data.partition import IID, Dirichlet, Shards
+from lightning_fcl.data.scenarios import ClassIncremental, ODFCLScenario
+from lightning_fcl.data.split import Split
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.models import DSICNet
 
@@ -57,13 +60,13 @@ def assert_solves(task, x, y, classes, beta):
 
 
 @pytest.mark.parametrize(
-    ("partition", "clients", "experiences", "batch_size"),
-    [("iid", 1, 1, 100), ("iid", 5, 2, 8), ("dirichlet", 7, 4, 3), ("shards", 3, 2, 32)],
+    ("partition", "experiences", "batch_size"),
+    [(IID(1), 1, 100), (IID(5), 2, 8), (Dirichlet(7), 4, 3), (Shards(3), 2, 32)],
 )
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_any_split_is_the_pooled_solution(fit, partition, clients, experiences, batch_size, symmetric):
-    options = {"partition": partition, "clients": clients, "experiences": experiences, "batch_size": batch_size}
-    stream = FederatedStream.from_arrays(*faces(people=4, images=20), seed=0, test=0.25, **options)
+def test_any_split_is_the_pooled_solution(fit, partition, experiences, batch_size, symmetric):
+    options = {"partition": partition, "scenario": ClassIncremental(experiences), "batch_size": batch_size}
+    stream = FederatedStream.from_arrays(*faces(people=4, images=20), split=Split(test=0.25), seed=0, **options)
     task = RidgeClassifier(network(), 4, beta=0.7, symmetric=symmetric)
     fit(task, stream, seed=0)
     x, y = stream.take(np.setdiff1d(np.arange(80), stream.plan.test))
@@ -75,7 +78,9 @@ def test_the_order_of_the_clients_does_not_matter(fit):
     (x, y), owner = faces(people=4, images=20), np.arange(80) % 5
     weights = []
     for names in (owner, 4 - owner, (owner * 3 + 1) % 5):
-        stream = FederatedStream.from_arrays(x, y, client=names, experiences=1, test=0.0, batch_size=7)
+        stream = FederatedStream.from_arrays(
+            x, y, scenario=ClassIncremental(1), split=Split(test=0.0), client=names, batch_size=7
+        )
         fit(task := RidgeClassifier(network(), 4), stream, seed=0)
         weights.append(task.readout.weight)
     for weight in weights[1:]:
@@ -84,7 +89,7 @@ def test_the_order_of_the_clients_does_not_matter(fit):
 
 def test_nothing_else_changes(fit):
     task = RidgeClassifier(network(), 4)
-    stream = FederatedStream.from_arrays(*faces(people=4), clients=3, experiences=2, seed=0)
+    stream = FederatedStream.from_arrays(*faces(people=4), scenario=ClassIncremental(2), partition=IID(3), seed=0)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
     fit(task, stream, seed=0)
     for name, value in task.model.state_dict().items():
@@ -98,7 +103,7 @@ ODFCL = {
 
 
 def federated(fit, task, callbacks=(), **kwargs):
-    stream = FederatedStream.from_arrays(*faces(), scenario="odfcl", scenario_args=ODFCL, batch_size=4, seed=0)
+    stream = FederatedStream.from_arrays(*faces(), scenario=ODFCLScenario(**ODFCL), batch_size=4, seed=0)
     session = BaseSession(pretrain_epochs=1, epochs=2, augment=False, backbone="float")
     fit(task, stream, [session, *callbacks], seed=0, **kwargs)
     return stream
@@ -147,7 +152,11 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
 
 def test_bytes(fit):
     metrics, task = ContinualMetrics("none"), RidgeClassifier(network(10), 10)
-    fit(task, FederatedStream.from_arrays(*faces(people=10), clients=3, experiences=2, seed=0), [metrics])
+    fit(
+        task,
+        FederatedStream.from_arrays(*faces(people=10), scenario=ClassIncremental(2), partition=IID(3), seed=0),
+        [metrics],
+    )
     for entry in metrics.record["rounds"]:
         # The upper triangle of B and A in double precision, and a count; back comes the solution.
         assert set(entry["upload_bytes"].values()) == {(10 * 80 + 80 * 81 // 2) * 8 + 8}
@@ -177,5 +186,5 @@ def test_a_network_without_features_is_refused():
 
 def test_several_local_epochs_are_refused(fit):
     with pytest.raises(ValueError, match="`local_epochs` to be 1 for a `RidgeClassifier`"):
-        stream = FederatedStream.from_arrays(*faces(4), experiences=2)
+        stream = FederatedStream.from_arrays(*faces(4), scenario=ClassIncremental(2))
         fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), stream, local_epochs=2)

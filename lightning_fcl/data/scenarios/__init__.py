@@ -1,29 +1,34 @@
-"""Scenarios: which client sees which samples in which round. Pure functions from labels and owners to a `Plan`."""
+"""Scenarios: which client sees which samples in which round. Each is an object that makes a `Plan` of a `Pool`."""
 
-from lightning_fcl.data.scenarios.fedvit import fedvit
-from lightning_fcl.data.scenarios.flwf import flwf
+from lightning_fcl.data.scenarios.fedvit import FedViTScenario
+from lightning_fcl.data.scenarios.flwf import FLwFScenario
 from lightning_fcl.data.scenarios.incremental import (
+    ClassIncremental,
+    DomainIncremental,
     Indices,
     class_experiences,
     domain_experiences,
-    incremental,
     rounds_of,
 )
-from lightning_fcl.data.scenarios.odfcl import odfcl
+from lightning_fcl.data.scenarios.odfcl import ODFCLScenario
 from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan, split, with_history
+from lightning_fcl.data.scenarios.scenario import Pool, Scenario
 
 __all__ = [
     "EMPTY",
+    "ClassIncremental",
+    "DomainIncremental",
+    "FLwFScenario",
+    "FedViTScenario",
     "History",
     "Indices",
     "IntArray",
+    "ODFCLScenario",
     "Plan",
+    "Pool",
+    "Scenario",
     "class_experiences",
     "domain_experiences",
-    "fedvit",
-    "flwf",
-    "incremental",
-    "odfcl",
     "rounds_of",
     "split",
     "with_history",

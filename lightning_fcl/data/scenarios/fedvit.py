@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan
+from lightning_fcl.data.scenarios.plan import IntArray, Plan
+from lightning_fcl.data.scenarios.scenario import Pool, Scenario, numbered
 
 Blocks = tuple[tuple[int, ...], ...]
 
 
-def fedvit(
-    y: IntArray,
-    *,
-    train: IntArray | None = None,
-    test: IntArray = EMPTY,
-    validation: IntArray = EMPTY,
-    tasks: int = 10,
-    clients: int = 20,
-    classes_per_client: Sequence[int] = (2, 5),
-    share: Sequence[float] = (0.05, 0.1),
-    rounds_per_task: int = 10,
-    order_per_client: bool = True,
-    class_order: Sequence[int] | Literal["ascending"] | None = None,
-    history: History = "round",
-    seed: int = 0,
-) -> Plan:
+@dataclass(frozen=True)
+class FedViTScenario(Scenario):
     """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
 
     The paper says: the classes are divided into tasks; each client has a distinct sequence of the tasks; of a task's
@@ -45,10 +33,6 @@ def fedvit(
     of a stream of more.
 
     Args:
-        y: Labels.
-        train: The training samples, to which `share` refers; None: all samples.
-        test: The test samples.
-        validation: The validation samples.
         tasks: Blocks into which the classes are cut; it must divide their number.
         clients: Number of clients.
         classes_per_client: Fewest and most classes that a client has of a block. At least 2, as one class alone leaves
@@ -58,70 +42,81 @@ def fedvit(
         order_per_client: Whether each client has an order of the tasks of its own; otherwise all have that of the
             blocks.
         class_order: The classes, in the order in which they are cut into blocks; ``"ascending"``: by label; None draws
-            one from `seed`.
-        history: ``"round"``; no other, as the samples of several blocks cannot be told apart within one.
-        seed: Seed of all draws.
+            one.
 
     Raises:
         ValueError: If a number is out of range, or a class has too few samples.
 
     Example:
-        >>> plan = fedvit(np.repeat(np.arange(20), 100), tasks=4, clients=3)
+        >>> y = np.repeat(np.arange(20), 100)
+        >>> plan = FedViTScenario(tasks=4, clients=3).plan(Pool(y, np.arange(2000)))
         >>> plan.rounds, plan.clients, len(plan.classes_of_task("1", 0))
         (40, ('0', '1', '2'), 5)
         >>> set(plan.tasks["1"][0]) <= set(plan.classes_of_task("1", 0))
         True
     """
-    for name, number in (("tasks", tasks), ("clients", clients), ("rounds_per_task", rounds_per_task)):
-        if type(number) is not int or number < 1:
-            raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {number!r}. Raise it.")
-    if history != "round":
-        raise ValueError(
-            f'Expected `history` to be "round" but got "{history}": samples of several tasks have no block of classes '
-            "in common. Use a class-incremental stream for offline learning."
+
+    own_clients = True
+    tasks: int = 10
+    clients: int = 20
+    classes_per_client: Sequence[int] = (2, 5)
+    share: Sequence[float] = (0.05, 0.1)
+    rounds_per_task: int = 10
+    order_per_client: bool = True
+    class_order: Sequence[int | str] | Literal["ascending"] | None = None
+
+    def __post_init__(self) -> None:
+        numbers = {"tasks": self.tasks, "clients": self.clients, "rounds_per_task": self.rounds_per_task}
+        for name, number in numbers.items():
+            if type(number) is not int or number < 1:
+                raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {number!r}. Raise it.")
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        """The tasks of all clients, each in its order."""
+        y, members, clients = pool.y, pool.train, range(self.clients)
+        blocks = _blocks(y[members], self.tasks, self.class_order, pool.classes, seed)
+        _require_classes(self.classes_per_client, len(blocks[0]))
+        _require_share(self.share, y[members])
+        orders = [_order(self.tasks, client, self.order_per_client, seed) for client in clients]
+        asked = [
+            [_asked(block, b, c, self.classes_per_client, self.share, seed) for b, block in enumerate(blocks)]
+            for c in clients
+        ]
+        hands = _dealt(y, members, asked, seed)
+        parts = {str(c): [hands[c][b] for b in order] for c, order in enumerate(orders)}
+        current = tuple(task for task in range(self.tasks) for _ in range(self.rounds_per_task))
+        return Plan(
+            train=tuple({client: own[task] for client, own in parts.items()} for task in current),
+            experiences=dict.fromkeys(parts, current),
+            tasks={str(c): tuple(tuple(sorted(asked[c][b])) for b in order) for c, order in enumerate(orders)},
+            groups=np.asarray(y),
+            test=pool.test,
+            validation=pool.validation,
+            task_classes={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
         )
-    members = np.arange(len(y)) if train is None else train
-    blocks = _blocks(y[members], tasks, class_order, seed)
-    _require_classes(classes_per_client, len(blocks[0]))
-    _require_share(share, y[members])
-    orders = [_order(tasks, client, order_per_client, seed) for client in range(clients)]
-    asked = [
-        [_asked(block, b, c, classes_per_client, share, seed) for b, block in enumerate(blocks)] for c in range(clients)
-    ]
-    hands = _dealt(y, members, asked, seed)
-    parts = {str(c): [hands[c][b] for b in order] for c, order in enumerate(orders)}
-    current = tuple(task for task in range(tasks) for _ in range(rounds_per_task))
-    return Plan(
-        train=tuple({client: own[task] for client, own in parts.items()} for task in current),
-        experiences=dict.fromkeys(parts, current),
-        tasks={str(c): tuple(tuple(sorted(asked[c][b])) for b in order) for c, order in enumerate(orders)},
-        groups=np.asarray(y),
-        test=test,
-        validation=validation,
-        task_classes={str(c): tuple(blocks[b] for b in order) for c, order in enumerate(orders)},
-    )
 
 
-def _blocks(y: IntArray, tasks: int, order: Sequence[int] | str | None, seed: int) -> Blocks:
+def _blocks(
+    y: IntArray, tasks: int, order: Sequence[int | str] | str | None, names: Sequence[str], seed: int
+) -> Blocks:
     """The classes of each task, ascending."""
     classes = np.unique(y).tolist()
     if not classes or len(classes) % tasks:
         raise ValueError(
-            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it, in "
-            "`scenario_args`."
+            f"Expected `tasks` to divide the number of classes, {len(classes)}, but got {tasks}. Change it."
         )
     if isinstance(order, str) and order != "ascending":
         raise ValueError(
             f'Expected `class_order` to be "ascending" or a list of classes but got {order!r}. Leave it out.'
         )
     if order is None:
-        order = np.random.default_rng([seed, 4]).permutation(classes).tolist()
-    elif isinstance(order, str):
-        order = classes
-    if sorted(order) != classes:
-        raise ValueError(f"Expected `class_order` to order all classes {classes} but got {list(order)}.")
+        numbers = np.random.default_rng([seed, 4]).permutation(classes).tolist()
+    else:
+        numbers = classes if isinstance(order, str) else numbered(order, names, "class_order")
+    if sorted(numbers) != classes:
+        raise ValueError(f"Expected `class_order` to order all classes {classes} but got {numbers}.")
     size = len(classes) // tasks
-    return tuple(tuple(sorted(order[first : first + size])) for first in range(0, len(classes), size))
+    return tuple(tuple(sorted(numbers[first : first + size])) for first in range(0, len(classes), size))
 
 
 def _require_classes(given: Sequence[int], block: int) -> None:

@@ -4,12 +4,128 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_fcl.data.scenarios.plan import History, IntArray, with_history
+from lightning_fcl.data.scenarios.plan import History, IntArray, Plan, with_history
+from lightning_fcl.data.scenarios.scenario import Pool, Scenario, numbered
+from lightning_fcl.errors import at_least, one_of
+
+Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
+Groups = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ClassIncremental(Scenario):
+    """Every experience brings classes that were not there before.
+
+    Args:
+        experiences: Number of experiences, which share the classes evenly; or the number of classes of each, as in
+            ``[4, 3, 3]``. One experience needs no classes: plain federated learning, also of other targets.
+        rounds_per_experience: Rounds that each experience lasts.
+        samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
+            of its rounds.
+        class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
+            of its own; None draws one from the seed.
+        order_per_client: Whether an order is drawn for each client.
+        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
+            (offline learning, an upper bound).
+
+    Raises:
+        ValueError: If an argument is out of range, or the classes cannot be shared out so.
+
+    Example:
+        >>> y = np.repeat([0, 1, 2], 4)
+        >>> pool = Pool(y, clients={"a": np.arange(6), "b": np.arange(6, 12)}, classes=("sit", "walk", "run"))
+        >>> plan = ClassIncremental([1, 2], class_order=["run", "sit", "walk"]).plan(pool)
+        >>> plan.tasks["a"], [list(current) for current in plan.train]
+        (((2,), (0, 1)), [['b'], ['a', 'b']])
+    """
+
+    experiences: int | Sequence[int] = 5
+    rounds_per_experience: int = 1
+    samples_per_round: int | None = None
+    class_order: Order = None
+    order_per_client: bool = False
+    history: History = "round"
+
+    def __post_init__(self) -> None:
+        _check(self.rounds_per_experience, self.samples_per_round, self.history)
+        _require_one_order("class_order", self.class_order, self.order_per_client)
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        """The experiences of all clients."""
+        rng = np.random.default_rng([seed, 1])
+        if not pool.classes and self.experiences == 1:
+            parts = {client: [rows] for client, rows in pool.clients.items()}
+            return _plan(self, pool, parts, {client: [(0,)] for client in parts}, np.zeros_like(pool.y), False, rng)
+        if not pool.classes:
+            raise ValueError(
+                f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
+                "others. Take one experience, or `DomainIncremental` with the `group` of each sample."
+            )
+        parts, tasks, shared = {}, {}, None
+        for position, (client, indices) in enumerate(pool.clients.items()):
+            order = _order_of(client, self.class_order, pool.classes, "class_order")
+            if self.order_per_client or isinstance(self.class_order, Mapping):
+                own = seed + 1 + position
+                parts[client], tasks[client] = class_experiences(indices, pool.y, self.experiences, order, own)
+                continue
+            everything = np.sort(np.concatenate(list(pool.clients.values())))
+            shared = shared or class_experiences(everything, pool.y, self.experiences, order, seed)
+            parts[client] = [np.intersect1d(indices, whole, assume_unique=True) for whole in shared[0]]
+            tasks[client] = shared[1]
+        return _plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
+
+
+@dataclass(frozen=True)
+class DomainIncremental(Scenario):
+    """Every experience is a domain of the data (a device, a place): the classes stay, their looks change.
+
+    Args:
+        rounds_per_experience: Rounds that each experience lasts.
+        samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
+            of its rounds.
+        domain_order: The domains in the order in which they come, by number (in ascending order of their names) or by
+            name; or, for each client, an order of its own; None: ascending.
+        order_per_client: Whether an order is drawn for each client, of the domains that it has samples of.
+        history: As for `ClassIncremental`.
+
+    Raises:
+        ValueError: If an argument is out of range, or the data name no domains.
+
+    Example:
+        >>> pool = Pool(np.zeros(4, int), clients={"a": np.arange(4)}, group=np.array([1, 0, 0, 1]))
+        >>> [rows["a"].tolist() for rows in DomainIncremental().plan(pool).train]
+        [[1, 2], [0, 3]]
+    """
+
+    rounds_per_experience: int = 1
+    samples_per_round: int | None = None
+    domain_order: Order = None
+    order_per_client: bool = False
+    history: History = "round"
+
+    def __post_init__(self) -> None:
+        _check(self.rounds_per_experience, self.samples_per_round, self.history)
+        _require_one_order("domain_order", self.domain_order, self.order_per_client)
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        """The experiences of all clients."""
+        rng = np.random.default_rng([seed, 1])
+        if pool.group is None:
+            raise ValueError(
+                "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
+            )
+        parts, tasks = {}, {}
+        for client, indices in pool.clients.items():
+            order = _order_of(client, self.domain_order, pool.domains, "domain_order") or np.unique(pool.group).tolist()
+            if self.order_per_client:
+                order = rng.permutation(np.unique(pool.group[indices])).tolist()
+            parts[client], tasks[client] = domain_experiences(indices, pool.group, order)
+        return _plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
 class Indices:
@@ -27,14 +143,15 @@ class Indices:
 
 
 def class_experiences(
-    indices: IntArray, y: IntArray, experiences: int, order: Sequence[int] | None, seed: int
-) -> tuple[list[IntArray], list[tuple[int, ...]]]:
+    indices: IntArray, y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int
+) -> tuple[list[IntArray], Groups]:
     """Class-incremental experiences of some samples, built by Avalanche.
 
     Args:
         indices: The samples, as indices into ``y``.
         y: Labels of the whole data set.
-        experiences: Number of experiences; it must divide the number of classes among the samples.
+        experiences: Number of experiences, which must divide the number of classes among the samples; or the number of
+            classes of each.
         order: Order of the classes; None draws one from ``seed``.
         seed: Seed of the class order.
 
@@ -42,14 +159,19 @@ def class_experiences(
         The samples and the classes of each experience.
 
     Raises:
-        ValueError: If the classes cannot be divided evenly or ``order`` is not an order of the classes.
+        ValueError: If the classes cannot be divided so or ``order`` is not an order of the classes.
     """
     from avalanche.benchmarks import nc_benchmark
 
     classes = np.unique(y[indices])
-    if experiences < 1 or len(classes) % experiences:
+    sizes = None if isinstance(experiences, int) else list(experiences)
+    if isinstance(experiences, int) and (experiences < 1 or len(classes) % experiences):
         raise ValueError(
             f"Expected `experiences` to divide the number of classes, {len(classes)}, but got {experiences}."
+        )
+    if sizes is not None and (sum(sizes) != len(classes) or min(sizes) < 1):
+        raise ValueError(
+            f"Expected `experiences` to be numbers of classes that add up to {len(classes)} but got {sizes}."
         )
     if order is not None and (len(set(order)) < len(order) or not set(classes.tolist()) <= set(order)):
         raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
@@ -57,11 +179,16 @@ def class_experiences(
     compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
     # Avalanche decides over classes but looks at every sample: one of each class is enough for it.
     data = Indices(np.unique(compact, return_index=True)[1], compact)
-    fixed = [rank[c] for c in order if c in rank] if order is not None else None
     with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
-            data, data, n_experiences=experiences, task_labels=False, seed=seed, fixed_class_order=fixed
+            data,
+            data,
+            n_experiences=experiences if sizes is None else len(sizes),
+            task_labels=False,
+            seed=seed,
+            fixed_class_order=[rank[c] for c in order if c in rank] if order is not None else None,
+            per_exp_classes=dict(enumerate(sizes)) if sizes is not None else None,
         )
     samples, groups = [], []
     for experience in benchmark.train_stream:
@@ -73,7 +200,7 @@ def class_experiences(
 
 def domain_experiences(
     indices: IntArray, group: IntArray, order: Sequence[int] | None
-) -> tuple[list[IntArray], list[tuple[int, ...]]]:
+) -> tuple[list[IntArray], Groups]:
     """Domain-incremental experiences: one per value of ``group``, in ``order`` (default: ascending).
 
     Raises:
@@ -82,7 +209,7 @@ def domain_experiences(
     present = np.unique(group[indices]).tolist()
     domains = present if order is None else list(order)
     if len(set(domains)) < len(domains) or not set(present) <= set(domains):
-        raise ValueError(f"Expected `class_order` to order all domains {present} but got {domains}.")
+        raise ValueError(f"Expected `domain_order` to order all domains {present} but got {domains}.")
     return [indices[group[indices] == d] for d in domains], [(int(d),) for d in domains]
 
 
@@ -99,15 +226,12 @@ def rounds_of(
         experiences: For every client, the samples of each of its experiences.
         rounds_per_experience: Rounds that each experience lasts.
         samples_per_round: New samples of a round, never used again; None: all of the experience's samples, every round.
-        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
-            (offline learning, an upper bound).
+        history: As for `ClassIncremental`.
         rng: Draws the samples of each round.
 
     Raises:
-        ValueError: If an experience has too few samples for its rounds, or ``samples_per_round`` is below 1.
+        ValueError: If an experience has too few samples for its rounds.
     """
-    if samples_per_round is not None and samples_per_round < 1:
-        raise ValueError(f"Expected `samples_per_round` to be at least 1 but got {samples_per_round}.")
     rounds: list[dict[str, IntArray]] = []
     shuffled = {client: [rng.permutation(samples) for samples in parts] for client, parts in experiences.items()}
     for r in range(rounds_per_experience * max(len(parts) for parts in experiences.values())):
@@ -130,43 +254,45 @@ def rounds_of(
     return with_history(rounds, history)
 
 
-def incremental(
-    kind: Literal["class-incremental", "domain-incremental"],
-    y: IntArray,
-    owners: Mapping[str, IntArray],
-    group: IntArray | None,
-    *,
-    experiences: int,
-    rounds_per_experience: int,
-    samples_per_round: int | None,
-    order: Sequence[int] | None,
-    order_per_client: bool,
-    history: History,
-    seed: int,
-) -> dict[str, Any]:
-    """The `Plan` entries of a class- or domain-incremental stream over the samples that ``owners`` hold."""
-    rng = np.random.default_rng([seed, 1])
-    everything = np.sort(np.concatenate(list(owners.values())))
-    if kind == "domain-incremental" and group is None:
-        raise ValueError("Expected `group`, the domain of every sample, for a domain-incremental stream but got None.")
-    parts: dict[str, list[IntArray]] = {}
-    tasks: dict[str, tuple[tuple[int, ...], ...]] = {}
-    shared = None
-    for position, (client, indices) in enumerate(owners.items()):
-        if kind == "domain-incremental":
-            assert group is not None
-            mine = np.unique(group[indices]).tolist()
-            chosen = rng.permutation(mine).tolist() if order_per_client else order or np.unique(group).tolist()
-            samples, groups = domain_experiences(indices, group, chosen)
-        elif order_per_client:
-            samples, groups = class_experiences(indices, y, experiences, None, seed + 1 + position)
-        else:
-            shared = shared or class_experiences(everything, y, experiences, order, seed)
-            groups = shared[1]
-            samples = [np.intersect1d(indices, whole, assume_unique=True) for whole in shared[0]]
-        parts[client], tasks[client] = samples, tuple(groups)
-    train = rounds_of(parts, rounds_per_experience, samples_per_round, history, rng)
-    current = tuple(r // rounds_per_experience for r in range(len(train)))
-    groups_of = np.asarray(group if kind == "domain-incremental" else y)
-    plan = {"train": train, "experiences": dict.fromkeys(owners, current), "tasks": tasks, "groups": groups_of}
-    return {**plan, "of_classes": kind == "class-incremental"}
+def _plan(
+    scenario: ClassIncremental | DomainIncremental,
+    pool: Pool,
+    parts: Mapping[str, Sequence[IntArray]],
+    tasks: Mapping[str, Groups],
+    groups: IntArray,
+    of_classes: bool,
+    rng: np.random.Generator,
+) -> Plan:
+    each = scenario.rounds_per_experience
+    train = rounds_of(parts, each, scenario.samples_per_round, scenario.history, rng)
+    return Plan(
+        train=train,
+        experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
+        tasks={client: tuple(own) for client, own in tasks.items()},
+        groups=groups,
+        test=pool.test,
+        validation=pool.validation,
+        of_classes=of_classes,
+        history=scenario.history,
+    )
+
+
+def _check(rounds_per_experience: int, samples_per_round: int | None, history: str) -> None:
+    at_least(1, rounds_per_experience=rounds_per_experience)
+    if samples_per_round is not None:
+        at_least(1, samples_per_round=samples_per_round)
+    one_of(("round", "seen", "all"), history=history)
+
+
+def _require_one_order(name: str, order: Order, per_client: bool) -> None:
+    if per_client and order is not None:
+        raise ValueError(f"Expected `{name}` or `order_per_client=True` but got both, with {order}. Leave one out.")
+
+
+def _order_of(client: str, order: Order, names: Sequence[str], argument: str) -> list[int] | None:
+    """A client's order, by number; None: not given."""
+    if isinstance(order, Mapping):
+        if client not in order:
+            raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
+        order = order[client]
+    return None if order is None else numbered(order, names, argument)

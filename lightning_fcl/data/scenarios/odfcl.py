@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan, with_history
+from lightning_fcl.data.scenarios.scenario import Pool, Scenario
+from lightning_fcl.errors import at_least
 
 
-def odfcl(
-    y: IntArray,
-    *,
-    people: int = 10,
-    base: int = 4,
-    sessions: int = 2,
-    nodes: int = 3,
-    train_per_class: int = 28,
-    test_per_class: int = 7,
-    validation_per_class: int = 0,
-    pretrain_per_class: int = 100,
-    rounds_per_session: int = 20,
-    history: History = "round",
-    seed: int = 0,
-) -> Plan:
+@dataclass(frozen=True)
+class ODFCLScenario(Scenario):
     """The scenario of Kröger et al.: a base session, then sessions in which each node of a swarm sees its own class.
 
     The people are drawn from the data set and numbered in the order in which they are learnt. Experience 0 is the base
@@ -31,7 +21,6 @@ def odfcl(
     there for pre-training, numbered behind the others.
 
     Args:
-        y: Labels.
         people: Classes to learn.
         base: Classes of the base session; the sessions share the others evenly.
         sessions: Sessions after the base session.
@@ -44,56 +33,78 @@ def odfcl(
         rounds_per_session: Synchronisations in each session.
         history: ``"round"``, or ``"seen"``: the samples of all classes so far, those of the base session shared by the
             nodes (joint training), or ``"all"``.
-        seed: Seed of all draws.
 
     Raises:
         ValueError: If there are too few people or samples, or the classes do not divide as they must.
 
     Example:
-        >>> plan = odfcl(np.repeat(np.arange(12), 40))
+        >>> plan = ODFCLScenario().plan(Pool(np.repeat(np.arange(12), 40)))
         >>> plan.rounds, plan.clients, plan.tasks["node1"], plan.classes(20)
         (40, ('node1', 'node2', 'node3'), ((0, 1, 2, 3), (4,), (7,)), ((7, 8, 9), (0, 1, 2, 3, 4, 5, 6)))
     """
-    for name, number in (("base", base), ("sessions", sessions), ("nodes", nodes), ("rounds", rounds_per_session)):
-        if number < 1:
-            name = "rounds_per_session" if name == "rounds" else name
-            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
-    if pretrain_per_class < 0:
-        raise ValueError(f"Expected `pretrain_per_class` to be at least 0 but got {pretrain_per_class}.")
-    if people <= base or (people - base) % sessions:
-        raise ValueError(
-            f"Expected `people` to leave as many classes for each of {sessions} sessions but got {people}, {base} of "
-            f"them in the base session. Set `people` to {base} and a multiple of `sessions`."
+
+    own_split = own_clients = True
+    people: int = 10
+    base: int = 4
+    sessions: int = 2
+    nodes: int = 3
+    train_per_class: int = 28
+    test_per_class: int = 7
+    validation_per_class: int = 0
+    pretrain_per_class: int = 100
+    rounds_per_session: int = 20
+    history: History = "round"
+
+    def __post_init__(self) -> None:
+        at_least(1, base=self.base, sessions=self.sessions, nodes=self.nodes)
+        at_least(1, rounds_per_session=self.rounds_per_session)
+        at_least(0, pretrain_per_class=self.pretrain_per_class)
+        if self.people <= self.base or (self.people - self.base) % self.sessions:
+            raise ValueError(
+                f"Expected `people` to leave as many classes for each of {self.sessions} sessions but got "
+                f"{self.people}, {self.base} of them in the base session. Set `people` to {self.base} and a multiple "
+                "of `sessions`."
+            )
+
+    def plan(self, pool: Pool, seed: int = 0) -> Plan:
+        """The sessions of all nodes, and the base session's samples."""
+        rng, y = np.random.default_rng([seed, 3]), pool.y
+        sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
+        drawn, parts = _draw_people(y, self.people, sizes, rng)
+        shares, tasks = self._shares(parts["train"])
+        joint = with_history(
+            [{node: own[e] for node, own in shares.items()} for e in range(self.sessions + 1)], self.history
         )
-    rng = np.random.default_rng([seed, 3])
-    drawn, parts = _draw_people(y, people, (train_per_class, test_per_class, validation_per_class), rng)
-    each = (people - base) // sessions
-    shares = {f"node{n + 1}": [_dealt(parts["train"][:base], nodes, n, split=True)] for n in range(nodes)}
-    tasks = {node: [tuple(range(base))] for node in shares}
-    for first in range(base, people, each):
-        for n, (node, own) in enumerate(shares.items()):
-            own.append(_dealt(parts["train"][first : first + each], nodes, n))
-            tasks[node].append(tuple(c for c in range(first, first + each) if _holds(c - first, each, nodes, n)))
-    joint = with_history([{node: own[e] for node, own in shares.items()} for e in range(sessions + 1)], history)
-    rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, sessions + 1)]
-    others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
-    order = np.concatenate([drawn, others])
-    numbers = np.argsort(order)[y]
-    pretrain = [rng.permutation(np.flatnonzero(y == c))[:pretrain_per_class] for c in others]
-    return Plan(
-        train=tuple(current for current in rounds for _ in range(rounds_per_session)),
-        experiences={
-            node: tuple(e for e in range(1, sessions + 1) for _ in range(rounds_per_session)) for node in shares
-        },
-        tasks={node: tuple(groups) for node, groups in tasks.items()},
-        groups=np.where(numbers < people, numbers, 0),
-        test=np.sort(np.concatenate(parts["test"])),
-        validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
-        pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
-        base=np.sort(np.concatenate(parts["train"][:base])),
-        order=order,
-        outputs=people,
-    )
+        rounds = [{k: v for k, v in joint[e].items() if len(v)} for e in range(1, self.sessions + 1)]
+        current = tuple(e for e in range(1, self.sessions + 1) for _ in range(self.rounds_per_session))
+        others = rng.permutation(np.setdiff1d(np.arange(y.max() + 1), drawn))
+        order = np.concatenate([drawn, others])
+        numbers = np.argsort(order)[y]
+        pretrain = [rng.permutation(np.flatnonzero(y == c))[: self.pretrain_per_class] for c in others]
+        return Plan(
+            train=tuple(rounds[e - 1] for e in current),
+            experiences=dict.fromkeys(shares, current),
+            tasks={node: tuple(groups) for node, groups in tasks.items()},
+            groups=np.where(numbers < self.people, numbers, 0),
+            test=np.sort(np.concatenate(parts["test"])),
+            validation=np.sort(np.concatenate(parts["validation"])).astype(np.int64),
+            pretrain=np.sort(np.concatenate([EMPTY, *pretrain])).astype(np.int64),
+            base=np.sort(np.concatenate(parts["train"][: self.base])),
+            order=order,
+            outputs=self.people,
+            history=self.history,
+        )
+
+    def _shares(self, train: Sequence[IntArray]) -> tuple[dict[str, list[IntArray]], dict[str, list[tuple[int, ...]]]]:
+        """Every node's samples and classes of the base session and of each session."""
+        base, nodes, each = self.base, self.nodes, (self.people - self.base) // self.sessions
+        shares = {f"node{n + 1}": [_dealt(train[:base], nodes, n, split=True)] for n in range(nodes)}
+        tasks = {node: [tuple(range(base))] for node in shares}
+        for first in range(base, self.people, each):
+            for n, (node, own) in enumerate(shares.items()):
+                own.append(_dealt(train[first : first + each], nodes, n))
+                tasks[node].append(tuple(c for c in range(first, first + each) if _holds(c - first, each, nodes, n)))
+        return shares, tasks
 
 
 def _draw_people(

@@ -34,6 +34,7 @@ class Plan:
         of_classes: Whether the test groups are classes.
         task_classes: For every client, all classes of the task of each of its experiences, see `classes_of_task`; empty
             where experiences are not told apart.
+        history: Whether a round has its own samples, or also those that its clients have seen, or will ever see.
     """
 
     train: tuple[dict[str, IntArray], ...]
@@ -48,6 +49,7 @@ class Plan:
     outputs: int | None = None
     of_classes: bool = True
     task_classes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    history: History = "round"
 
     def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The classes that are new to the whole federation in a round, and those of earlier experiences."""

@@ -9,7 +9,9 @@ import torch
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.scenarios import fedvit
+from lightning_fcl.data.samples import PublicData
+from lightning_fcl.data.scenarios import FedViTScenario, Pool
+from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.metrics import summarize
 
 
@@ -23,6 +25,11 @@ Y = np.random.default_rng(0).permutation(np.repeat(np.arange(100), SIZES))
 TEST = np.sort(np.concatenate([np.flatnonzero(c == Y)[::5] for c in range(100)]))
 TRAIN = np.setdiff1d(np.arange(len(Y)), TEST)
 OF_CLASS = np.bincount(Y[TRAIN])
+
+
+def fedvit(y, train=None, test=TEST[:0], validation=TEST[:0], seed=0, **kwargs):
+    pool = Pool(y, np.arange(len(y)) if train is None else train, test, validation)
+    return FedViTScenario(**kwargs).plan(pool, seed)
 
 
 def draw(**kwargs):
@@ -161,15 +168,10 @@ REFUSED = [
     ({"tasks": 0}, "Expected `tasks` to be a whole number of at least 1 but got 0. Raise it."),
     ({"clients": True}, "Expected `clients` to be a whole number of at least 1 but got True. Raise it."),
     ({"rounds_per_task": 0.5}, "Expected `rounds_per_task` to be a whole number of at least 1 but got 0.5. Raise it."),
-    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it, in `scenario_args`."),
+    ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it."),
     (
         {"tasks": 200},
-        "Expected `tasks` to divide the number of classes, 100, but got 200. Change it, in `scenario_args`.",
-    ),
-    (
-        {"history": "seen"},
-        'Expected `history` to be "round" but got "seen": samples of several tasks have no block of classes in common. '
-        "Use a class-incremental stream for offline learning.",
+        "Expected `tasks` to divide the number of classes, 100, but got 200. Change it.",
     ),
     *(
         (
@@ -214,11 +216,11 @@ def test_what_cannot_be_is_refused(options, message):
         draw(**options)
 
 
-def prepared(**kwargs):
+def prepared(validation=0.0, **kwargs):
     y = Y.astype(np.int64)
     x = np.arange(len(y), dtype=np.float32)[:, None]
     arrays = Arrays(x, y, None, tuple(map(str, range(100))), np.isin(np.arange(len(y)), TEST))
-    stream = FederatedStream(arrays, "fedvit", **{"test": "official", "seed": 3, **kwargs})
+    stream = FederatedStream(arrays, FedViTScenario(**kwargs), split=Split("official", validation), seed=3)
     stream.setup("fit")
     return stream
 
@@ -226,7 +228,7 @@ def prepared(**kwargs):
 def test_the_stream_hands_over_its_parts_and_its_seed(plan):
     stream = prepared()
     assert text(stream.plan) == text(plan) and stream.plan.test.tolist() == TEST.tolist()
-    stream = prepared(validation=0.25, scenario_args={"clients": 2, "share": [0.1, 0.2]})
+    stream = prepared(validation=0.25, clients=2, share=[0.1, 0.2])
     assert stream.plan.clients == ("0", "1") and len(stream.plan.validation) == pytest.approx(len(TRAIN) / 4, rel=0.02)
     used = np.concatenate([part for own in rows(stream.plan).values() for part in own])
     assert not np.isin(used, np.concatenate([stream.plan.validation, TEST])).any()
@@ -250,16 +252,15 @@ def test_other_streams_have_no_blocks():
 
 
 def test_the_streams_own_arguments_are_refused_among_the_scenarios():
-    with pytest.raises(ValueError, match=r"Expected `scenario_args` to be among tasks, .* but got `train`\."):
-        prepared(scenario_args={"train": [1]})
-    with pytest.raises(ValueError, match=r"Did you mean `classes_per_client`\?"):
-        prepared(scenario_args={"class_per_client": (2, 3)})
+    for argument in ("train", "class_per_client", "history"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
+            prepared(**{argument: [1]})
 
 
 def test_a_federation_learns_it(fit):
     metrics = ContinualMetrics()
     options = {"tasks": 2, "clients": 3, "share": [0.2, 0.3], "rounds_per_task": 2}
-    stream = FederatedStream("digits", "fedvit", scenario_args=options, seed=0)
+    stream = FederatedStream("digits", FedViTScenario(**options), seed=0)
     task = Classifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), 10)
     fit(task, stream, [metrics])
     summary, y = summarize(metrics.record), stream.y[stream.plan.test]
@@ -279,7 +280,8 @@ def test_real_photographs(data_folder):
         tinyimagenet.SOURCE.find(data_folder)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    stream = FederatedStream("tinyimagenet", "fedvit", test="official", root=data_folder, seed=0)
+    data = PublicData("tinyimagenet", data_folder)
+    stream = FederatedStream(data, FedViTScenario(), split=Split("official"), seed=0)
     stream.setup("fit")
     assert stream.num_classes % 10 == 0 and stream.plan.rounds == 100
     x, y = stream.take(stream.plan.train[0]["0"])

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from lightning_fcl.data.scenarios import (
+    ClassIncremental,
+    DomainIncremental,
+    FLwFScenario,
+    ODFCLScenario,
+    Pool,
     class_experiences,
     domain_experiences,
-    flwf,
-    incremental,
-    odfcl,
     rounds_of,
     split,
 )
@@ -18,6 +20,14 @@ from lightning_fcl.data.scenarios import (
 
 def exactly(message):
     return f"^{re.escape(message)}$"
+
+
+def flwf(y, seed=0, **kwargs):
+    return FLwFScenario(**kwargs).plan(Pool(y), seed)
+
+
+def odfcl(y, seed=0, **kwargs):
+    return ODFCLScenario(**kwargs).plan(Pool(y), seed)
 
 
 def rng(seed=0):
@@ -101,7 +111,7 @@ def test_domain_experiences():
 
 @pytest.mark.parametrize("order", [[1], [1, 3, 3], [10, 30]])
 def test_domain_order_that_is_none(order):
-    message = f"Expected `class_order` to order all domains [1, 3] but got {order}."
+    message = f"Expected `domain_order` to order all domains [1, 3] but got {order}."
     with pytest.raises(ValueError, match=exactly(message)):
         domain_experiences(np.arange(2), np.array([1, 3]), order)
 
@@ -139,7 +149,7 @@ def test_too_few_samples_for_the_rounds():
 def test_wrong_samples_per_round(samples):
     message = f"Expected `samples_per_round` to be at least 1 but got {samples}."
     with pytest.raises(ValueError, match=exactly(message)):
-        rounds_of(PARTS, 1, samples, "round", rng())
+        ClassIncremental(samples_per_round=samples)
 
 
 def test_history():
@@ -160,53 +170,100 @@ def test_wrong_history():
         rounds_of(PARTS, 1, None, "future", rng())
 
 
-def stream(kind, y, group=None, order=None, order_per_client=False, experiences=2, seed=0):
+def stream(scenario, y, group=None):
     owners = {"a": np.arange(0, len(y), 2), "b": np.arange(1, len(y), 2)}
-    options = {"rounds_per_experience": 2, "samples_per_round": None, "history": "round"}
-    return owners, incremental(
-        kind,
-        y,
-        owners,
-        group,
-        experiences=experiences,
-        order=order,
-        order_per_client=order_per_client,
-        seed=seed,
-        **options,
-    )
+    pool = Pool(y, clients=owners, group=group, classes=tuple("abcdefgh"), domains=("north", "east", "south"))
+    return owners, scenario.plan(pool)
 
 
 def test_clients_share_an_order_and_keep_their_samples():
     y = rng().permutation(np.repeat(np.arange(4), 10))
-    owners, plan = stream("class-incremental", y, order=[3, 0, 1, 2])
-    assert plan["tasks"] == {"a": ((0, 3), (1, 2)), "b": ((0, 3), (1, 2))}
-    assert plan["experiences"] == {"a": (0, 0, 1, 1), "b": (0, 0, 1, 1)}
-    for r, current in enumerate(plan["train"]):
+    owners, plan = stream(ClassIncremental(2, 2, class_order=[3, 0, 1, 2]), y)
+    assert plan.tasks == {"a": ((0, 3), (1, 2)), "b": ((0, 3), (1, 2))}
+    assert plan.experiences == {"a": (0, 0, 1, 1), "b": (0, 0, 1, 1)}
+    for r, current in enumerate(plan.train):
         for client, indices in current.items():
-            assert indices.tolist() == [i for i in owners[client] if y[i] in plan["tasks"][client][r // 2]]
+            assert indices.tolist() == [i for i in owners[client] if y[i] in plan.tasks[client][r // 2]]
 
 
 def test_clients_with_orders_of_their_own():
     y = rng().permutation(np.repeat(np.arange(8), 20))
-    owners, plan = stream("class-incremental", y, order_per_client=True, experiences=8)
-    assert plan["tasks"]["a"] != plan["tasks"]["b"]
-    assert sorted(plan["tasks"]["a"]) == sorted(plan["tasks"]["b"]) == [(c,) for c in range(8)]
+    owners, plan = stream(ClassIncremental(8, 2, order_per_client=True), y)
+    assert plan.tasks["a"] != plan.tasks["b"]
+    assert sorted(plan.tasks["a"]) == sorted(plan.tasks["b"]) == [(c,) for c in range(8)]
     for client in "ab":
-        seen = np.concatenate([current[client] for current in plan["train"]])
+        seen = np.concatenate([current[client] for current in plan.train])
         assert counts(y, seen) == {c: 2 * n for c, n in counts(y, owners[client]).items()}  # two rounds each
+
+
+def test_experiences_of_unequal_size_in_an_order_by_name():
+    y = rng().permutation(np.repeat(np.arange(8), 5))
+    order = ["h", 0, "c", "b", 3, "e", "f", "g"]
+    owners, plan = stream(ClassIncremental([4, 3, 1], class_order=order), y)
+    assert plan.tasks["b"] == ((0, 1, 2, 7), (3, 4, 5), (6,)) and plan.rounds == 3
+    for r, current in enumerate(plan.train):
+        assert current["a"].tolist() == [i for i in owners["a"] if y[i] in plan.tasks["a"][r]]
+    drawn = [stream(ClassIncremental([4, 3, 1]), y)[1].tasks["a"] for _ in range(2)]
+    assert drawn[0] == drawn[1] and [len(classes) for classes in drawn[0]] == [4, 3, 1]
+
+
+def test_every_client_may_be_given_an_order():
+    y = np.tile(np.arange(4), 10)
+    owners = {"a": np.arange(20), "b": np.arange(20, 40)}
+    orders = {"a": ["d", "c", "b", "a"], "b": [0, 1, 2, 3]}
+    pool = Pool(y, clients=owners, classes=tuple("abcd"))
+    plan = ClassIncremental([1, 3], class_order=orders).plan(pool)
+    assert plan.tasks == {"a": ((3,), (0, 1, 2)), "b": ((0,), (1, 2, 3))}
+    message = "Expected `class_order` to have an order for client b but got none. Add it."
+    with pytest.raises(ValueError, match=exactly(message)):
+        ClassIncremental(2, class_order={"a": [0, 1, 2, 3]}).plan(pool)
+    domains = DomainIncremental(domain_order={"a": ["south", "north"], "b": ["north", "south"]})
+    plan = domains.plan(Pool(y, clients=owners, group=y % 2, domains=("north", "south")))
+    assert plan.tasks == {"a": ((1,), (0,)), "b": ((0,), (1,))}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        (ClassIncremental([4, 3]), "Expected `experiences` to be numbers of classes that add up to 8 but got [4, 3]."),
+        (
+            ClassIncremental([8, 0]),
+            "Expected `experiences` to be numbers of classes that add up to 8 but got [8, 0].",
+        ),
+        (
+            ClassIncremental(2, class_order=["a", "x"]),
+            "Expected `class_order` among a, b, c, d, e, f, g, h but got x.",
+        ),
+    ],
+)
+def test_classes_that_cannot_come_so(scenario, message):
+    with pytest.raises(ValueError, match=exactly(message)):
+        stream(scenario, np.repeat(np.arange(8), 5))
+
+
+def test_one_experience_needs_no_classes():
+    pool = Pool(np.zeros(6, dtype=np.int64), clients={"a": np.arange(4), "b": np.arange(4, 6)})
+    plan = ClassIncremental(1, 2).plan(pool)
+    assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.classes(1) == ((), ())
+    message = (
+        "Expected targets that are classes for 2 class-incremental experiences but got others. Take one experience, or "
+        "`DomainIncremental` with the `group` of each sample."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        ClassIncremental(2).plan(pool)
 
 
 def test_domains_are_the_groups_of_the_test():
     y, group = np.zeros(12, dtype=np.int64), np.repeat([0, 1, 2], 4)
-    _, plan = stream("domain-incremental", y, group, order=[2, 0, 1])
-    assert plan["tasks"]["a"] == ((2,), (0,), (1,)) and plan["groups"] is group
-    assert [np.unique(group[current["b"]]).tolist() for current in plan["train"]] == [[2], [2], [0], [0], [1], [1]]
+    _, plan = stream(DomainIncremental(2, domain_order=[2, "north", 1]), y, group)
+    assert plan.tasks["a"] == ((2,), (0,), (1,)) and plan.groups is group
+    assert [np.unique(group[current["b"]]).tolist() for current in plan.train] == [[2], [2], [0], [0], [1], [1]]
 
 
 def test_domains_need_a_group():
     message = "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
     with pytest.raises(ValueError, match=exactly(message)):
-        stream("domain-incremental", np.zeros(4, dtype=np.int64))
+        stream(DomainIncremental(), np.zeros(4, dtype=np.int64))
 
 
 Y = rng().permutation(np.repeat(np.arange(6), [1722, 1544, 1406, 1777, 1906, 1944]))  # UCI HAR's classes

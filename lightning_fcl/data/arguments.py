@@ -1,0 +1,88 @@
+"""The arguments of a stream by their short names, and by the names that they had once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from lightning_fcl.data.partition import Partition
+from lightning_fcl.data.scenarios import Scenario
+from lightning_fcl.errors import did_you_mean
+
+T = TypeVar("T")
+
+# What arguments that there were once are called now.
+RENAMED = {
+    "clients": "partition=IID(clients=...), or an argument of the scenario",
+    "experiences": "scenario=ClassIncremental(experiences=...)",
+    "rounds_per_experience": "scenario=ClassIncremental(rounds_per_experience=...)",
+    "samples_per_round": "scenario=ClassIncremental(samples_per_round=...)",
+    "class_order": "scenario=ClassIncremental(class_order=...) or DomainIncremental(domain_order=...)",
+    "order_per_client": "scenario=ClassIncremental(order_per_client=...)",
+    "history": "an argument of the scenario, as in ClassIncremental(history=...)",
+    "test": "split=Split(test=...)",
+    "validation": "split=Split(validation=...)",
+    "owners": "split=Split(train_clients=...)",
+    "partition_args": "arguments of the partition, as in Dirichlet(alpha=...)",
+    "scenario_args": "arguments of the scenario, as in FLwFScenario(rounds=...)",
+    "data_args": "data=PublicData(name, options=...)",
+    "root": "data=PublicData(name, root=...)",
+}
+
+
+def refuse_renamed(name: str, old: Mapping[str, object], known: Iterable[str]) -> None:
+    """Refuse arguments that a class does not have, with the name that they have now.
+
+    Args:
+        name: The class.
+        old: The arguments.
+        known: Those that it has.
+
+    Raises:
+        TypeError: If there are any.
+
+    Example:
+        >>> refuse_renamed("FederatedStream", {"owners": ["a"]}, ["data"])
+        Traceback (most recent call last):
+        TypeError: Expected an argument of `FederatedStream` but got `owners`. Write split=Split(train_clients=...).
+    """
+    for argument in old:
+        hint = f" Write {RENAMED[argument]}." if argument in RENAMED else did_you_mean(argument, known)
+        raise TypeError(f"Expected an argument of `{name}` but got `{argument}`.{hint}")
+
+
+def scenario_named(given: Scenario | str) -> Scenario:
+    """A scenario, or that of a class's name with its own defaults.
+
+    Raises:
+        ValueError: If there is no such class.
+
+    Example:
+        >>> scenario_named("domain-incremental").history
+        'round'
+    """
+    return _find("scenario", Scenario.__subclasses__(), given)() if isinstance(given, str) else given
+
+
+def partition_named(given: Partition | str | None) -> Partition | None:
+    """A partition, or that of a class's name with its own defaults.
+
+    Raises:
+        ValueError: If there is no such class.
+
+    Example:
+        >>> partition_named("iid")
+        IID(clients=10)
+    """
+    return _find("partition", Partition.__subclasses__(), given)() if isinstance(given, str) else given
+
+
+def _find(argument: str, kinds: Iterable[type[T]], name: str) -> type[T]:
+    """The class of a name, as in "class-incremental" or "ClassIncremental"."""
+    known = {kind.__name__: kind for kind in kinds}
+    wanted = name.replace("-", "").lower()
+    for full, kind in known.items():
+        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
+            return kind
+    hint = did_you_mean(name, known)
+    raise ValueError(f"Expected `{argument}` to be one of {', '.join(known)} but got {name}.{hint}")

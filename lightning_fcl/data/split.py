@@ -1,0 +1,115 @@
+"""Which samples are trained on, which are set aside to validate and test, and how the plan is drawn of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from lightning_fcl.data.partition import IID, Partition
+from lightning_fcl.data.samples import Samples
+from lightning_fcl.data.scenarios import IntArray, Plan, Pool, Scenario, split
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which samples are trained on, and which are set aside to validate and test.
+
+    Args:
+        test: Fraction of the samples of each class in the test set; ``"official"`` for the data's own test set; or the
+            owners (subjects, users) whose samples make it up: clients that join later.
+        validation: Fraction of the other samples of each class in the validation set, ``"official"``, or its owners.
+        train_clients: The owners whose samples are trained on; None: all that are left.
+    """
+
+    test: float | Literal["official"] | list[str] = 0.2
+    validation: float | Literal["official"] | list[str] = 0.0
+    train_clients: list[str] | None = None
+
+    def parts(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
+        """The training, validation and test samples.
+
+        Args:
+            samples: All samples.
+            rng: Draws the fractions.
+
+        Raises:
+            ValueError: If the data are not known to have such parts, or nothing is left to train on.
+        """
+        rest, test = _set_aside("test", self.test, np.arange(len(samples)), samples, rng)
+        train, validation = _set_aside("validation", self.validation, rest, samples, rng)
+        if self.train_clients is not None:
+            train = _set_aside("train_clients", self.train_clients, train, samples, rng)[1]
+        if not len(train):
+            raise ValueError(
+                f"Expected `test`, `validation` and `train_clients` to leave samples to train on but {self.test}, "
+                f"{self.validation} and {self.train_clients} leave none."
+            )
+        return train, validation, test
+
+
+def _set_aside(
+    name: Literal["test", "validation", "train_clients"],
+    what: float | str | Sequence[str],
+    indices: IntArray,
+    samples: Samples,
+    rng: np.random.Generator,
+) -> tuple[IntArray, IntArray]:
+    """Split samples into the rest and those that an argument asks for."""
+    if what == "official":
+        official = samples.test if name == "test" else samples.validation
+        if official is None:
+            raise ValueError(f'Expected `{name}` to be a fraction but got "official", which {samples.name} has not.')
+        return indices[~official[indices]], indices[official[indices]]
+    if isinstance(what, float | int):
+        kept, chosen = split(samples.labels[indices], float(what), rng)
+        return indices[kept], indices[chosen]
+    if samples.owner is None:
+        wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
+        raise ValueError(f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.")
+    present = samples.owner[indices].astype(str)
+    wanted = np.array([str(owner) for owner in what])
+    missing = sorted(set(wanted) - set(present))
+    if missing:
+        among = ", ".join(sorted(set(present)))
+        raise ValueError(f"Expected `{name}` to be among the owners {among} but got {', '.join(missing)}.")
+    among_them = np.isin(present, wanted)
+    return indices[~among_them], indices[among_them]
+
+
+def default_split(samples: Samples, own: bool) -> Split:
+    """What is tested and validated on if nobody says: a fifth is tested on.
+
+    Args:
+        samples: All samples.
+        own: Whether the data's own test and validation sets are taken where there are such.
+    """
+    return Split(
+        test="official" if own and samples.test is not None else 0.2,
+        validation="official" if own and samples.validation is not None else 0.0,
+    )
+
+
+def draw(samples: Samples, scenario: Scenario, partition: Partition | None, division: Split, seed: int) -> Plan:
+    """A stream's plan: the samples split, divided among clients, and dealt out over rounds.
+
+    Args:
+        samples: All samples.
+        scenario: Deals them out.
+        partition: Divides them, if the scenario does not; None: `IID`.
+        division: Sets some aside, if the scenario does not.
+        seed: Seed of all draws.
+    """
+    rng, y = np.random.default_rng([seed, 0]), samples.labels
+    domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
+    pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))
+    if not scenario.own_split:
+        train, validation, test = division.parts(samples, rng)
+        pool = replace(pool, train=train, validation=validation, test=test)
+    if not scenario.own_clients:
+        owner = samples.owner[pool.train] if samples.owner is not None else None
+        parts = (partition or IID()).divide(y[pool.train], owner, rng)
+        pool = replace(pool, clients={client: pool.train[rows] for client, rows in parts.items()})
+    return scenario.plan(pool, seed)
