@@ -1,0 +1,285 @@
+"""Samples of any kind, as they are, batch by batch."""
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+
+from lightning_fcl import FederatedStrategy, FederatedStream
+from lightning_fcl.data.batches import Request, joined, read
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
+from lightning_fcl.data.split import Split
+
+
+class Tokens(Dataset):
+    """Sentences of token ids as dicts, of one length or of several."""
+
+    def __init__(self, samples=48, ragged=False):
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(2, 7, (samples,), generator=generator) if ragged else torch.full((samples,), 5)
+        self.ids = [torch.randint(1, 20, (int(length),), generator=generator) for length in lengths]
+        self.labels = [index % 4 for index in range(samples)]
+
+    def __getitem__(self, index):
+        return {"ids": self.ids[index], "labels": self.labels[index]}
+
+    def __len__(self):
+        return len(self.labels)
+
+
+class Noisy(Dataset):
+    """Samples with noise from torch, numpy and Python's generators; it remembers what it has been asked for."""
+
+    def __init__(self, samples=48):
+        self.targets = [index % 4 for index in range(samples)]
+
+    def __getitem__(self, index):
+        return torch.eye(4, 6)[index % 4] + torch.rand(6) + float(np.random.rand()), index % 4
+
+    def __len__(self):
+        return len(self.targets)
+
+
+def padded(items):
+    ids = nn.utils.rnn.pad_sequence([item["ids"] for item in items], batch_first=True)
+    return {"ids": ids, "labels": torch.tensor([item["labels"] for item in items])}
+
+
+class Keeper(L.LightningModule):
+    """Learns next to nothing, and keeps every batch that it sees, with its client."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        client_round = self.trainer.strategy.client_round
+        self.batches.append((client_round.client, client_round.round, batch))
+        values = batch["ids"] if isinstance(batch, dict) else batch[0]
+        return (self.scale * values.float().mean()).square()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def seen(stream, quiet, **options):
+    stream.setup("fit")
+    task = Keeper()
+    trainer = L.Trainer(strategy=FederatedStrategy(seed=0, **options), max_epochs=stream.plan.rounds, **quiet)
+    trainer.fit(task, datamodule=stream)
+    return task.batches
+
+
+def stream_of(data, **kwargs):
+    words = {"scenario": ClassIncremental(2), "partition": IID(2), "batch_size": 4, "seed": 0, **kwargs}
+    return FederatedStream(data, **words)
+
+
+def everything(stream):
+    return sum(len(rows) for current in stream.plan.train for rows in current.values())
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.bool_])
+def test_token_ids_and_bytes_stay_what_they_are(quiet, dtype):
+    ids = np.random.default_rng(0).integers(0, 200, (48, 5)).astype(dtype)
+    stream = FederatedStream.from_arrays(ids, np.arange(48) % 4, scenario=ClassIncremental(2), partition=IID(2), seed=0)
+    for client, round, (x, y) in seen(stream, quiet):
+        assert x.dtype == torch.from_numpy(ids).dtype and y.dtype == torch.int64
+        rows = stream.plan.train[round][client]
+        assert sorted(map(tuple, x.tolist())) == sorted(map(tuple, ids[rows].tolist()))
+
+
+def test_dicts_and_their_labels(quiet):
+    data = Tokens()
+    stream = stream_of(data)
+    batches = seen(stream, quiet)
+    assert sum(len(batch["labels"]) for *_, batch in batches) == everything(stream)
+    assert stream.y.tolist() == data.labels and stream.client_round("0", 0).labels.numel()
+    assert batches[0][2]["ids"].shape == (4, 5) and batches[0][2]["ids"].dtype == torch.int64
+
+
+def test_sentences_of_several_lengths(quiet):
+    data = Tokens(ragged=True)
+    stream = stream_of(data, collate_fn=padded)
+    widths = set()
+    for client, round, batch in seen(stream, quiet):
+        rows = [tuple(ids[ids > 0].tolist()) for ids in batch["ids"]]
+        own = [tuple(data.ids[row].tolist()) for row in stream.plan.train[round][client]]
+        assert set(rows) <= set(own)
+        widths.add(batch["ids"].shape[1])
+    assert len(widths) > 1  # padded as the batch asks for, not as the whole data set does
+    tested = [batch["ids"] for batch in stream.test_dataloader()]
+    assert sum(map(len, tested)) == len(stream.plan.test)
+
+
+@pytest.mark.parametrize("shape", [(48,), (48, 3)])
+def test_targets_that_are_no_classes(quiet, shape):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(48, 6)).astype(np.float32), rng.normal(size=shape)
+    for scenario, group in ((ClassIncremental(1, 2), None), (DomainIncremental(), np.arange(48) % 2)):
+        stream = FederatedStream.from_arrays(x, y, group=group, scenario=scenario, partition=IID(2), seed=0)
+        batches = seen(stream, quiet)
+        assert stream.num_classes == 0 and len(stream.y) == 0 and stream.plan.rounds == 2
+        client, round, (inputs, targets) = batches[0]
+        assert targets.dtype == torch.float32 and targets.shape[1:] == shape[1:]
+        assert stream.client_round(client, round).labels.numel() == 0
+        rows = stream.plan.train[round][client]
+        assert sorted(inputs[:, 0].tolist()) == sorted(x[rows, 0].tolist())
+    several = (rng.random((48, 3)) > 0.5).astype(np.int64)
+    stream = FederatedStream.from_arrays(x, several, scenario=ClassIncremental(1), partition=IID(2), seed=0)
+    assert seen(stream, quiet)[0][2][1].shape[1:] == (3,)
+
+
+def test_whole_numbers_are_targets_if_one_says_so():
+    x, counts = np.zeros((8, 2), np.float32), np.arange(8)
+    assert FederatedStream.from_arrays(x, counts).data.classes == tuple(map(str, range(8)))
+    assert FederatedStream.from_arrays(x, counts, classes=()).data.classes == ()
+
+
+def test_transforms_are_drawn_anew_each_local_epoch(quiet):
+    stream = stream_of(Noisy(), partition=IID(1), shuffle=False, batch_size=100)
+    first, second = (batch[0] for *_, batch in seen(stream, quiet, local_epochs=2)[:2])
+    assert first.shape == second.shape and not torch.isclose(first, second).any()
+
+
+def test_what_is_drawn_depends_on_nobody_else(quiet):
+    everybody = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2)
+    some = seen(stream_of(Noisy(), partition=IID(3)), quiet, local_epochs=2, participation=1)
+    for client, round, (x, y) in some:
+        assert any((c, r) == (client, round) and torch.equal(x, a) and torch.equal(y, b) for c, r, (a, b) in everybody)
+    state = torch.get_rng_state()
+    next(iter(read(stream_of(Noisy()).take, [])), None)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("data", [Noisy, Tokens])
+def test_workers_change_nothing(quiet, data):
+    alone, helped = (seen(stream_of(data(), num_workers=n), quiet, local_epochs=2) for n in (0, 2))
+    assert len(alone) == len(helped)
+    for (client, round, one), (c, r, other) in zip(alone, helped, strict=True):
+        assert (client, round) == (c, r)
+        pairs = (
+            zip(one.values(), other.values(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_data_set_in_a_cohort_is_as_one_by_one(fit, make_task):
+    states = []
+    for size in (1, 3):
+        task = make_task()
+        fit(task, stream_of(Noisy(50), partition=IID(3)), cohort_size=size, seed=0, local_epochs=2)
+        states.append(task.state_dict())
+    torch.testing.assert_close(states[0], states[1])
+
+
+def test_only_a_batch_is_read_at_a_time(quiet):
+    class Counting(Noisy):
+        held = 0
+
+        def __getitem__(self, index):
+            Counting.held += 1
+            return super().__getitem__(index)
+
+    class Watch(Keeper):
+        def training_step(self, batch, batch_idx):
+            self.read.append(Counting.held)
+            return super().training_step(batch, batch_idx)
+
+    stream, task = stream_of(Counting(), partition=IID(1)), Watch()
+    task.read = []
+    stream.setup("fit")
+    L.Trainer(strategy=FederatedStrategy(seed=0), max_epochs=1, **quiet).fit(task, datamodule=stream)
+    assert task.read[0] <= 2 * 4 < task.read[-1]  # one batch, and the next that Lightning fetches ahead
+
+
+class Module(L.LightningDataModule):
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(0)
+        whole = TensorDataset(torch.arange(60.0)[:, None], torch.arange(60) % 4)
+        self.train, self.val = random_split(whole, [48, 12], generator)
+        self.test = TensorDataset(torch.arange(100.0, 120.0)[:, None], torch.arange(20) % 4)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, 4)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, 4)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, 4)
+
+
+def test_a_data_module_goes_in_as_it_is(quiet):
+    module = Module()
+    stream = stream_of(module)
+    batches = seen(stream, quiet)
+    trained = sorted(value for *_, (x, _) in batches for value in x.flatten().tolist())
+    assert trained == sorted(module.train[index][0].item() for index in range(48))
+    tested = torch.cat([x for x, _ in stream.test_dataloader()]).flatten()
+    assert tested.tolist() == list(range(100, 120))
+    held = torch.cat([x for x, _ in stream.val_dataloader()]).flatten()
+    assert sorted(held.tolist()) == sorted(module.val[index][0].item() for index in range(12))
+
+    class Several(Module):
+        def train_dataloader(self):
+            return {"a": DataLoader(self.train)}
+
+    with pytest.raises(
+        ValueError, match="Expected `train_dataloader` of Several to give one `DataLoader` but got a dict"
+    ):
+        FederatedStream(Several()).setup("fit")
+
+
+def test_avalanche_benchmarks(quiet):
+    from avalanche.benchmarks import nc_benchmark, ni_benchmark
+    from avalanche.benchmarks.utils import as_classification_dataset
+
+    generator = torch.Generator().manual_seed(0)
+
+    def data(samples):
+        y = torch.arange(samples) % 6
+        raw = TensorDataset(torch.randn(samples, 3, generator=generator) + y[:, None], y)
+        raw.targets = y.tolist()
+        return raw
+
+    train, test = data(60), data(24)
+    benchmark = nc_benchmark(train, test, n_experiences=3, task_labels=False, seed=1)
+    stream = FederatedStream.from_avalanche(
+        benchmark, ClassIncremental(rounds_per_experience=2), partition=IID(2), seed=0
+    )
+    batches = seen(stream, quiet)
+    classes = [sorted(experience.classes_in_this_experience) for experience in benchmark.train_stream]
+    assert [list(labels) for labels in stream.plan.tasks["0"]] == classes
+    for _, round, (x, y) in batches:
+        assert set(y.tolist()) <= set(classes[round // 2])
+        assert all((x[i] == train.tensors[0]).all(1).any() for i in range(len(y)))
+    assert len(stream.plan.test) == 24 and everything(stream) == 120
+    instances = ni_benchmark(train, test, n_experiences=2, task_labels=False, seed=1)
+    stream = FederatedStream.from_avalanche(instances, partition=IID(3), seed=0)
+    stream.setup("fit")
+    assert isinstance(stream.scenario, DomainIncremental) and stream.plan.rounds == 2 and everything(stream) == 60
+    parts = [as_classification_dataset(data(n)) for n in (12, 18)]
+    stream = FederatedStream.from_avalanche(parts, split=Split(0.0), partition=IID(2), seed=0)
+    stream.setup("fit")
+    assert [sum(map(len, current.values())) for current in stream.plan.train] == [12, 18]
+    with pytest.raises(ValueError, match="Expected at least one experience but got none"):
+        FederatedStream.from_avalanche([])
+
+
+def test_a_request_changes_no_generator():
+    before = torch.get_rng_state()
+    take = stream_of(Noisy())
+    take.setup("fit")
+    request = Request.of(np.arange(3), 0, "a", 1, 0, 2)
+    assert torch.equal(request.read(take.take)[0], request.read(take.take)[0])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_samples_that_cannot_be_joined():
+    with pytest.raises(ValueError, match=r"Expected samples of one shape to join but got \(2,\) and \(3,\)"):
+        joined([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
