@@ -30,25 +30,15 @@ def test_importing_the_package_is_light():
     assert float(took) < 0.3
 
 
-def test_a_name_loads_no_more_than_it_needs():
-    code = "import sys, lightning_fcl.callbacks as c, lightning_fcl.models as m\nc.FLwF2T, m.MLP, m.EchoStateNetwork\n"
-    code += "import lightning_fcl as f; f.Classifier, f.FederatedStrategy\n"
-    ours = "{'timm', 'avalanche', 'quadprog', 'sklearn', 'pandas', 'pooch', 'jsonargparse', 'optuna', 'tensorboard'}"
-    assert python(f"{code}print(sorted({ours} & set(sys.modules)))") == "[]"
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import lightning as L, lightning_fcl",
-        "import lightning_fcl.callbacks; lightning_fcl.callbacks.FedProx; import lightning as L",
-    ],
-)
-def test_the_strategy_is_registered_and_made_when_a_trainer_asks(first: str):
-    code = f"{first}\nimport sys; print('lightning_fcl.simulation.strategy' in sys.modules)\n"
+@pytest.mark.parametrize("first", ["import lightning.pytorch as L", "import lightning_fcl.callbacks as c; c.FedProx"])
+def test_the_strategy_is_registered_and_no_name_loads_more_than_it_needs(first: str):
+    others = {"timm", "avalanche", "quadprog", "sklearn", "pandas", "pooch", "jsonargparse", "optuna", "tensorboard"}
+    code = f"{first}\nimport lightning_fcl, sys; import lightning.pytorch as L\n"
+    code += "print('lightning_fcl.simulation.strategy' in sys.modules)\n"
     code += "trainer = L.Trainer(strategy='federated', logger=False, enable_checkpointing=False)\n"
-    code += "print(type(trainer.strategy) is lightning_fcl.FederatedStrategy)"
-    assert python(code).split() == ["False", "True"]
+    code += "from lightning_fcl import Classifier, callbacks, models; callbacks.FLwF2T, models.MLP\n"
+    code += f"print(type(trainer.strategy) is lightning_fcl.FederatedStrategy, {others} & set(sys.modules))"
+    assert python(code).split() == ["False", "True", "set()"]
 
 
 @pytest.mark.parametrize(("package", "number"), [(lightning_fcl, 11), (callbacks, 27), (methods, 22), (models, 16)])

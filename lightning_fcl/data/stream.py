@@ -25,7 +25,10 @@ from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Collate, PublicData, Samples, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, default_split, draw
+from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
+
+register_strategy()
 
 
 class FederatedStream(L.LightningDataModule):

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
-import pandas as pd
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
@@ -149,7 +148,7 @@ def _of_each(
 
 def _padded(curves: Iterable[FloatArray]) -> FloatArray:
     """Curves of several seeds below each other; NaN where one has ended."""
-    return np.asarray(pd.DataFrame(map(list, curves)), dtype=np.float64)
+    return np.asarray(require("pandas", "lines up curves").DataFrame(map(list, curves)), dtype=np.float64)
 
 
 def _draw_accuracy(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import stream_accuracies
 from lightning_fcl.evaluation.plots import blank_figure, model_name, style
@@ -245,10 +246,8 @@ def density_panels(panels: Mapping[str, Mapping[str, Density]], title: str = "",
 
 
 def _outline(index: int, ordered: int) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    look = style(index)
-    colour = colormaps["viridis"](0.88 * index / max(ordered - 1, 1)) if ordered else look["color"]
+    look, colours = style(index), require("matplotlib", "draws figures").colormaps["viridis"]
+    colour = colours(0.88 * index / max(ordered - 1, 1)) if ordered else look["color"]
     return {"color": colour, "linestyle": "-" if ordered else look["linestyle"], "linewidth": 1.3, "alpha": 0.9}
 
 

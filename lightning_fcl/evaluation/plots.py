@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.metrics import Curve, curves, matrices
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def model_name(model: str) -> str:
 def blank_figure(width: float, height: float) -> "Figure":
     """A figure of so many inches that needs no display."""
     # A bare Figure is drawn by Agg and, unlike pyplot, touches neither a display nor global state.
+    require("matplotlib", "draws figures")
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

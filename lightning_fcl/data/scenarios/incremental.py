@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_fcl.data.scenarios.plan import History, IntArray, Plan, with_history
 from lightning_fcl.data.scenarios.scenario import Pool, Scenario, numbered
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import at_least, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -161,6 +161,7 @@ def class_experiences(
     Raises:
         ValueError: If the classes cannot be divided so or ``order`` is not an order of the classes.
     """
+    require("avalanche", "cuts classes into experiences")
     from avalanche.benchmarks import nc_benchmark
 
     classes = np.unique(y[indices])
