@@ -1,0 +1,135 @@
+"""Models, tasks, methods and the server run with torch, lightning, safetensors and numpy, and what these bring."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import lightning_fcl
+
+CORE = ("torch", "lightning", "safetensors", "numpy")
+
+TRAINS = """
+import logging, sys, warnings
+sys.path += [FOLDER, PACKAGE]
+warnings.filterwarnings("ignore")
+import lightning.pytorch as L
+import numpy as np
+import torch
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream, callbacks
+from lightning_fcl.models import MLP
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(400, 6)).astype(np.float32), np.arange(400) % 10
+options = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+               enable_model_summary=False)
+stream = FederatedStream.from_arrays(x, y, group=y // 5, scenario="DomainIncremental", batch_size=8)
+methods = [callbacks.FLwF2T(), callbacks.FedProx(mu=0.1), callbacks.ContinualMetrics()]
+trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=2, callbacks=methods, **options)
+trainer.fit(Classifier(MLP([6, 8, 10]), 10), datamodule=stream)
+print("rounds", trainer.current_epoch)
+
+class Tasks(L.LightningDataModule):
+    def train_dataloader(self):
+        own = np.flatnonzero(y // 5 == self.trainer.current_epoch % 2)
+        data = torch.utils.data.TensorDataset(torch.from_numpy(x[own]), torch.from_numpy(y[own]))
+        return torch.utils.data.DataLoader(data, batch_size=8)
+
+gem = callbacks.GEM(max_size=10)
+trainer = L.Trainer(max_epochs=4, callbacks=[gem], reload_dataloaders_every_n_epochs=1, **options)
+trainer.fit(Classifier(MLP([6, 8, 10]), 10), datamodule=Tasks())
+print("epochs", trainer.current_epoch)
+from lightning_fcl.methods.projection import project
+nothing = project(torch.ones(2), -torch.eye(2))
+print("projected", nothing.abs().max().item() < 1e-9)
+
+def missing(call):
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        print(error)
+
+import lightning_fcl.models
+from lightning_fcl.data import datasets
+missing(lambda: lightning_fcl.models.ViT(10))
+missing(lambda: datasets.load("digits"))
+missing(lambda: FederatedStream.from_arrays(x, y).setup("fit"))
+print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
+"""
+
+
+def brought_by(names: tuple[str, ...]) -> set[str]:
+    """What pip installs with packages: the folders and files in site-packages."""
+    seen: set[tuple[str, str]] = set()
+    ways = [(name, "") for name in names]
+    found: set[str] = set()
+    while ways:
+        name, extra = ways.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:  # of another platform
+            continue
+        found |= {file.parts[0] for file in package.files or [] if file.parts[0] != ".."}
+        for requirement in map(Requirement, package.requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                ways += [(requirement.name, part) for part in ("", *requirement.extras)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What the code above prints where nothing else is installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    packages = Path(distribution("torch").locate_file(""))
+    for name in brought_by(CORE):
+        if (packages / name).exists():
+            (folder / name).symlink_to(packages / name)
+    others = [path.name for path in packages.iterdir() if not (folder / path.name).exists()]
+    package = str(Path(lightning_fcl.__file__).parents[1])
+    code = f"FOLDER, PACKAGE, OTHERS = {str(folder)!r}, {package!r}, {others!r}\n{TRAINS}"
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_federation_and_a_plain_trainer_train_with_the_core_alone(printed):
+    assert "rounds 2\nepochs 4\nprojected True\n" in printed
+    assert "loaded []" in printed
+
+
+def test_other_packages_are_imported_where_they_are_used_and_named_where_they_are_missing():
+    """The command line apart: it runs with the whole install."""
+    folder = Path(lightning_fcl.__file__).parent
+    known = {"torch", "lightning", "numpy", "safetensors", "torchmetrics", "lightning_utilities", "tqdm", "yaml"}
+    known |= {"lightning_fcl", *sys.stdlib_module_names}
+    amiss = []
+    for path in (path for path in folder.rglob("*.py") if path.parent.name != "cli"):
+        text = path.read_text()
+        tree = ast.parse(text)
+        for checking in (node for node in ast.walk(tree) if isinstance(node, ast.If)):
+            if ast.unparse(checking.test) == "TYPE_CHECKING":
+                checking.body = [ast.Pass()]
+        for node in ast.walk(tree):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for other in {name.partition(".")[0] for name in named} - known:
+                if node in tree.body or not any(way in text for way in ("require(", f'find_spec("{other}"')):
+                    amiss.append(f"{path.relative_to(folder)}, line {node.lineno}: {other}")
+    assert amiss == [], "import these in the function that uses them, and `errors.require` them there"
+
+
+def test_what_is_missing_is_named(printed):
+    for name, install in {"timm": "timm", "sklearn": "scikit-learn", "avalanche": "avalanche-lib"}.items():
+        assert re.search(f"Expected `{name}`, which .*, but it is not installed. Run `pip install {install}`", printed)
