@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from lightning_fcl.tasks.classification import Classifier as Classifier
     from lightning_fcl.tasks.classification import HARClassifier as HARClassifier
     from lightning_fcl.tasks.classification import RandomClassifier as RandomClassifier
-    from lightning_fcl.tasks.reservoir import ReservoirClassifier as ReservoirClassifier
-    from lightning_fcl.tasks.reservoir import ReservoirRegressor as ReservoirRegressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier
+    from lightning_fcl.tasks.sequences import ReservoirClassifier as ReservoirClassifier
+    from lightning_fcl.tasks.sequences import ReservoirRegressor as ReservoirRegressor
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)
 

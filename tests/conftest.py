@@ -21,7 +21,7 @@ from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP, EchoStateNetwork
-from lightning_fcl.tasks.reservoir import ReservoirClassifier
+from lightning_fcl.tasks.sequences import ReservoirClassifier
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", module="lightning")

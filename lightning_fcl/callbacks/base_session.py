@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as L
 import numpy as np
@@ -20,14 +20,32 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.callbacks.pretrain import fit_alone
+from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
 
 _CALIBRATION = 256  # images, those of the base session first
+
+
+@runtime_checkable
+class TwoParts(Protocol):
+    """A network with a backbone, which is frozen after the base session, and a head, which devices train."""
+
+    backbone: nn.Module
+    head: nn.Module
+
+
+@runtime_checkable
+class LearnsBaseSession(Protocol):
+    """A module that learns from the base session in a way of its own, too."""
+
+    def on_base_session(self, x: Tensor, y: Tensor) -> None:
+        """Begin with the base session's samples."""
 
 
 class BaseSession(Callback):
@@ -99,41 +117,40 @@ class BaseSession(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Train the base session, or make room for a checkpoint's."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if getattr(c, "base", False)]
+        callbacks = callbacks_of(trainer)
+        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if isinstance(c, Replay) and c.base]
         if self.latents and early:
             raise ValueError(
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
                 "remembers maps, but it stands before it. Change their order."
             )
-        network = getattr(pl_module, "model", None)
-        if not all(isinstance(getattr(network, part, None), nn.Module) for part in ("backbone", "head")):
+        network = pl_module.model if isinstance(pl_module, Classifier) else None
+        if network is None or not isinstance(network, TwoParts):
             raise ValueError(
                 f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
                 f"`{type(network).__name__}`."
             )
-        assert isinstance(network, nn.Module)
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(stream, FederatedStream):
+        stream = stream_of(trainer)
+        if stream is not None:
             stream.unmap()  # maps of an earlier fit may be another network's
-        if getattr(network, "frozen", False):
+        if getattr(network, "frozen", False):  # `freeze` marks it so
             return  # of an earlier fit, which this one goes on from
-        images = None
-        if stage == "fit" and trainer.ckpt_path is None:
-            _check(network, stream)
-            self._train(network, stream, trainer)
-            images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
+        if stage != "fit" or trainer.ckpt_path is not None:
+            self.freeze(network)
+            return
+        stream = _checked(network, stream)
+        self._train(network, stream, trainer)
+        images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)
-        begin = getattr(pl_module, "on_base_session", None)
-        if images is not None and begin is not None:
+        if isinstance(pl_module, LearnsBaseSession):
             with evaluating(network):
-                begin(*stream.take(stream.plan.base))
+                pl_module.on_base_session(*stream.take(stream.plan.base))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute the maps of all samples, if they are wanted."""
         if self.latents:
             network: Any = pl_module.model
-            trainer.datamodule.map(network.latent, pl_module.device)  # type: ignore[attr-defined]
+            need_stream(trainer).map(network.latent, pl_module.device)
 
     def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
         """The pre-training samples and the number of their classes."""
@@ -250,9 +267,9 @@ class _Pupil(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def _check(network: nn.Module, stream: object) -> None:
-    """Refuse a stream without a base session, or one that the network does not fit."""
-    if not isinstance(stream, FederatedStream) or not len(stream.plan.base):
+def _checked(network: nn.Module, stream: FederatedStream | None) -> FederatedStream:
+    """The stream; one without a base session, or that the network does not fit, is refused."""
+    if stream is None or not len(stream.plan.base):
         raise ValueError(
             'Expected a `FederatedStream` with a base session, as `scenario="odfcl"` has, as the Trainer\'s '
             f"`datamodule` but got {stream}."
@@ -270,6 +287,7 @@ def _check(network: nn.Module, stream: object) -> None:
             f"Expected images of shape {tuple(takes)}, as the network takes them, but the stream's are {images}. Set "
             "the network's `image_size` and `channels`, or the data set's `size`."
         )
+    return stream
 
 
 def _classifier(network: nn.Module) -> nn.Linear:

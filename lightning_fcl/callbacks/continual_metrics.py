@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.protocol import FederationView, HasLocalModels, federation_of
 from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.tasks.classification import Classifier
 
 Counts = list[int | None]
@@ -105,16 +107,8 @@ class ContinualMetrics(Callback):
         Raises:
             ValueError: If the Trainer is no federation's, or the stream has no such samples or clients.
         """
-        from lightning_fcl.simulation.strategy import FederatedStrategy
-
-        if not isinstance(trainer.strategy, FederatedStrategy):
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `ContinualMetrics` but got a plain one, which has '
-                "no rounds. Log metrics in the module's `validation_step`."
-            )
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(stream, FederatedStream):
-            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
+        self._federation(trainer)
+        stream = need_stream(trainer)
         plan = stream.plan
         unknown = sorted(set(self.clients) - set(plan.clients)) if not isinstance(self.clients, str) else []
         if unknown:
@@ -150,17 +144,33 @@ class ContinualMetrics(Callback):
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Test a client's model."""
-        if getattr(pl_module, "local_models", True) and self.when == "trained" and self._tests(client_round.client):
+        predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
+        if predicts and self.when == "trained" and self._tests(client_round.client):
             self._current[client_round.client] = self._count(pl_module)
+
+    @staticmethod
+    def _federation(trainer: L.Trainer) -> FederationView:
+        """The Trainer's federation.
+
+        Raises:
+            ValueError: If it runs none.
+        """
+        federation = federation_of(trainer)
+        if federation is None:
+            raise ValueError(
+                'Expected a Trainer with `strategy="federated"` for `ContinualMetrics` but got a plain one, which has '
+                "no rounds. Log metrics in the module's `validation_step`."
+            )
+        return federation
 
     def _tests(self, client: str) -> bool:
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's model and close the round's entry."""
-        plan = trainer.datamodule.plan  # type: ignore[attr-defined]
-        strategy: Any = trainer.strategy
-        adapting = getattr(pl_module, "adapting", False)  # its readout waits for a later round
+        federation = self._federation(trainer)
+        plan, happened = federation.plan, federation.record
+        adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
         correct, self._current = self._current, {}
         if self.when == "aggregated":
             correct = self._aggregated(trainer, pl_module)
@@ -173,12 +183,12 @@ class ContinualMetrics(Callback):
                 "round": trainer.current_epoch,
                 "experience": {**experiences, "server": max(experiences.values())},
                 "correct": correct,
-                "upload_bytes": dict(strategy.server.record.upload_bytes),
-                "download_bytes": dict(strategy.server.record.download_bytes),
-                "dropped": dict(strategy.server.record.dropped),
-                "skipped": list(strategy.server.record.skipped),
-                "missed": list(strategy.server.record.missed),
-                "master": strategy.server.record.master,
+                "upload_bytes": dict(happened.upload_bytes),
+                "download_bytes": dict(happened.download_bytes),
+                "dropped": dict(happened.dropped),
+                "skipped": list(happened.skipped),
+                "missed": list(happened.missed),
+                "master": happened.master,
                 "seconds": now - self._started,
             }
         )
@@ -190,8 +200,8 @@ class ContinualMetrics(Callback):
 
     def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts]:
         """Test the models with which the clients go on whose experience ends with this round."""
-        strategy: Any = trainer.strategy
-        round, stream = current_round(trainer), strategy.stream
+        federation, round = self._federation(trainer), current_round(trainer)
+        stream = need_stream(trainer)
         client_rounds = [stream.client_round(client, round) for client in filter(self._tests, stream.plan.clients)]
         ending = [client_round for client_round in client_rounds if client_round.last_round]
         if not ending:
@@ -199,7 +209,7 @@ class ContinualMetrics(Callback):
         received = {name: value.detach().clone() for name, value in entries(module).items()}
         counts: dict[str, Counts] = {"server": self._count(module)}
         for client_round in ending:
-            state = strategy.client_state(client_round.client, received)
+            state = federation.client_state(client_round.client, received)
             if state is received:
                 counts[client_round.client] = counts["server"]  # all predict with the same model
                 continue
@@ -228,7 +238,7 @@ class ContinualMetrics(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's last model on what the clients have learnt from."""
         if self.training:
-            stream = trainer.datamodule  # type: ignore[attr-defined]
+            stream = need_stream(trainer)
             seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
             x, y = (part.to(pl_module.device) for part in stream.take(seen)[:2])
             correct, steps = _correct(pl_module, x, y, torch.zeros_like(y), 1)
@@ -248,11 +258,11 @@ def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups
     """A model's correct predictions in each group of samples, and how many predictions it makes for each sample."""
     metric, steps = GroupAccuracy(groups).to(module.device), 1
     precision = module.trainer.precision_plugin
-    with evaluating(module), precision.forward_context():
+    with evaluating(module), precision.forward_context(), predicting(module):
         for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
             part = precision.convert_input(part)
             if isinstance(module, Classifier):
-                output = module.among(module.labelled(part, label), label)
+                output = module.mask_logits(module.outputs_by_task(part, label), label)
             else:
                 output = module(part)
             prediction = output.argmax(dim=-1)

@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.tasks.reservoir import ReservoirTask
 
 # Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
 _BATCH = 128
@@ -47,7 +48,7 @@ class ActivationDensity(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module without a reservoir."""
-        if not isinstance(getattr(pl_module, "reservoir", None), EchoStateNetwork):
+        if not isinstance(pl_module, ReservoirTask):
             raise ValueError(
                 "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
                 f"`{type(pl_module).__name__}`. Take a `ReservoirClassifier`, or leave the callback out."
@@ -55,12 +56,8 @@ class ActivationDensity(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the record; a continued fit continues its own."""
-        from lightning_fcl.simulation.strategy import FederatedStrategy
-
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(stream, FederatedStream):
-            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
-        if not isinstance(trainer.strategy, FederatedStrategy):
+        stream = need_stream(trainer)
+        if federation_of(trainer) is None:
             raise ValueError(
                 'Expected a Trainer with `strategy="federated"` for `ActivationDensity` but got a plain one, which '
                 "has no rounds."
@@ -72,15 +69,15 @@ class ActivationDensity(Callback):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure, where this was the last round of the server's experience."""
-        plan, round = trainer.datamodule.plan, trainer.current_epoch  # type: ignore[attr-defined]
+        plan, round = need_stream(trainer).plan, trainer.current_epoch
         current, *after = (
             max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
         )
-        if after != [current]:
+        if after != [current] and isinstance(pl_module, ReservoirTask):
             self.record["experiences"].append({"experience": current, **self._densities(trainer, pl_module)})
 
-    def _densities(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-        stream: FederatedStream = trainer.datamodule  # type: ignore[attr-defined]
+    def _densities(self, trainer: L.Trainer, module: ReservoirTask) -> dict[str, Any]:
+        stream = need_stream(trainer)
         test, names = stream.plan.test, stream.group_names
         owned = np.zeros(len(test), dtype=np.int64)
         owners: list[str] = []
@@ -98,10 +95,9 @@ class ActivationDensity(Callback):
         }
 
     @torch.no_grad()
-    def _counts(self, trainer: L.Trainer, module: L.LightningModule, cells: IntArray, number: int) -> IntArray:
+    def _counts(self, trainer: L.Trainer, module: ReservoirTask, cells: IntArray, number: int) -> IntArray:
         """How many states of each cell's test samples fall into each bin, shape (cells, bins)."""
-        stream: FederatedStream = trainer.datamodule  # type: ignore[attr-defined]
-        reservoir: Any = module.reservoir
+        stream = need_stream(trainer)
         precision, bins = trainer.precision_plugin, len(self.edges) - 1
         counts = torch.zeros(number * bins, dtype=torch.int64, device=module.device)
         test, cell = stream.plan.test, torch.from_numpy(cells).to(module.device)
@@ -110,7 +106,7 @@ class ActivationDensity(Callback):
             for start in range(0, len(test), _BATCH):
                 x = stream.take(test[start : start + _BATCH])[0].to(module.device)
                 first = cell[None, start : start + _BATCH, None] * bins
-                for states in reservoir.blocks(precision.convert_input(x)):
+                for states in module.reservoir.blocks(precision.convert_input(x)):
                     counts += torch.bincount((first + bin_of(states, bins)).flatten(), minlength=len(counts))
         return counts.view(number, bins).cpu().numpy()
 

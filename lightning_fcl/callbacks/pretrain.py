@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.attached import need_stream
 from lightning_fcl.randomness import seed_of
 
 
@@ -40,9 +40,7 @@ class Pretrain(Callback):
         """Train a copy of the model, and take over its state."""
         if trainer.ckpt_path is not None:
             return
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(stream, FederatedStream):
-            raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {stream}.")
+        stream = need_stream(trainer)
         torch.manual_seed(seed_of(stream.seed, "pretrain"))
         pupil = copy.deepcopy(pl_module)
         fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)

@@ -9,8 +9,8 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
 
 
 class FederatedProgressBar(ProgressBar):
@@ -43,8 +43,8 @@ class FederatedProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar."""
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(stream, FederatedStream):
+        stream = stream_of(trainer)
+        if stream is not None:
             counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
             done = sum(counts[: trainer.current_epoch])
             pause = 0.1 if sys.stderr.isatty() else 10.0  # a log file needs fewer lines than a screen
@@ -69,7 +69,7 @@ class FederatedProgressBar(ProgressBar):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clients that did not take part count as done."""
         if self._bar is not None:
-            counts = [len(current) for current in trainer.datamodule.plan.train]  # type: ignore[attr-defined]
+            counts = [len(current) for current in need_stream(trainer).plan.train]
             self._bar.update(sum(counts[: trainer.current_epoch + 1]) - self._bar.n)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,7 +79,7 @@ class FederatedProgressBar(ProgressBar):
             self._bar.set_postfix_str(f"server accuracy {float(accuracy):.3f}", refresh=False)
 
     def _describe(self, trainer: L.Trainer, client: str) -> None:
-        plan = trainer.datamodule.plan  # type: ignore[attr-defined]
+        plan = need_stream(trainer).plan
         now = max(numbers[trainer.current_epoch] for numbers in plan.experiences.values())
         of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
         self._bar.set_description_str(

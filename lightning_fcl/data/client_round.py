@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ class ClientRound:
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
         task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
             logits; empty where all classes compete.
+        drawn: Whether the client was drawn for the round.
     """
 
     client: str
@@ -44,6 +45,11 @@ class ClientRound:
     new_classes: tuple[int, ...] = ()
     old_classes: tuple[int, ...] = ()
     task_classes: tuple[int, ...] = ()
+    drawn: bool = True
+
+    def not_drawn(self) -> ClientRound:
+        """The same part of a client that was not drawn for the round."""
+        return replace(self, drawn=False)
 
     @property
     def balanced(self) -> bool:

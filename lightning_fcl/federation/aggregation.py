@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -38,6 +38,15 @@ __all__ = [
 
 Rules = Mapping[str, str | Reduction]
 """Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
+
+
+@runtime_checkable
+class DeclaresReductions(Protocol):
+    """A module whose entries come together in other ways than by a mean."""
+
+    @property
+    def reductions(self) -> Rules:
+        """Pattern of entries -> reduction; asked anew in each round."""
 
 
 def entries(module: nn.Module) -> State:
@@ -155,7 +164,8 @@ def reductions_of(
         >>> reductions_of(nn.Linear(1, 1), {"bias": "none"})
         {'weight': mean, 'bias': none}
     """
-    return declare(entries(module), getattr(module, "reductions", {}), rules or {}, known=known)
+    own = module.reductions if isinstance(module, DeclaresReductions) else {}
+    return declare(entries(module), own, rules or {}, known=known)
 
 
 def hparams_of(rules: Rules) -> dict[str, Any]:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method
-    from lightning_fcl.methods.method import Step as Step
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
     from lightning_fcl.methods.replay import Replay as Replay
+    from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer, with_parameters
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import flatten
@@ -24,7 +29,7 @@ class APFL(Method):
     ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task loss
     at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and ``alpha`` one
     with ``<v - w, g>``, all at the values before the step (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A
-    client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personal`, which
+    client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
     ``ContinualMetrics(when="aggregated")`` tests. It begins with the server's first state that it receives as its
     ``v``; who has never been drawn predicts with the server's. ``v`` holds trainable parameters; buffers, such as the
     statistics of batch normalisation, are those of ``w``.
@@ -49,15 +54,18 @@ class APFL(Method):
         0.5
     """
 
+    vectorizable: ClassVar[bool] = False
+    needs_sample_loss: ClassVar[bool] = True
+    needs_labels: ClassVar[bool] = True
+
     def __init__(
         self,
         alpha0: float = 0.5,
         alpha_lr: float | None = None,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        if not 0 <= alpha0 <= 1:
-            raise ValueError(f"Expected `alpha0` to be between 0 and 1 but got {alpha0}.")
+        between(0, 1, alpha0=alpha0)
         if alpha_lr is not None and not alpha_lr >= 0:
             raise ValueError(f"Expected `alpha_lr` to be at least 0, or None, but got {alpha_lr}.")
         self.alpha0 = alpha0
@@ -67,35 +75,21 @@ class APFL(Method):
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
         self._optimizer: Optimizer | None = None
 
-    @property
-    def alone(self) -> bool:
-        """Clients train one at a time."""
-        return True
-
-    @property
-    def needs_sample_loss(self) -> bool:
-        """The loss is also taken at other parameters."""
-        return True
-
-    @property
-    def needs_labels(self) -> bool:
-        """The second gradient is of the same loss."""
-        return True
-
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a Trainer that has no clients."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if not self._federated:
+        federation = federation_of(trainer)
+        if federation is None:
             raise ValueError(
                 'Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: with a single client '
                 "there is no shared model to mix with. Remove `APFL`."
             )
         self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        self._keeps = bool(getattr(trainer.strategy, "keep_optimizer", False))
+        self._keeps = federation.keep_optimizer
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """A copy of the client's ``v`` and ``alpha``; at first ``v`` is what it has received."""
         if not self.applies_to(client_round):
             return memory
@@ -104,25 +98,22 @@ class APFL(Method):
         alpha = memory.get("alpha", torch.tensor(float(self.alpha0)))
         return {**memory, **begun, "alpha": alpha.clone()}
 
-    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
         """Another client trains now."""
-        super().start(memory, server, active)
         self._personal, self._optimizer = {}, None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Step ``v`` and ``alpha``, before ``w`` takes its step."""
-        super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        if not self._active:
+        if not self.active:
             return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        shared = {n: p for n, p in pl_module.named_parameters() if p.grad is not None and id(p) in stepped}
+        shared = stepped_by(optimizer, pl_module)
         if not shared:
             return
         if self._optimizer is None:
             self._begin_optimizer(pl_module, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
         alpha = self.memory["alpha"]
-        gradient = gradient_of(pl_module, shared)(self._batch[0], self._batch[1], mix(own, shared, alpha))
+        gradient = gradient_of(pl_module, shared)(self.batch[0], self.batch[1], mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
@@ -133,25 +124,20 @@ class APFL(Method):
 
     def _begin_optimizer(self, module: nn.Module, optimizer: Optimizer) -> None:
         """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
-        from lightning_fcl.simulation.strategy import restore_optimizer
-        from lightning_fcl.simulation.vectorized import with_parameters
-
         self._personal = {name: nn.Parameter(value) for name, value in section(self.memory, "v").items()}
         named = dict(module.named_parameters())
         self._optimizer = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
         restore_optimizer(self._optimizer, section(self.memory, "optimizer"))
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """The client's ``v`` and ``alpha`` after its local training, and ``v``'s optimizer if clients keep theirs."""
-        from lightning_fcl.simulation.strategy import optimizer_memory
-
         if not self._keeps or self._optimizer is None:
             return memory
         return {**memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 
-    def personal(self, memory: Memory, state: State) -> State:
+    def personalize(self, memory: Memory, state: State) -> State:
         """``v_bar`` of the client's ``v`` and the parameters of ``state``."""
         own = {name: value.to(state[name].device) for name, value in section(memory, "v").items()}
         return {**state, **mix(own, state, memory["alpha"])} if own else state
@@ -159,7 +145,7 @@ class APFL(Method):
 
 @torch.no_grad()
 def mix(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """``alpha v + (1 - alpha) w`` of the entries of ``personal``; exactly w at 0 and v at 1.
+    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1.
 
     Example:
         >>> mix({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, torch.tensor(0.25))

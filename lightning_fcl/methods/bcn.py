@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.gem import Episodic, past_tasks
-from lightning_fcl.methods.method import Step
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.episodic import Episodic, past_tasks
+from lightning_fcl.methods.step import Step
 
 
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
@@ -103,6 +105,8 @@ class BCN(Episodic):
         0.99
     """
 
+    vectorizable: ClassVar[bool] = False
+
     def __init__(
         self,
         max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
@@ -112,16 +116,12 @@ class BCN(Episodic):
         theta_steps: int = 5,
         inner_lr: float = 0.001,
         batch_size: int = 128,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(max_size, clients)
-        for name, value in (("beta", beta), ("eps", eps), ("x_steps", x_steps), ("theta_steps", theta_steps)):
-            if not value >= 0:
-                raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
-        if not inner_lr > 0:
-            raise ValueError(f"Expected `inner_lr` to be above 0 but got {inner_lr}.")
-        if batch_size < 1:
-            raise ValueError(f"Expected `batch_size` to be at least 1 but got {batch_size}.")
+        at_least(0, beta=beta, eps=eps, x_steps=x_steps, theta_steps=theta_steps)
+        above(0, inner_lr=inner_lr)
+        at_least(1, batch_size=batch_size)
         self.beta = beta
         self.eps = eps
         self.x_steps = x_steps
@@ -129,24 +129,9 @@ class BCN(Episodic):
         self.inner_lr = inner_lr
         self.batch_size = batch_size
 
-    @property
-    def alone(self) -> bool:
-        """Clients train one at a time."""
-        return True
-
-    @property
-    def needs_samples(self) -> bool:
-        """True: some are remembered."""
-        return True
-
-    @property
-    def needs_sample_loss(self) -> bool:
-        """True: it is taken of other samples."""
-        return True
-
-    def task_weight(self) -> float:
+    def task_weight(self, memory: Memory) -> float:
         """``beta``, once there are past tasks."""
-        return self.beta if past_tasks(self.memory) else 1.0
+        return self.beta if past_tasks(memory) else 1.0
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """The loss on past and present samples, and what the two players add to it."""
@@ -194,5 +179,4 @@ class BCN(Episodic):
 
 
 def _loss(step: Step, x: Tensor, y: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
-    assert step.loss_of is not None  # only in a cohort, for which BCN is no method
     return step.loss_of(x, y, params)

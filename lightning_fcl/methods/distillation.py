@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import above, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, Step, remember, section, with_classes
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.method import Method, remember, section, with_classes
+from lightning_fcl.methods.step import Step
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
@@ -67,33 +69,29 @@ class FLwF2T(Method):
         temperature: float = 2.0,
         mean_over: Literal["batch", "elements"] = "batch",
         previous: Literal["kept", "live"] = "kept",
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"Expected `alpha` to be between 0 and 1 but got {alpha}.")
+        between(0, 1, alpha=alpha)
         if not 0 <= beta <= 1 or alpha + beta > 1 + 1e-9:
             raise ValueError(
                 f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={alpha}, beta={beta}. "
                 "The server model's weight is 1 - alpha - beta."
             )
-        if not temperature > 0:
-            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
-        if mean_over not in ("batch", "elements"):
-            raise ValueError(f'Expected `mean_over` to be "batch" or "elements" but got "{mean_over}".')
-        if previous not in ("kept", "live"):
-            raise ValueError(f'Expected `previous` to be "kept" or "live" but got "{previous}".')
+        above(0, temperature=temperature)
+        one_of(("batch", "elements"), mean_over=mean_over)
+        one_of(("kept", "live"), previous=previous)
         self.alpha = alpha
         self.beta = beta
         self.temperature = temperature
         self.mean_over = mean_over
         self.previous = previous
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Before the first round, the server's model is the client's previous model."""
         return memory or (remember(server, "own") if self.previous == "kept" else {})
 
-    def task_weight(self) -> float:
+    def task_weight(self, memory: Memory) -> float:
         """The task loss's weight, alpha."""
         return self.alpha
 
@@ -107,7 +105,7 @@ class FLwF2T(Method):
                 terms = terms + weight / share * step.mean(distillation_loss(step.output, logits, self.temperature))
         return terms
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep the model that the client has just trained."""
@@ -137,7 +135,7 @@ class FLwF(FLwF2T):
         temperature: float = 2.0,
         mean_over: Literal["batch", "elements"] = "batch",
         previous: Literal["kept", "live"] = "kept",
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(alpha, 1 - alpha, temperature, mean_over, previous, clients)
 
@@ -161,26 +159,22 @@ class LwF(Method):
         1.0
     """
 
+    needs_labels: ClassVar[bool] = True
+    """They tell the classes that were seen."""
+
     def __init__(
         self,
         strength: float = 1.0,
         temperature: float = 2.0,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        if not strength >= 0:
-            raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
-        if not temperature > 0:
-            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        at_least(0, strength=strength)
+        above(0, temperature=temperature)
         self.strength = strength
         self.temperature = temperature
 
-    @property
-    def needs_labels(self) -> bool:
-        """True: they tell the classes that were seen."""
-        return True
-
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""
         if not memory:
             nothing = torch.zeros(max(client_round.num_classes, 1), dtype=torch.bool)
@@ -203,7 +197,7 @@ class LwF(Method):
         loss = step.mean(distillation_loss(student, teacher, self.temperature))
         return self.strength * loss * old.any()
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep the trained model and the classes seen so far."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -11,23 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Clients, overrides
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.fedrep import FedRep
-from lightning_fcl.methods.gem import at_task, balanced, knows_task, past_tasks, remember_task
-from lightning_fcl.methods.method import (
-    Method,
-    Step,
-    data_of,
-    is_labelled,
-    methods_of,
-    remember,
-    section,
-    with_classes,
-)
+from lightning_fcl.methods.episodic import at_task, balanced, knows_task, past_tasks, remember_task
+from lightning_fcl.methods.functional import states_loss
+from lightning_fcl.methods.method import Method, remember, section, with_classes
+from lightning_fcl.methods.step import Step, is_labelled
 from lightning_fcl.models.dytox import DyTox
 from lightning_fcl.randomness import seed_of
 
@@ -77,6 +72,10 @@ class DyToxTraining(Method):
         0.1
     """
 
+    vectorizable: ClassVar[bool] = False
+    needs_sample_loss: ClassVar[bool] = True
+    ends_undrawn: ClassVar[bool] = True
+
     def __init__(
         self,
         max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
@@ -84,7 +83,7 @@ class DyToxTraining(Method):
         temperature: float = 1.0,
         divergence: float = 0.1,
         balanced_epochs: int = 1,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
         _check_arguments(max_size, distillation, temperature, divergence, balanced_epochs)
@@ -105,28 +104,15 @@ class DyToxTraining(Method):
 
     # The method.
 
-    @property
-    def alone(self) -> bool:
-        """Clients train one at a time."""
-        return True
-
-    @property
-    def needs_sample_loss(self) -> bool:
-        """True: distillation takes its share from it."""
-        return True
-
-    def local_epochs(self, client_round: ClientRound) -> int | None:
+    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
         """Those of balanced tuning come on top of the strategy's."""
-        return (
-            self._local_epochs + self.balanced_epochs
-            if self.applies_to(client_round) and self._tunes(client_round)
-            else None
-        )
+        tunes = self.applies_to(client_round) and self._tunes(client_round)
+        return self._local_epochs + self.balanced_epochs if tunes else None
 
     def _tunes(self, client_round: ClientRound) -> bool:
         return bool(self.max_size and self.balanced_epochs) and client_round.last_round and client_round.experience > 0
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Note which task is the present one."""
         return at_task(memory, client_round)
 
@@ -159,7 +145,9 @@ class DyToxTraining(Method):
         loss = self.temperature**2 * distillation_loss(student, teacher, self.temperature)
         if self.distillation != "auto":
             return float(self.distillation) * step.mean(loss)
-        return old.sum() / (old | present).sum() * step.mean(loss - self._live.sample_loss(step.output, y))
+        return (
+            old.sum() / (old | present).sum() * step.mean(loss - states_loss(self.module).sample_loss(step.output, y))
+        )
 
     def _diverged(self, step: Step, y: Tensor, present: Tensor) -> Tensor | float:
         if not self.divergence:
@@ -170,23 +158,18 @@ class DyToxTraining(Method):
         targets = torch.where(present[y], model.position[y] - sum(model.sizes[:task]) + 1, 0)
         return self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches."""
-        if self.max_size:
+        """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches.
+
+        A client that was not drawn for its task's last round goes on from the server's model.
+        """
+        if not client_round.drawn and not self.applies_to(client_round):
+            return memory
+        if self.max_size and (client_round.drawn or not knows_task(memory, client_round.experience)):
             memory = remember_task(memory, data, client_round, self.max_size, generator)
         return self._ended(memory, own, client_round) if client_round.last_round else memory
-
-    def conclude(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        """A client that was not drawn for its task's last round goes on from the server's model."""
-        if not self.applies_to(client_round):
-            return memory
-        if self.max_size and not knows_task(memory, client_round.experience):
-            memory = remember_task(memory, data, client_round, self.max_size, generator)
-        return self._ended(memory, own, client_round)
 
     def _ended(self, memory: Memory, own: State, client_round: ClientRound) -> Memory:
         """The memory once the present task is a past one: a round's samples are gathered before it begins."""
@@ -198,8 +181,12 @@ class DyToxTraining(Method):
     # Where it meets the model.
 
     @property
+    def _client_round(self) -> ClientRound | None:
+        return self.federation.client_round if self.federation is not None else None
+
+    @property
     def _net(self) -> DyTox:
-        return next(module for module in self._live.modules() if isinstance(module, DyTox))
+        return next(module for module in self.module.modules() if isinstance(module, DyTox))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Find the model, and give it the tasks that the stream tells."""
@@ -212,18 +199,19 @@ class DyToxTraining(Method):
                 f"Expected one `DyTox` in the module for `DyToxTraining` but got {len(found)}. Use "
                 "`Classifier(model=DyTox(...))`."
             )
-        if any(isinstance(method, FedRep) for method in methods_of(trainer)):
-            raise ValueError("Expected either `DyToxTraining` or `FedRep`, which both freeze parts, but got both.")
+        staged = [type(method).__name__ for method in methods_of(trainer) if overrides(method, "trains")]
+        if staged:
+            raise ValueError(
+                f"Expected either `DyToxTraining` or `{staged[0]}`, which both freeze parts, but got both."
+            )
         self._trainable = {name for name, p in found[0].named_parameters() if p.requires_grad}
-        strategy: Any = trainer.strategy
-        self._local_epochs = strategy.local_epochs if self._federated else 1
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(stream, FederatedStream):
+        self._local_epochs = self.federation.local_epochs if self.federation is not None else 1
+        stream = stream_of(trainer)
+        if stream is not None:
             found[0].assign(_told(stream))
 
-    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
         """Another client begins, or in a plain Trainer another epoch."""
-        super().start(memory, server, active)
         self._fresh = True
 
     def on_train_batch_start(
@@ -231,22 +219,21 @@ class DyToxTraining(Method):
     ) -> None:
         """Open the task's slot, freeze what does not learn, and in balanced tuning replace the batch."""
         self._embedded = None
-        if self._fresh and (self._federated or is_labelled(batch)):
+        if self._fresh and (self.federation is not None or is_labelled(batch)):
             self._enter(trainer, batch)
-        self._tuning = self._active and self._is_tuning(trainer)
+        self._tuning = self.active and self._is_tuning(trainer)
         self._freeze(self._present, self._tuning)
         if self._tuning and self._pool is None:
             self._pool = self._balanced(trainer)
-        if self._federated:
+        if self.federation is not None:
             self._balance(batch)
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _enter(self, trainer: L.Trainer, batch: Any) -> None:
-        strategy: Any = trainer.strategy
         model, self._fresh, self._pool, self._drawn = self._net, False, None, 0
-        labels = strategy.client_round.labels if self._federated else batch[1]
-        if self._active:
-            self._present = self._block_of(labels, strategy.client_round.client if self._federated else "local")
+        now = self._client_round
+        labels = now.labels if now is not None else batch[1]
+        if self.active:
+            self._present = self._block_of(labels, now.client if now is not None else "local")
             model.learnt[self._present] = 1.0
         else:
             self._present = None
@@ -282,22 +269,23 @@ class DyToxTraining(Method):
     # Balanced tuning.
 
     def _is_tuning(self, trainer: L.Trainer) -> bool:
-        strategy: Any = trainer.strategy
-        if self._federated:
-            return self._tunes(strategy.client_round) and strategy.local_epoch >= self._local_epochs
+        if self.federation is not None:
+            now = self._client_round
+            return now is not None and self._tunes(now) and self.federation.local_epoch >= self._local_epochs
         if not (self.max_size and self.balanced_epochs and int(self.memory["present"])):
             return False
-        left, stream = (trainer.max_epochs or 0) - trainer.current_epoch, trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(stream, FederatedStream):
+        left, stream = (trainer.max_epochs or 0) - trainer.current_epoch, stream_of(trainer)
+        if stream is not None:
             rest = stream.plan.experiences[stream.plan.clients[0]][trainer.current_epoch :]
             left = rest.count(rest[0])
         return 0 < left <= self.balanced_epochs
 
-    def _mix(self, batch: Any, batch_idx: int) -> None:
+    def mix(self, memory: Memory, batch: Any, batch_idx: int) -> None:
+        """In balanced tuning, put the balanced samples in the batch's place."""
         if self._tuning:
             self._balance(batch)  # all methods have seen the batch as it came
         else:
-            super()._mix(batch, batch_idx)
+            super().mix(memory, batch, batch_idx)
 
     def _balance(self, batch: Any) -> None:
         """In tuning, put as many of the balanced samples as a batch has in its place."""
@@ -311,14 +299,12 @@ class DyToxTraining(Method):
 
     def _balanced(self, trainer: L.Trainer) -> tuple[Tensor, Tensor]:
         """Equally many remembered samples of each class, the present task's among them."""
-        strategy: Any = trainer.strategy
-        memory = self.memory
+        memory, now, federation = self.memory, self._client_round, self.federation
         generator = torch.Generator().manual_seed(trainer.current_epoch)
-        if self._federated:
-            client_round = strategy.client_round
-            generator.manual_seed(seed_of(strategy.seed, client_round.client, client_round.round, "balanced"))
-            data = data_of(trainer, client_round.client, client_round.round)
-            memory = remember_task(memory, data, client_round, self.max_size, generator)
+        if federation is not None and now is not None:
+            generator.manual_seed(seed_of(federation.seed, now.client, now.round, "balanced"))
+            data = federation.samples(now.client, now.round)
+            memory = remember_task(memory, data, now, self.max_size, generator)
         elif not knows_task(memory, int(memory["present"])):
             raise ValueError(
                 f"Expected more epochs for a task than `balanced_epochs`={self.balanced_epochs} but got no more: none "
@@ -333,8 +319,7 @@ class DyToxTraining(Method):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a client's last batch, everything is trainable again."""
-        strategy: Any = trainer.strategy
-        if self._federated and (strategy.client_round is None or strategy.last_batch):
+        if self.federation is not None and (self._client_round is None or self.federation.last_batch):
             self._freeze(None, False)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -344,7 +329,6 @@ class DyToxTraining(Method):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Everything is trainable again."""
-        super().on_exception(trainer, pl_module, exception)
         self._leave()
 
     def _leave(self) -> None:
@@ -373,11 +357,7 @@ def _check_arguments(
         )
     if isinstance(distillation, str) and distillation != "auto":
         raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{distillation}".')
-    if not isinstance(distillation, str) and not distillation >= 0:
-        raise ValueError(f"Expected `distillation` to be at least 0 but got {distillation}.")
-    if not temperature > 0:
-        raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
-    if not divergence >= 0:
-        raise ValueError(f"Expected `divergence` to be at least 0 but got {divergence}.")
-    if balanced_epochs < 0:
-        raise ValueError(f"Expected `balanced_epochs` to be at least 0 but got {balanced_epochs}.")
+    if not isinstance(distillation, str):
+        at_least(0, distillation=distillation)
+    above(0, temperature=temperature)
+    at_least(0, divergence=divergence, balanced_epochs=balanced_epochs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import distillation_loss
+from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import FedViT
-from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, teacher_of
-from lightning_fcl.methods.gem import labelled
+from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, states_loss, teacher_of
 from lightning_fcl.methods.method import remember, section
 from lightning_fcl.methods.projection import Kind
 
@@ -74,35 +76,31 @@ class FedKNOW(FedViT):
         integration_epochs: int = 1,
         head: str = "model.head.*",
         integrate_last: bool = False,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(
             rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head, integrate_last, clients
         )
-        if not (temperature > 0 and tune_rate > 0):
-            raise ValueError(
-                f"Expected `temperature` and `tune_rate` to be above 0 but got {temperature} and {tune_rate}."
-            )
-        if tune_epochs < 0:
-            raise ValueError(f"Expected `tune_epochs` to be at least 0 but got {tune_epochs}.")
+        above(0, temperature=temperature, tune_rate=tune_rate)
+        at_least(0, tune_epochs=tune_epochs)
         self.temperature = temperature
         self.tune_epochs = tune_epochs
         self.tune_rate = tune_rate
         self._networks: dict[int, State] = {}
 
-    def start(self, memory: Memory, server: State, active: bool = True) -> None:
-        """A client's turn begins: other networks are to be distilled from."""
-        super().start(memory, server, active)
+    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
+        """Another client trains now: other networks are to be distilled from."""
+        super().attach(memory, server, active)
         self._networks = {}
 
     def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
         """Keep the task's largest free weights, tuned, and all that is small."""
         x, y = labelled(data)
-        weights = _layers(self._live, self.head)
+        weights = _layers(self.module, self.head)
         if not weights:
             raise ValueError(
                 f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
-                f"`{type(self._live).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
+                f"`{type(self.module).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
             )
         number, owners, kept = client_round.experience + 1, section(memory, "owner"), section(memory, "kept")
         for name in weights:
@@ -124,14 +122,14 @@ class FedKNOW(FedViT):
 
     def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
         """The kept weights after those of a task were trained on its samples."""
-        module = self._live
+        module = self.module
         network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
         leaves = {name: network[name].requires_grad_() for name in kept}
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
         with evaluating(module), isolate_rng(), torch.enable_grad():
             for part, label in [*zip(torch.split(x, _BATCH), torch.split(y, _BATCH), strict=True)] * self.tune_epochs:
                 output = functional_call(module, network, (as_input(module, part),))
-                loss = module.sample_loss(output, label.to(module.device)).mean()
+                loss = states_loss(module).sample_loss(output, label.to(module.device)).mean()
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
                     leaf.grad = gradient * (owners[name] == task + 1)
@@ -148,8 +146,8 @@ class FedKNOW(FedViT):
         """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
         if task not in self._networks:
             self._networks[task] = kept_network(memory, task)
-        x, classes = labelled(self._batch)[0], memory[f"block{task}"]
-        teacher = teacher_of(self._live)(self._networks[task], x)[:, classes.to(x.device)]
+        x, classes = labelled(self.batch)[0], memory[f"block{task}"]
+        teacher = teacher_of(self.module)(self._networks[task], x)[:, classes.to(x.device)]
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return distillation_loss(output[:, classes.to(output.device)], target, self.temperature)

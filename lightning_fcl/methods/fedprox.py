@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, Step
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.step import Step
 
 
 def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
@@ -39,12 +41,9 @@ class FedProx(Method):
         0.1
     """
 
-    def __init__(
-        self, mu: float = 0.1, part: str = "*", clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
-    ) -> None:
+    def __init__(self, mu: float = 0.1, part: str = "*", clients: Clients = "all") -> None:
         super().__init__(clients)
-        if not mu >= 0:
-            raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
+        at_least(0, mu=mu)
         self.mu = mu
         self.part = part
 

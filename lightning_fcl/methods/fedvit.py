@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, ClassVar, get_args
 
 import lightning.pytorch as L
 import torch
@@ -13,19 +12,22 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_fcl.data.batches import plan_batches
-from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.server import own_entries
-from lightning_fcl.methods.fedrep import FedRep
-from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, step_along
-from lightning_fcl.methods.gem import at_task, labelled, with_task
-from lightning_fcl.methods.method import data_of, remember, section
+from lightning_fcl.federation.protocol import FederationView
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.episodic import at_task, labelled, with_task
+from lightning_fcl.methods.fedrep import check_stages
+from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
+from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
+from lightning_fcl.methods.step import Part
 from lightning_fcl.randomness import seed_of, start_randomness
 
 
-class FedViT(FedRep):
+class FedViT(Method):
     """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
 
     A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
@@ -66,6 +68,9 @@ class FedViT(FedRep):
         2
     """
 
+    vectorizable: ClassVar[bool] = False
+    ends_undrawn: ClassVar[bool] = True
+
     def __init__(
         self,
         rho: float = 0.1,
@@ -77,23 +82,24 @@ class FedViT(FedRep):
         integration_epochs: int = 1,
         head: str = "model.head.*",
         integrate_last: bool = False,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
-        super().__init__(head_epochs, body_epochs, head, clients)
+        super().__init__(clients)
         if not 0 < rho <= 1:
             raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
-        if distance not in ("wasserstein", "cosine"):
-            raise ValueError(f'Expected `distance` to be "wasserstein" or "cosine" but got "{distance}".')
-        if min(k, select_every) < 1:
-            raise ValueError(f"Expected `k` and `select_every` to be at least 1 but got {k} and {select_every}.")
-        if integration_epochs < 0:
-            raise ValueError(f"Expected `integration_epochs` to be at least 0 but got {integration_epochs}.")
+        one_of(get_args(Kind), distance=distance)
+        at_least(1, head_epochs=head_epochs, body_epochs=body_epochs, k=k, select_every=select_every)
+        at_least(0, integration_epochs=integration_epochs)
+        self.head_epochs = head_epochs
+        self.body_epochs = body_epochs
+        self.head = head
         self.rho = rho
         self.k = k
         self.distance = distance
         self.select_every = select_every
         self.integration_epochs = integration_epochs
         self.integrate_last = integrate_last
+        self._trainable: set[str] = set()
         self._before: State | None = None  # the client's state before aggregation
         self._steps = 0  # of the body, with past tasks
         self._chosen: list[int] = []
@@ -104,9 +110,9 @@ class FedViT(FedRep):
     def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
         """The memory with the knowledge of the task that has ended."""
         x, y = labelled(data)
-        task = self._live
+        task = self.module
         with torch.no_grad():
-            loss = task.sample_loss(predictions(task, own, x), y.to(task.device))
+            loss = states_loss(task).sample_loss(predictions(task, own, x), y.to(task.device))
         kept = lowest_loss(loss, y, self.rho)
         return with_task(memory, x[kept], y[kept], client_round.experience)
 
@@ -125,10 +131,11 @@ class FedViT(FedRep):
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The integrated gradient."""
-        if self._part:
+        epoch, first = self._local_epoch, self._integration
+        if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
-        if self._integrates:
-            return project(gradient_of(*labelled(self._batch), state=self._before), gradient[None])
+        if epoch < first:
+            return project(gradient_of(*labelled(self.batch), state=self._before), gradient[None])
         tasks = self.known(memory)
         if not tasks:
             return gradient
@@ -148,44 +155,58 @@ class FedViT(FedRep):
 
     # When it does so.
 
-    def local_epochs(self, client_round: ClientRound) -> int | None:
+    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
         """Those of the stages."""
-        epochs = super().local_epochs(client_round)
-        if epochs is None:
+        if not self.applies_to(client_round):
             return None
-        strategy: Any = self._live.trainer.strategy
-        memory = strategy.server.store[client_round.client].get(type(self).__name__, {})
-        return epochs + self.integration_epochs * self._goes_on(memory, client_round)
+        return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(memory, client_round)
+
+    def trains(self, memory: Memory, local_epoch: int) -> Part | None:
+        """After integration, which trains the body, come the head and the body again."""
+        first = self._integration
+        return Part(self.head, inverse=not first <= local_epoch < first + self.head_epochs)
+
+    @property
+    def _integration(self) -> int:
+        """Local epochs of integration: there are some only where there is a body from before aggregation."""
+        return self.integration_epochs if self._before is not None else 0
+
+    @property
+    def _local_epoch(self) -> int:
+        federation = self.federation
+        return federation.local_epoch if federation is not None else 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse what has no local epochs, or no head that stays."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+            check_stages(self, trainer, pl_module, self.head)
 
     def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
         """Whether the client has trained on the task before."""
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Note which task is the present one, and forget the body of another."""
         present = at_task(memory, client_round)
         return present if self._goes_on(memory, client_round) else _without_body(present)
 
-    def start(self, memory: Memory, server: State, active: bool = True) -> None:
-        """A client's turn begins."""
-        super().start(memory, server, active)
+    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
+        """Another client trains now."""
         self._before = {**server, **section(memory, "body")} if "at" in memory else None
         self._steps, self._chosen, self._rows = 0, [], None
 
-    @property
-    def _integrates(self) -> bool:
-        """Whether this step integrates: it can only where there is a body from before aggregation."""
-        return self._before is not None and self._live.trainer.strategy.local_epoch < self.integration_epochs
-
-    def trains_head(self, epoch: int) -> bool:
-        """After integration, which trains the body, comes the head."""
-        first = self.integration_epochs if self._before is not None else 0
-        return first <= epoch < first + self.head_epochs
-
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """At a task's end, extract its knowledge; until then, keep the body for integration."""
+        """At a task's end, extract its knowledge; until then, keep the body for integration.
+
+        A client that is not drawn for a task's last round extracts its knowledge, too.
+        """
+        if not client_round.drawn:
+            memory = self.on_download(memory, own, client_round)
+            return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
         memory = _without_body(memory)
         if client_round.last_round:
             memory = self.extract(memory, own, data, client_round)
@@ -194,56 +215,43 @@ class FedViT(FedRep):
         body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
         return {**memory, **remember(body, "body"), "at": torch.tensor(client_round.experience)}
 
-    def conclude(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        """A client that is not drawn for a task's last round extracts its knowledge, too."""
-        memory = self.begin(memory, own, client_round)
-        return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
-
-    def personal(self, memory: Memory, state: State) -> State:
+    def personalize(self, memory: Memory, state: State) -> State:
         """The state with the body that came of the last integration, if there is one."""
         body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
         return {**state, **body} if body else state
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Conclude; after a task's last aggregation, integrate once more."""
-        super().on_round_end(trainer, pl_module)
-        if not (self.integrate_last and self.integration_epochs):
+        """After a task's last aggregation, integrate once more."""
+        federation = self.federation
+        if federation is None or not (self.integrate_last and self.integration_epochs):
             return
-        strategy: Any = trainer.strategy
-        round, stream, store = current_round(trainer), strategy.stream, strategy.server.store
         received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        for client in stream.plan.train[round]:
-            if client in strategy.gone(round):
-                continue
-            client_round, kept = stream.client_round(client, round), store[client]
+        for client_round in federation.client_rounds(federation.round):
             if not (client_round.last_round and self.applies_to(client_round)):
                 continue
-            memory = kept.get(type(self).__name__, {})
+            client = client_round.client
+            memory = federation.memory(client, self.section)
             rest = _without_body(memory)
             if self._goes_on(memory, client_round):
-                own = own_entries(kept, pl_module.device)
-                rest |= remember(
-                    self._integrated(trainer, client_round, {**received, **own}, section(memory, "body")), "last"
-                )
-            store[client] = {**kept, type(self).__name__: rest}
+                state = {**received, **federation.own_entries(client)}
+                body = self._integrated(federation, client_round, state, section(memory, "body"))
+                rest |= remember(body, "last")
+            federation.remember(client, self.section, rest)
         load_entries(pl_module, received)
 
-    def _integrated(self, trainer: L.Trainer, client_round: ClientRound, state: State, body: State) -> State:
+    def _integrated(self, federation: FederationView, client_round: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
-        strategy, module, before = trainer.strategy, self._live, {**state, **body}
-        seed = strategy.seed  # type: ignore[attr-defined]
-        stream, optimizer = strategy.stream, strategy.optimizers[0]  # type: ignore[attr-defined]
+        module, before, at = self.module, {**state, **body}, (client_round.client, client_round.round, "integration")
+        optimizer, (batch_size, shuffle) = federation.optimizer, federation.batching
         load_entries(module, state)
         optimizer.state.clear()
         params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
-        of, (x, y) = gradient_of(module, params), labelled(data_of(trainer, client_round.client, client_round.round))
-        generator = torch.Generator().manual_seed(seed_of(seed, client_round.client, client_round.round, "integration"))
-        plan = plan_batches(len(y), stream.batch_size, self.integration_epochs, stream.shuffle, generator)
+        of, (x, y) = gradient_of(module, params), labelled(federation.samples(client_round.client, client_round.round))
+        generator = torch.Generator().manual_seed(seed_of(federation.seed, *at))
+        plan = plan_batches(len(y), batch_size, self.integration_epochs, shuffle, generator)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
-                start_randomness(seed, client_round.client, client_round.round, "integration", number)
+                start_randomness(federation.seed, *at, number)
                 gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
                 step_along(module, optimizer, params, gradient)
         optimizer.zero_grad(set_to_none=True)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, Step, methods_of
+from lightning_fcl.federation.protocol import FederationView, federation_of
+from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.replay import Replay
+from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
 
@@ -65,6 +70,9 @@ class FedWEIT(Method):
         0.3
     """
 
+    vectorizable: ClassVar[bool] = False
+    ends_undrawn: ClassVar[bool] = True
+
     def __init__(
         self,
         l1: float = 1e-3,
@@ -74,12 +82,10 @@ class FedWEIT(Method):
         mask_l1: float | None = None,
         kb_size: int | None = None,
         retroactive: bool = True,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        for name, value in (("l1", l1), ("l2", l2), ("weight_decay", weight_decay), ("mask_l1", mask_l1 or 0.0)):
-            if not value >= 0:
-                raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
+        at_least(0, l1=l1, l2=l2, weight_decay=weight_decay, mask_l1=mask_l1 or 0.0)
         if not 0 <= sparsity < 1:
             raise ValueError(f"Expected `sparsity` to be at least 0 and below 1 but got {sparsity}.")
         if kb_size is not None and kb_size < 0:
@@ -94,11 +100,18 @@ class FedWEIT(Method):
 
     @property
     def _model(self) -> Any:
-        return self._live.model
+        return decomposed_of(self.module)
+
+    @property
+    def _record(self) -> RoundRecord:
+        federation = self.federation
+        if federation is None:
+            raise RuntimeError("Expected a federation for `FedWEIT` but it runs in a plain Trainer.")
+        return federation.record
 
     # The client.
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """At a task's start: the past tasks' weights to hold, and the knowledge base that the client downloads."""
         if (
             not self.applies_to(client_round)
@@ -116,12 +129,11 @@ class FedWEIT(Method):
             others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
         for j, client in enumerate(others):
             new |= {f"kb.{j}.{name}": value for name, value in self.knowledge[client].items()}
-            self._federation_log.download(client_round.client, _message_bytes(self.knowledge[client], model.size))
+            self._record.download(client_round.client, _message_bytes(self.knowledge[client], model.size))
         return new
 
-    def start(self, memory: Memory, server: State, active: bool = True) -> None:
+    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
         """With the client's state in the module: begin its task if it is new, and unpack what it trains with."""
-        super().start(memory, server, active)
         if not active:
             return
         model, tasks = self._model, int(memory["tasks"])
@@ -151,7 +163,7 @@ class FedWEIT(Method):
             total = total + self.l2 * drift(base, gate, model.tasks[i].adaptive, memory[f"target.{i}"])
         return total
 
-    def send(self, memory: Memory, own: State) -> State:
+    def upload(self, memory: Memory, own: State) -> State:
         """The base without the units that the mask leaves out; the network's task is brought up to date before."""
         model = self._model
         model.settle()
@@ -161,45 +173,33 @@ class FedWEIT(Method):
             sent[name] = own[name] * kept_units(mask, self.sparsity).view(-1, *[1] * (own[name].dim() - 1))
         return sent
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the client's base; at the task's end, send its adaptive."""
+        """Keep the client's base; at the task's end, send its adaptive.
+
+        A client that was drawn for an earlier round of its task sends it, too.
+        """
         if not self.applies_to(client_round):
+            return memory
+        if not client_round.drawn:
+            if memory and int(memory["experience"]) == client_round.experience:
+                self._publish(memory, own, client_round)
             return memory
         self._publish(memory, own, client_round)
         return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in self._model.names])}
 
-    def conclude(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        """A client that was drawn for an earlier round of its task sends its adaptive, too."""
-        if self.applies_to(client_round) and memory and int(memory["experience"]) == client_round.experience:
-            self._publish(memory, own, client_round)
-        return memory
-
     def _publish(self, memory: Memory, own: State, client_round: ClientRound) -> None:
-        log = self._federation_log
-        if client_round.last_round and client_round.client not in log.missed:
+        record = self._record
+        if client_round.last_round and client_round.client not in record.missed:
             adaptive = own[f"model.tasks.{int(memory['tasks']) - 1}.adaptive"].detach()
             self._arriving[client_round.client] = pack(prune(adaptive, self._model.threshold))
-            log.upload(client_round.client, _message_bytes(self._arriving[client_round.client], self._model.size))
+            record.upload(client_round.client, _message_bytes(self._arriving[client_round.client], self._model.size))
 
     # The server.
 
-    @property
-    def alone(self) -> bool:
-        """Clients train one at a time."""
-        return True
-
-    @property
-    def _federation_log(self) -> Any:
-        strategy: Any = self._live.trainer.strategy
-        return strategy.server.record
-
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The adaptives of tasks that ended with the round are there for the next one."""
-        super().on_round_end(trainer, pl_module)
         self.knowledge |= self._arriving
         self._arriving = {}
 
@@ -228,25 +228,21 @@ class FedWEIT(Method):
                 f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
                 f"got {', '.join(others)}. Remove it."
             )
-        if not self._federated:
+        federation = federation_of(trainer)
+        if federation is None:
             raise ValueError('Expected a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one.')
-        model = getattr(pl_module, "model", None)
-        if not isinstance(model, Decomposed):
-            raise ValueError(
-                f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of "
-                f"`{type(model).__name__}`. Wrap it: `Decomposed(net, tasks=10)`."
-            )
+        model = decomposed_of(pl_module)
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
-        stream: Any = trainer.datamodule  # type: ignore[attr-defined]
-        blocks = stream.plan.task_classes if isinstance(stream, FederatedStream) else {}
-        most = max((len(parts) for parts in blocks.values()), default=0)
+        stream = stream_of(trainer)
+        tasks = stream.plan.task_classes if stream is not None else {}
+        most = max((len(parts) for parts in tasks.values()), default=0)
         if most > len(model.tasks):
             raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
-        self._check_reductions(pl_module, model, trainer.strategy)
+        self._check_reductions(pl_module, model, federation)
 
-    def _check_reductions(self, module: L.LightningModule, model: Decomposed, strategy: Any) -> None:
-        reductions = reductions_of(module, strategy.reductions)
+    def _check_reductions(self, module: L.LightningModule, model: Decomposed, federation: FederationView) -> None:
+        reductions = reductions_of(module, federation.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}
@@ -261,10 +257,24 @@ class FedWEIT(Method):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the module, and what it was given."""
         super().teardown(trainer, pl_module, stage)
-        model = getattr(pl_module, "model", None)
-        if isinstance(model, Decomposed):
-            model.receive([])
+        if isinstance(pl_module, Classifier) and isinstance(pl_module.model, Decomposed):
+            pl_module.model.receive([])
         self._gates = []
+
+
+def decomposed_of(module: L.LightningModule) -> Decomposed:
+    """The decomposed network that a module trains.
+
+    Raises:
+        ValueError: If it trains another.
+    """
+    model = module.model if isinstance(module, Classifier) else None
+    if not isinstance(model, Decomposed):
+        raise ValueError(
+            f"Expected a `Classifier` of a `Decomposed` network for `FedWEIT` but got one of "
+            f"`{type(model).__name__}`. Wrap it: `Decomposed(net, tasks=10)`."
+        )
+    return model
 
 
 def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:

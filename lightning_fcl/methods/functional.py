@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.protocol import EmbedsInputs, StatesLoss
 from lightning_fcl.methods.projection import flatten, unflatten
 
 _CHUNK = 256  # samples that are predicted at once
@@ -36,6 +37,13 @@ class GradientOf(Protocol):
             state: A state of the module, at which the gradient is taken; None: the present one.
             loss: The loss of every sample; None: the task's.
         """
+
+
+class OutputOf(Protocol):
+    """What a module makes of samples, as part of the graph."""
+
+    def __call__(self, x: Any) -> Tensor:
+        """Of inputs, shape (batch, ...): the output, or the features, shape (batch, ...)."""
 
 
 class LossOf(Protocol):
@@ -140,18 +148,78 @@ def loss_of(module: L.LightningModule) -> LossOf:
     return mean_loss
 
 
+def output_of(module: L.LightningModule, network: nn.Module | None = None, prefix: str = "") -> OutputOf:
+    """``output_of(module)(x)``: the module's output on other samples, as part of the graph. See `Step`."""
+
+    def output(x: Any) -> Tensor:
+        buffers = {f"{prefix}{name}": value.clone() for name, value in module.named_buffers()}
+        precision = module.trainer.precision_plugin
+        with isolate_rng(), precision.train_step_context():
+            result: Tensor = functional_call(
+                network or module, buffers, (precision.convert_input(x.to(module.device)),)
+            )
+        return result
+
+    return output
+
+
+def features_of(module: L.LightningModule) -> OutputOf:
+    """``features_of(module)(x)``: the module's features of samples, as part of the graph. See `Step`."""
+    return output_of(module, Embedding(module), Embedding.prefix)
+
+
+class Embedding(nn.Module):
+    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them.
+
+    Args:
+        module: A module with ``embed(x)``.
+    """
+
+    prefix = "module."
+    """What stands before the names of the other module's entries."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features, shape (batch, features).
+
+        Raises:
+            ValueError: If the module has none.
+        """
+        if not isinstance(self.module, EmbedsInputs):
+            raise ValueError(
+                f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`. Use a "
+                "`Classifier`, or define it."
+            )
+        return self.module.embed(x)
+
+
 def _mean_loss(
     module: L.LightningModule, state: Mapping[str, Tensor], x: Any, y: Any, loss: SampleLoss | None = None
 ) -> Tensor:
     """The mean loss of a module on samples, some of its state replaced; its buffers stay as they are."""
-    lightning: Any = module
     precision = module.trainer.precision_plugin
     x, y = precision.convert_input(x.to(module.device)), y.to(module.device)
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     with precision.train_step_context():
         output = functional_call(module, {**buffers, **state}, (x,))
-        mean: Tensor = (loss or lightning.sample_loss)(output, y).mean()
-    return mean
+        return (loss or states_loss(module).sample_loss)(output, y).mean()
+
+
+def states_loss(module: nn.Module) -> StatesLoss:
+    """The module itself, which states the loss of samples apart.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not isinstance(module, StatesLoss):
+        raise ValueError(
+            f"Expected a module that states its loss apart, as `Classifier` does in `sample_loss(output, y)`, but got "
+            f"a `{type(module).__name__}`. Use a `Classifier`, or define it."
+        )
+    return module
 
 
 def as_input(module: nn.Module, x: Tensor) -> Tensor:

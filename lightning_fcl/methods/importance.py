@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.method import Method, Step, remember, section
+from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.step import Step
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
@@ -192,14 +195,12 @@ def mean_over_samples(
 class _Consolidation(Method):
     """What EWC and MAS share: the penalty, and when the importance of the parameters is taken."""
 
-    def __init__(
-        self, strength: float, decay: float, clients: Literal["all", "unbalanced"] | Sequence[str] = "all"
-    ) -> None:
+    needs_samples: ClassVar[bool] = True
+
+    def __init__(self, strength: float, decay: float, clients: Clients = "all") -> None:
         super().__init__(clients)
-        if not strength >= 0:
-            raise ValueError(f"Expected `strength` to be at least 0 but got {strength}.")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"Expected `decay` to be between 0 and 1 but got {decay}.")
+        at_least(0, strength=strength)
+        between(0, 1, decay=decay)
         self.strength = strength
         self.decay = decay
 
@@ -207,16 +208,11 @@ class _Consolidation(Method):
         """The importance of parameters for some samples."""
         raise NotImplementedError
 
-    @property
-    def needs_samples(self) -> bool:
-        """True: the importance is a mean over samples."""
-        return True
-
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Before the first experience has ended, nothing is important."""
         if memory or self.strength == 0:
             return {name: value.to(server[name.split(".", 1)[1]].device) for name, value in memory.items()}
-        params = {name: server[name] for name, p in self._live.named_parameters() if p.requires_grad}
+        params = {name: server[name] for name, p in self.module.named_parameters() if p.requires_grad}
         nothing = {name: torch.zeros_like(value) for name, value in params.items()}
         return remember(params, "center") | remember(nothing, "importance")
 
@@ -226,14 +222,14 @@ class _Consolidation(Method):
             return 0.0
         return self.strength * quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """At the end of an experience, add its importance to that of the earlier ones."""
         if self.strength == 0 or not client_round.last_round:
             return memory
         earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part
-        new = self.importance(self._live, own, data[0], data[1], earlier)
+        new = self.importance(self.module, own, data[0], data[1], earlier)
         summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
         return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
 
@@ -262,18 +258,16 @@ class EWC(_Consolidation):
         100.0
     """
 
+    needs_sample_loss: ClassVar[bool] = True
+    """Its gradients are the Fisher information."""
+
     def __init__(
         self,
         strength: float = 40000.0,
         decay: float = 1.0,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(strength, decay, clients)
-
-    @property
-    def needs_sample_loss(self) -> bool:
-        """True: its gradients are the Fisher information."""
-        return True
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The empirical Fisher information."""
@@ -304,7 +298,7 @@ class MAS(_Consolidation):
         self,
         strength: float = 100.0,
         decay: float = 1.0,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(strength, decay, clients)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -12,13 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import MasksLogits
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import lowest_loss
-from lightning_fcl.methods.functional import predictions
-from lightning_fcl.methods.gem import labelled
+from lightning_fcl.methods.functional import predictions, states_loss
 from lightning_fcl.methods.importance import mean_over_samples, summed
-from lightning_fcl.methods.method import Method, Step, remember, section
+from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.step import Step
 
 
 def attention_loss(
@@ -95,6 +99,11 @@ class LVTMethod(Method):
         '*.external_*'
     """
 
+    vectorizable: ClassVar[bool] = False
+    needs_samples: ClassVar[bool] = True
+    needs_sample_loss: ClassVar[bool] = True
+    ends_undrawn: ClassVar[bool] = True
+
     def __init__(
         self,
         gamma: float = 1.0,
@@ -104,16 +113,13 @@ class LVTMethod(Method):
         temperature: float = 2.0,
         batch_size: int | None = None,
         keys: str = "*.external_*",
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        for name, value in (("gamma", gamma), ("alpha", alpha), ("beta", beta)):
-            if not value >= 0:
-                raise ValueError(f"Expected `{name}` to be at least 0 but got {value}.")
+        at_least(0, gamma=gamma, alpha=alpha, beta=beta)
         if not 0 < rho <= 1:
             raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
-        if not temperature > 0:
-            raise ValueError(f"Expected `temperature` to be above 0 but got {temperature}.")
+        above(0, temperature=temperature)
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"Expected `batch_size` to be at least 1, or None for the batch's, but got {batch_size}.")
         self.gamma = gamma
@@ -123,21 +129,6 @@ class LVTMethod(Method):
         self.temperature = temperature
         self.batch_size = batch_size
         self.keys = keys
-
-    @property
-    def alone(self) -> bool:
-        """Clients train one at a time."""
-        return True
-
-    @property
-    def needs_samples(self) -> bool:
-        """True: some are remembered, and the gradient of keys is a mean over them."""
-        return True
-
-    @property
-    def needs_sample_loss(self) -> bool:
-        """True: it is taken of remembered samples."""
-        return True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module whose attention has no keys of its own."""
@@ -153,7 +144,7 @@ class LVTMethod(Method):
     def _learnt(self, module: L.LightningModule) -> list[str]:
         return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """What a checkpoint or a disk has kept comes to where the model is."""
         device = next(iter(server.values())).device
         return {name: value.to(device) for name, value in memory.items()}
@@ -170,13 +161,12 @@ class LVTMethod(Method):
 
     def _rehearsal(self, memory: Memory, step: Step) -> Tensor:
         """Loss and distillation of remembered samples, from one pass."""
-        assert step.loss_of is not None  # only in a cohort, for which this is no method
         size = len(step.output) if self.batch_size is None else self.batch_size
         drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
         logits = memory["logits"][drawn]
 
         def loss(output: Tensor, y: Tensor) -> Tensor:
-            values: Tensor = self.alpha * self._live.sample_loss(output, y)
+            values: Tensor = self.alpha * states_loss(self.module).sample_loss(output, y)
             if self.beta:
                 student, teacher = self._among(output, y), self._among(logits.to(output), y)
                 values = values + self.beta * distilled(student, teacher, self.temperature)
@@ -186,10 +176,9 @@ class LVTMethod(Method):
 
     def _among(self, output: Tensor, y: Tensor) -> Tensor:
         """The logits of classes that a sample is told apart from; others -inf."""
-        among = getattr(self._live, "among", None)
-        return output if among is None else among(output, y)
+        return self.module.mask_logits(output, y) if isinstance(self.module, MasksLogits) else output
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """When a task ends, remember its keys, how its loss depended on them, and the samples that are surest."""
@@ -202,27 +191,21 @@ class LVTMethod(Method):
             memory = {**memory, **self._attention(own, x, y)}
         return {**memory, **self._samples(memory, own, x, y, client_round)} if self.alpha or self.beta else memory
 
-    def conclude(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        """A client that is not drawn for a task's last round remembers the same of the server's model."""
-        return self.finish(memory, own, data, client_round, generator)
-
     def _attention(self, own: State, x: Tensor, y: Tensor) -> Memory:
-        module = self._live
+        module = self.module
         # Not of what learns now: another method may have frozen a part.
         names = [name for name, _ in module.named_parameters() if fnmatchcase(name, self.keys)]
         gradient = mean_over_samples(
-            module, lambda output, y: module.sample_loss(output, y).sum(), torch.abs, own, x, y, names
+            module, lambda output, y: states_loss(module).sample_loss(output, y).sum(), torch.abs, own, x, y, names
         )
         return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
 
     def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, client_round: ClientRound) -> Memory:
         """The remembered samples and their logits, those of the task in place of its earlier ones."""
-        module = self._live
+        module = self.module
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
-        kept = lowest_loss(module.sample_loss(logits, y), y, self.rho)
+        kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
         new = {
             "x": x[kept],
             "y": y[kept],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, Step, with_classes
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.method import Method, with_classes
+from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
 Distance = Literal["squared", "absolute"]
@@ -104,25 +107,19 @@ class MeanOutputLoss(Method):
         outputs: Outputs = "probabilities",
         distance: Distance = "squared",
         cross_entropy: Scope = "session",
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        if not mu >= 0:
-            raise ValueError(f"Expected `mu` to be at least 0 but got {mu}.")
-        if outputs not in ("probabilities", "log-probabilities", "logits"):
-            raise ValueError(
-                f'Expected `outputs` to be "probabilities", "log-probabilities" or "logits" but got "{outputs}".'
-            )
-        if distance not in ("squared", "absolute"):
-            raise ValueError(f'Expected `distance` to be "squared" or "absolute" but got "{distance}".')
-        if cross_entropy not in ("session", "seen", "all"):
-            raise ValueError(f'Expected `cross_entropy` to be "session", "seen" or "all" but got "{cross_entropy}".')
+        at_least(0, mu=mu)
+        one_of(get_args(Outputs), outputs=outputs)
+        one_of(get_args(Distance), distance=distance)
+        one_of(get_args(Scope), cross_entropy=cross_entropy)
         self.mu = mu
         self.outputs: Outputs = outputs
         self.distance: Distance = distance
         self.cross_entropy = cross_entropy
 
-    def begin(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Which classes are new, and which are old."""
         if client_round.new_classes or client_round.old_classes:
             return {
@@ -159,7 +156,7 @@ class MeanOutputLoss(Method):
             there = there & (step.weight > 0)[:, None]
         return there.any(dim=0) & ~old
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """In a plain Trainer, remember the classes seen."""

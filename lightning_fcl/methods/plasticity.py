@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -61,8 +63,7 @@ class IntrinsicPlasticity(Method):
                 raise ValueError(f"Expected `{name}` to be above 0 and finite but got {value}.")
         if not abs(mu) < float("inf"):
             raise ValueError(f"Expected `mu` to be finite but got {mu}.")
-        if local_epochs < 1:
-            raise ValueError(f"Expected `local_epochs` to be at least 1 but got {local_epochs}.")
+        at_least(1, local_epochs=local_epochs)
         self.sigma = sigma
         self.mu = mu
         self.eta = eta
@@ -72,7 +73,7 @@ class IntrinsicPlasticity(Method):
         self.min_gain = min_gain
         self._warned = False
 
-    def local_epochs(self, client_round: ClientRound) -> int | None:
+    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
         """Several passes to adapt, one for the readout."""
         return 1 if client_round.last_round else self.epochs
 
@@ -84,17 +85,17 @@ class IntrinsicPlasticity(Method):
                 f"`{type(pl_module).__name__}`, which has no reservoir."
             )
         super().setup(trainer, pl_module, stage)
-        pl_module.plastic = True
+        pl_module.plasticity = self
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse a stream in which the readout's rounds are not the same for all."""
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(stream, FederatedStream) and len(set(stream.plan.experiences.values())) > 1:
+        stream = stream_of(trainer)
+        if stream is not None and len(set(stream.plan.experiences.values())) > 1:
             raise ValueError(
                 "Expected clients that pass from experience to experience in the same rounds for `IntrinsicPlasticity` "
                 f'but those of the scenario "{stream.scenario}" do not. Use another `scenario`.'
             )
-        if isinstance(stream, FederatedStream):
+        if stream is not None:
             experiences = next(iter(stream.plan.experiences.values()))
             adapts = len(set(experiences)) < len(experiences)
         else:
@@ -107,49 +108,27 @@ class IntrinsicPlasticity(Method):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt in this epoch, or leave it to the readout."""
-        super().on_train_epoch_start(trainer, pl_module)
-        assert isinstance(pl_module, ReservoirTask)
-        stream = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(pl_module, ReservoirTask):
+            return
+        stream = stream_of(trainer)
         first, last = trainer.current_epoch == 0, trainer.current_epoch + 1 == trainer.max_epochs
-        if isinstance(stream, FederatedStream):
+        if stream is not None:
             numbers = next(iter(stream.plan.experiences.values()))
             round = trainer.current_epoch
             first = round == 0 or numbers[round] != numbers[round - 1]
             last = stream.client_round(stream.plan.clients[0], round).last_round
         restart = self.restart
         if restart == "auto":
-            restart = isinstance(stream, FederatedStream) and stream.plan.history == "seen"
+            restart = stream is not None and stream.plan.history == "seen"
         if restart and first:
             pl_module.reservoir.reset_plasticity()
         pl_module.adapting = not last
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Move gain and bias of several clients by one step, in a federation."""
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        assert isinstance(pl_module, ReservoirTask)
-        if not (pl_module.adapting and self._federated):
-            return
-        strategy: Any = trainer.strategy
-        reservoir, cohort = pl_module.reservoir, strategy.cohort
-        x, real = batch[0], cohort.weight > 0
-        owner = real.nonzero()[:, 0]
-        rows = reservoir.plasticity(x[real], self.mu, self.sigma, cohort.gain[owner], cohort.bias[owner])
-        active = real.any(dim=1)
-        counts = real.sum(dim=1, keepdim=True)[active]
-        sums = [torch.zeros_like(cohort.gain).index_add_(0, owner, row)[active] for row in rows]
-        moved = self.step(
-            cohort.gain[active], cohort.bias[active], sums[0] / counts, sums[1] / counts, reservoir.layers
-        )
-        cohort.gain[active], cohort.bias[active] = moved
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move gain and bias by one step, in a plain Trainer: by now the batch holds what any method rehearses."""
-        assert isinstance(pl_module, ReservoirTask)
-        if not pl_module.adapting or self._federated:
+        if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or self.federation is not None:
             return
         reservoir = pl_module.reservoir
         directions = reservoir.plasticity(batch[0], self.mu, self.sigma)
@@ -161,10 +140,9 @@ class IntrinsicPlasticity(Method):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A server optimizer, or what compression leaves over, may drive gains below the least one."""
-        super().on_round_end(trainer, pl_module)
-        assert isinstance(pl_module, ReservoirTask)
-        with torch.no_grad():
-            pl_module.reservoir.gain.clamp_(min=self.min_gain)
+        if isinstance(pl_module, ReservoirTask):
+            with torch.no_grad():
+                pl_module.reservoir.gain.clamp_(min=self.min_gain)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the module as one that does not adapt, also where the fit ended before the readout's round."""
@@ -173,12 +151,11 @@ class IntrinsicPlasticity(Method):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Likewise where the fit was cut short."""
-        super().on_exception(trainer, pl_module, exception)
         self._leave(pl_module)
 
     def _leave(self, module: L.LightningModule) -> None:
         if isinstance(module, ReservoirTask):
-            module.adapting = module.plastic = False
+            module.adapting, module.plasticity = False, None
 
     def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
         """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""

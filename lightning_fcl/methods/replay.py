@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -14,7 +13,8 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import Indices
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.gem import checked_size
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.episodic import checked_size
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
 
@@ -57,7 +57,7 @@ class Replay(Method):
         update: Literal["round", "experience"] = "experience",
         repeat: bool = False,
         base: bool = False,
-        clients: Literal["all", "unbalanced"] | Sequence[str] = "all",
+        clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
         if policy not in ("reservoir", "class-balanced", "refresh"):
@@ -77,20 +77,18 @@ class Replay(Method):
         if not self.base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not self._federated or not len(stream.plan.base):
+        federation = self.federation
+        if federation is None or not len(stream.plan.base):
             raise ValueError(
                 'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` but '
                 f"got {stream}. Leave `base` out."
             )
-        strategy: Any = trainer.strategy
         data = stream.take(stream.plan.base)
         for client in stream.plan.clients:
-            generator = torch.Generator().manual_seed(seed_of(strategy.seed, client, "base session"))
+            generator = torch.Generator().manual_seed(seed_of(federation.seed, client, "base session"))
             client_round = ClientRound(client, round=0, stream_samples=stream.plan.samples[client])
-            store = strategy.server.store
-            if type(self).__name__ in store[client]:
-                continue  # of an earlier fit, which this one goes on from
-            store[client] = {**store[client], type(self).__name__: self.finish({}, {}, data, client_round, generator)}
+            if not federation.memory(client, self.section):  # else of an earlier fit, which this one goes on from
+                federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """All remembered samples, perhaps repeated."""
@@ -111,7 +109,7 @@ class Replay(Method):
             )
         return max(1, round(self.max_size * client_round.stream_samples))
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Take in the round's data, if it is time."""

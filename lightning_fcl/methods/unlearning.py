@@ -8,10 +8,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 
+from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import FederationView, federation_of
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -40,14 +41,14 @@ class Unlearning(Method):
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
-        self._strategy: Any = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse what has no sums to take away from."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if not self._federated:
+        federation = federation_of(trainer)
+        if federation is None:
             raise ValueError(
                 'Expected a Trainer with `strategy="federated"` for `Unlearning` but got a plain one. Call '
                 "`RidgeReadout.remove` with the statistics that are to go."
@@ -57,24 +58,25 @@ class Unlearning(Method):
                 "Expected a reservoir's task that shares its statistics for `Unlearning` but got a "
                 f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
             )
-        self._strategy = trainer.strategy
-        self._strategy.absent = set(self.forgotten)
+        for client in self.forgotten:
+            federation.forget(client)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse unknown clients."""
-        stream = trainer.datamodule  # type: ignore[attr-defined]
-        unknown = sorted(set(self.requests) - set(stream.plan.clients)) if isinstance(stream, FederatedStream) else []
+        clients = need_stream(trainer).plan.clients
+        unknown = sorted(set(self.requests) - set(clients))
         if unknown:
             raise ValueError(
-                f"Expected `requests` of the stream's clients ({', '.join(stream.plan.clients)}) but got "
-                f"{', '.join(unknown)}."
+                f"Expected `requests` of the stream's clients ({', '.join(clients)}) but got {', '.join(unknown)}."
             )
 
-    def finish(
+    def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
-        sums = [name for name, reduction in self._strategy.server.reductions.items() if reduction.name == "sum"]
+        federation = self.federation
+        reductions = federation.reductions if federation is not None else {}
+        sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
         if not sums:
             return memory
         same = bool(memory) and torch.equal(memory[_TAG], own[_TAG])
@@ -83,26 +85,24 @@ class Unlearning(Method):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget who asked for it."""
-        assert isinstance(pl_module, ReservoirTask)
+        federation = self.federation
         for client, round in self.requests.items():
-            if round == trainer.current_epoch:
-                self.forget(pl_module, client)
+            if federation is not None and round == federation.round and isinstance(pl_module, ReservoirTask):
+                self.forget(federation, pl_module, client)
 
-    def forget(self, module: ReservoirTask, client: str) -> None:
+    def forget(self, federation: FederationView, module: ReservoirTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
-        store = self._strategy.server.store
-        memory, state = store[client].get(type(self).__name__, {}), entries(module)
+        memory, state = federation.memory(client, self.section), entries(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():
                 if name != _TAG:
                     state[name].data -= value.to(state[name].device)
             module.solve()
-        store[client] = {}
+        federation.forget(client)
         self.forgotten.append(client)
-        self._strategy.absent.add(client)
 
-    def settings(self) -> dict[str, Any]:
+    def hparams(self) -> dict[str, Any]:
         """The requests: who is forgotten already is part of the run's state."""
         return {"requests": self.requests}
 
@@ -113,5 +113,6 @@ class Unlearning(Method):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over who has been forgotten."""
         self.forgotten = list(state_dict["forgotten"])
-        if self._strategy is not None:
-            self._strategy.absent = set(self.forgotten)
+        for client in self.forgotten if self.running is not None else []:
+            if self.federation is not None:
+                self.federation.forget(client)

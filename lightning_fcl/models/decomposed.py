@@ -46,7 +46,7 @@ class Decomposed(nn.Module):
         >>> model.size, model(torch.zeros(2, 3, 32, 32)).shape
         (2663424, torch.Size([2, 10]))
         >>> model.begin(classes=torch.tensor([3, 4]))
-        >>> model.begun, model.labelled(torch.zeros(2, 3, 32, 32), torch.tensor([3, 4])).shape
+        >>> model.begun, model.outputs_by_task(torch.zeros(2, 3, 32, 32), torch.tensor([3, 4])).shape
         (1, torch.Size([2, 10]))
     """
 
@@ -90,7 +90,7 @@ class Decomposed(nn.Module):
             logits = logits.index_copy(1, classes, self._run(number, x, begun)[:, classes])
         return logits
 
-    def labelled(self, x: Tensor, y: Tensor) -> Tensor:
+    def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task.
 
         Args:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 
 
-def refuse_trainer(trainer: L.Trainer, devices: int) -> None:
+def check_trainer(trainer: L.Trainer, devices: int) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made.
 
     Args:
@@ -27,7 +26,7 @@ def refuse_trainer(trainer: L.Trainer, devices: int) -> None:
             f"devices={devices}, num_nodes={trainer.num_nodes}."
         )
     averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         if isinstance(callback, averaging):
             raise ValueError(
                 f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
@@ -58,20 +57,20 @@ def refuse_trainer(trainer: L.Trainer, devices: int) -> None:
         )
 
 
-def refuse_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
+def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
     """Refuse a stream that does not fit the Trainer or its module.
 
     Raises:
         ValueError: If it has fewer rounds than the Trainer's epochs, or more classes than the module.
     """
-    module: Any = trainer.lightning_module
+    module = trainer.lightning_module
     rounds = stream.plan.rounds
     if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
         raise ValueError(
             f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}. Set "
             f"`max_epochs={rounds}`."
         )
-    if isinstance(module, Classifier) and module.num_classes < stream.num_classes:
+    if isinstance(module, StatesLoss) and isinstance(module, HasClasses) and module.num_classes < stream.num_classes:
         raise ValueError(
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from lightning_fcl.data.batches import (
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.federation.participation import participants
+from lightning_fcl.federation.participation import Participation
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class RoundLoader:
     Args:
         stream: Where the data is.
         current_round: Tells the round.
-        participation: Share or number of clients per round.
-        absent: Tells which clients are gone.
+        participation: Who takes part.
         local_epochs: Tells a client's passes over its data in the round.
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
@@ -78,8 +77,7 @@ class RoundLoader:
         self,
         stream: FederatedStream,
         current_round: Callable[[], int],
-        participation: float | int,
-        absent: Callable[[], Collection[str]],
+        participation: Participation,
         local_epochs: Callable[[ClientRound], int],
         seed: int,
         cohort_size: int,
@@ -89,7 +87,6 @@ class RoundLoader:
         self.stream = stream
         self.current_round = current_round
         self.participation = participation
-        self.absent = absent
         self.local_epochs = local_epochs
         self.seed = seed
         self.cohort_size = cohort_size
@@ -103,7 +100,7 @@ class RoundLoader:
         round, size = self.current_round(), self.cohort_size
         if round >= self.stream.plan.rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        names, self.skipped = participants(self.stream.plan, round, self.participation, self.seed, self.absent())
+        names, self.skipped = self.participation.draw(self.stream.plan, round)
         client_rounds = [self.stream.client_round(client, round) for client in names]
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             client_rounds.sort(key=lambda client_round: -client_round.samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as L
 import torch
@@ -13,10 +13,19 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.federation.protocol import EmbedsInputs
 from lightning_fcl.models.har_cnn import HARCNN
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@runtime_checkable
+class OutputsByTask(Protocol):
+    """A network with parts of its own for each task."""
+
+    def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits of samples whose labels tell their task, shape (batch, num_classes)."""
 
 
 class Classifier(L.LightningModule):
@@ -60,24 +69,23 @@ class Classifier(L.LightningModule):
         logits: Tensor = self.model(x)
         return logits
 
-    def labelled(self, x: Tensor, y: Tensor) -> Tensor:
+    def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
 
-        A network with parts of its own for each task has its own ``labelled(x, y)``, which chooses by sample.
+        A network with parts of its own for each task has its own ``outputs_by_task(x, y)``, which chooses by sample.
         """
-        by_task = getattr(self.model, "labelled", None)
-        logits: Tensor = self(x) if by_task is None else by_task(x, y)
+        logits: Tensor = self.model.outputs_by_task(x, y) if isinstance(self.model, OutputsByTask) else self(x)
         return logits
 
     def setup(self, stage: str) -> None:
         """Take the tasks' classes from the stream; predictions need none, and later stages may have those of a fit."""
         if not self.task_incremental or stage == "predict":
             return
-        stream: Any = getattr(self.trainer, "datamodule", None)
-        blocks = stream.plan.task_classes if isinstance(stream, FederatedStream) else {}
+        stream = stream_of(self.trainer)
+        blocks = stream.plan.task_classes if stream is not None else {}
         if not blocks and self._blocks is not None and stage != "fit":
             return
-        if not blocks:
+        if stream is None or not blocks:
             raise ValueError(
                 'Expected a `FederatedStream` that tells the classes of each task, as `scenario="fedvit"` does, for '
                 f"`task_incremental=True` but got {stream}. Leave it out."
@@ -94,7 +102,7 @@ class Classifier(L.LightningModule):
             together[rows[:, None], rows] = True
         self._blocks = together
 
-    def among(self, output: Tensor, y: Tensor) -> Tensor:
+    def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
         """The logits of the classes that a sample is told apart from, -inf for others: same shape as ``output``."""
         if self._blocks is None:
             return output
@@ -111,7 +119,26 @@ class Classifier(L.LightningModule):
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
                 f"{output.shape[-1]}. Make them equal."
             )
-        return F.cross_entropy(self.among(output, y), y, reduction="none")
+        return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
+
+    def why_not_vectorized(self) -> str | None:
+        """The reason why clients must train one at a time: a training step that is not the mean of `sample_loss`."""
+        if type(self).training_step is not Classifier.training_step:
+            return f"`{type(self).__name__}` overrides `training_step`"
+        return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Features of samples, shape (batch, features): what the network's own ``embed`` gives.
+
+        Raises:
+            ValueError: If the network has none.
+        """
+        if not isinstance(self.model, EmbedsInputs):
+            raise ValueError(
+                f"Expected a `model` with `embed(x)`, its features, but got a `{type(self.model).__name__}`. Use one "
+                "of `lightning_fcl.models`, or define it."
+            )
+        return self.model.embed(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean cross-entropy of a batch."""
@@ -146,9 +173,9 @@ class Classifier(L.LightningModule):
 
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
-        output = self.labelled(x, y)
+        output = self.outputs_by_task(x, y)
         loss = self.sample_loss(output, y).mean()  # says so where outputs are not as many as classes
-        metric(self.among(output, y), y)
+        metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
 

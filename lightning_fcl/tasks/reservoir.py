@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import MeanSquaredError, Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import Metric
 
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.protocol import TrainerRequest, federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
+from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
 
 log = logging.getLogger(__name__)
 
 Features = Literal["steps", "last", "mean"]
-Share = Literal["statistics", "weights"]
-
-# Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
-COHORT_BYTES = 128 * 2**20
 
 
 class ReservoirTask(L.LightningModule):
@@ -91,7 +88,7 @@ class ReservoirTask(L.LightningModule):
         self.share = share
         self.min_samples = reservoir.features if min_samples is None else min_samples
         self.adapting = False
-        self.plastic = False
+        self.plasticity: Plasticity | None = None
         self._warned: set[str] = set()
         self.val_metric, self.test_metric = self.metric(), self.metric()
 
@@ -102,8 +99,8 @@ class ReservoirTask(L.LightningModule):
         solved = "download" if self.share == "statistics" else "mean"
         return {
             "*": "fixed",
-            "reservoir.gain": "mean" if self.adapting else "download" if self.plastic else "fixed",
-            "reservoir.bias": "mean" if self.adapting else "download" if self.plastic else "fixed",
+            "reservoir.gain": "mean" if self.adapting else "download" if self.plasticity else "fixed",
+            "reservoir.bias": "mean" if self.adapting else "download" if self.plasticity else "fixed",
             **dict.fromkeys(("readout.A", "readout.B", "readout.n"), "fixed" if self.adapting else own),
             "readout.tag": "none" if own == "none" and not self.adapting else "fixed",
             "readout.weight": "fixed" if self.adapting else solved,
@@ -189,7 +186,8 @@ class ReservoirTask(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Refuse to count data more than once."""
-        epochs = getattr(self.trainer.strategy, "local_epochs", 1)
+        federation = federation_of(self.trainer)
+        epochs = federation.local_epochs if federation is not None else 1
         if epochs != 1:
             raise ValueError(
                 f"Expected the strategy's `local_epochs` to be 1 for a `{type(self).__name__}`, whose readout takes "
@@ -214,17 +212,15 @@ class ReservoirTask(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
-        from lightning_fcl.simulation.strategy import FederatedStrategy
-
-        trainer: Any = self.trainer
-        if trainer.is_last_batch and self._counts() and not isinstance(trainer.strategy, FederatedStrategy):
+        trainer = self.trainer
+        if trainer.is_last_batch and self._counts() and federation_of(trainer) is None:
             self.solve()
 
     def _counts(self) -> bool:
         """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
-        trainer: Any = self.trainer
+        trainer = self.trainer
         last = trainer.current_epoch + 1 == trainer.max_epochs
-        return not self.adapting and (last or isinstance(trainer.datamodule, FederatedStream))
+        return not self.adapting and (last or stream_of(trainer) is not None)
 
     def on_after_aggregation(self) -> None:
         """Solve for the server's readout from the sums."""
@@ -241,8 +237,7 @@ class ReservoirTask(L.LightningModule):
     @torch.no_grad()
     def _choose_beta(self) -> None:
         """Take the regulariser whose readout is right most often on the validation samples."""
-        trainer: Any = self.trainer
-        stream = trainer.datamodule
+        trainer, stream = self.trainer, stream_of(self.trainer)
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
             raise ValueError(
@@ -279,10 +274,10 @@ class ReservoirTask(L.LightningModule):
         """Log a metric of what the readout says and should say."""
         x, y = batch
         for states, wanted in self.pairs(x, y):
-            metric.update(*self.judged(self.readout(states), wanted))
+            metric.update(*self.to_predictions(self.readout(states), wanted))
         self.log(name, metric, batch_size=len(y))
 
-    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def to_predictions(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """What a metric compares: of outputs and targets, both of shape (steps, batch, outputs)."""
         raise NotImplementedError
 
@@ -292,43 +287,50 @@ class ReservoirTask(L.LightningModule):
 
     # What a federation asks for.
 
-    def clients_at_once(self) -> int:
-        """How many clients to run side by side: their statistics are held together."""
-        return int(max(1, min(256, COHORT_BYTES // self.readout.B.nbytes)))
+    def entries(self) -> State:
+        """The live tensors of the task's state by name."""
+        return entries(self)
+
+    def local_trainer(self, request: TrainerRequest) -> ReservoirTrainer:
+        """What trains many clients at once, which share the reservoir.
+
+        Raises:
+            ValueError: If the federation asks for what it would pass over in silence: a method that adds to a loss, a
+                training step of a subclass, other reductions, or clients that miss a synchronisation.
+        """
+        name = type(self).__name__
+        if request.rules:
+            raise ValueError(
+                f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
+                f"{dict(request.rules)}. What clients send is chosen by `share`."
+            )
+        if request.shaping:
+            raise ValueError(
+                f"Expected no `{request.shaping[0]}` with a `{name}`: it adds to a loss, and a reservoir is trained "
+                "without one. Remove it."
+            )
+        if type(self).training_step is not ReservoirTask.training_step:
+            raise ValueError(
+                f"Expected `{name}` not to override `training_step`: in a federation clients run through the "
+                "reservoir side by side. Override `pairs` or `targets` instead."
+            )
+        if request.may_miss:
+            raise ValueError(
+                f"Expected a `swarm` without `dropout` and `missing` for a `{name}`, whose clients begin each round "
+                "with new sums, but got one with them. Leave them out."
+            )
+        return ReservoirTrainer(self, request.clients_at_once)
 
     @property
     def local_models(self) -> bool:
         """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
         return self.share == "weights" and not self.adapting
 
-    def settings(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What makes this task the one that it is, for checkpoints."""
         reservoir = self.reservoir
         plain = {"betas": self.betas, "readout": self.features, "share": self.share}
         return {**plain, "leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}
-
-    def check_federation(self, methods: Sequence[Any], rules: Mapping[str, object]) -> None:
-        """Refuse what a federation of reservoirs would pass over in silence.
-
-        Raises:
-            ValueError: If a method adds to a loss, a subclass has its own training step, or there are other reductions.
-        """
-        if rules:
-            raise ValueError(
-                f"Expected no `reductions` with a `{type(self).__name__}`, which declares its own for each round, but "
-                f"got {dict(rules)}. What clients send is chosen by `share`."
-            )
-        shaping = [type(method).__name__ for method in methods if method.shapes_loss]
-        if shaping:
-            raise ValueError(
-                f"Expected no `{shaping[0]}` with a `{type(self).__name__}`: it adds to a loss, and a reservoir is "
-                "trained without one. Remove it."
-            )
-        if type(self).training_step is not ReservoirTask.training_step:
-            raise ValueError(
-                f"Expected `{type(self).__name__}` not to override `training_step`: in a federation clients run "
-                "through the reservoir side by side. Override `pairs` or `targets` instead."
-            )
 
     def warn_of_few(self, client: str, samples: int) -> None:
         """Warn, once for each client, of statistics that may reveal their data."""
@@ -350,121 +352,3 @@ class ReservoirTask(L.LightningModule):
         """Take over the regulariser that was chosen."""
         if len(self.betas) > 1:
             self.readout.beta = checkpoint.get("beta", self.readout.beta)
-
-
-class ReservoirClassifier(ReservoirTask):
-    """Classification of sequences: one-hot targets, the largest output wins.
-
-    Args:
-        reservoir: The network whose states the readout sees.
-        num_classes: Number of classes.
-        targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
-
-    Raises:
-        ValueError: If an argument is out of range, or, in a step, a label is.
-
-    Example:
-        >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
-        >>> task(torch.zeros(5, 10, 3)).shape
-        torch.Size([5, 2])
-    """
-
-    quantity = "accuracy"
-
-    def __init__(
-        self,
-        reservoir: EchoStateNetwork,
-        num_classes: int,
-        beta: float | list[float] = 1e-3,
-        readout: Features = "steps",
-        share: Share = "statistics",
-        targets: Literal["0/1", "-1/1"] = "0/1",
-        symmetric: bool = False,
-        min_samples: int | None = None,
-    ) -> None:
-        super().__init__(reservoir, num_classes, beta, readout, share, symmetric, min_samples)
-        if targets not in ("0/1", "-1/1"):
-            raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
-        self.num_classes = num_classes
-        self.signed = targets == "-1/1"
-
-    def metric(self) -> Metric:
-        """The share of right predictions."""
-        return MulticlassAccuracy(self.readout.out_features, average="micro")
-
-    def targets(self, y: Tensor) -> Tensor:
-        """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
-        if y.is_floating_point():
-            raise ValueError(
-                f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
-            )
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            wrong = y[(y < 0) | (y >= self.num_classes)][0]
-            raise ValueError(
-                f"Expected labels between 0 and {self.num_classes - 1} but got {int(wrong)}. Set `num_classes` to the "
-                "data's number of classes."
-            )
-        one_hot = F.one_hot(y.long(), self.num_classes).double()
-        return one_hot * 2 - 1 if self.signed else one_hot
-
-    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Number of right answers of each readout."""
-        right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
-        return right.double().flatten(0, -2).sum(dim=0)
-
-    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes."""
-        return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
-
-
-class ReservoirRegressor(ReservoirTask):
-    """Regression from sequences: targets of shape (batch, outputs), or (batch, time, outputs) for every step.
-
-    Args:
-        reservoir: The network whose states the readout sees.
-        outputs: Size of the target.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
-
-    Example:
-        >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), outputs=1)
-        >>> task(torch.zeros(5, 10, 1)).shape
-        torch.Size([5, 10, 1])
-    """
-
-    quantity = "error"
-
-    def metric(self) -> Metric:
-        """The mean squared error."""
-        return MeanSquaredError()
-
-    def targets(self, y: Tensor) -> Tensor:
-        """The targets as they are.
-
-        Raises:
-            ValueError: If they are not finite, or not of the output's size.
-        """
-        if y.dim() not in (2, 3) or y.shape[-1] != self.readout.out_features:
-            raise ValueError(
-                f"Expected targets of shape (batch, {self.readout.out_features}), or (batch, time, "
-                f"{self.readout.out_features}), but got {tuple(y.shape)}. Set `outputs` to the target's size."
-            )
-        if not torch.isfinite(y).all():
-            raise ValueError("Expected finite targets but got NaN or infinite values. Mend or drop these sequences.")
-        return y.double()
-
-    def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Minus the squared error of each readout."""
-        return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
-
-    def judged(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers."""
-        return outputs.float().flatten(), wanted.float().flatten()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
 
@@ -69,7 +70,8 @@ class RidgeClassifier(Classifier):
 
     def on_train_start(self) -> None:
         """Refuse to count samples more than once."""
-        epochs = getattr(self.trainer.strategy, "local_epochs", 1)
+        federation = federation_of(self.trainer)
+        epochs = federation.local_epochs if federation is not None else 1
         if epochs != 1:
             raise ValueError(
                 f"Expected the strategy's `local_epochs` to be 1 for a `RidgeClassifier`, whose readout takes one "

@@ -133,7 +133,11 @@ def test_classes_that_come_later_start_level(run):
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
     task, state = run({"backbone": backbone}, cohort_size=cohort_size)
-    assert run.trainer.strategy.cohort_clients == 1 if cohort_size == 1 else run.trainer.strategy.cohort_clients > 1
+    assert (
+        run.trainer.strategy.federation.trainer.clients_at_once == 1
+        if cohort_size == 1
+        else run.trainer.strategy.federation.trainer.clients_at_once > 1
+    )
     end = snapshot(task)
     same(part(end, "model.backbone."), part(state, "model.backbone."))
     assert isinstance(task.model.backbone, Int8Backbone) == (backbone == "int8")

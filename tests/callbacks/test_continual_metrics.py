@@ -266,7 +266,7 @@ class Doubles(Method):
     def personal(self, memory, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if memory else state
 
-    def finish(self, memory, own, data, client_round, generator):
+    def end_round(self, memory, own, data, client_round, generator):
         return {"there": torch.ones(1)} if client_round.client == "1" else memory
 
 

@@ -132,7 +132,7 @@ def test_alpha_0_predicts_as_the_server_and_alpha_1_as_the_personal_model(fit, m
         trainer = fit(task, make_stream(rounds_per_experience=2), [method])
         memory, shared = memory_of(trainer, "1"), dict(task.state_dict())
         predicts, expected = copy.deepcopy(task), copy.deepcopy(task)
-        predicts.load_state_dict(method.personal(memory, shared))
+        predicts.load_state_dict(method.personalize(memory, shared))
         expected.load_state_dict(personal_model(memory) if alpha else shared)
         assert torch.equal(predicts(x), expected(x)) and float(memory["alpha"]) == alpha
         if alpha:
@@ -188,7 +188,7 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
     start, far = make_task().state_dict(), personal_model(memory_of(trainer, "1"))
     trainer = fit(make_task(), make_stream(), [APFL(0.5)], max_epochs=1, trainer_args={"gradient_clip_val": 1e-4})
     near = personal_model(memory_of(trainer, "1"))
-    steps = -(-len(trainer.strategy.stream.plan.train[0]["1"]) // 8)
+    steps = -(-len(trainer.strategy.federation.stream.plan.train[0]["1"]) // 8)
     moved = [sum(float((v[n] - start[n]).square().sum()) for n in v) ** 0.5 for v in (near, far)]
     assert 0 < moved[0] <= 1.01 * steps * 0.1 * 1e-4 < moved[1]
 
@@ -235,8 +235,8 @@ def test_a_vision_transformer_with_tasks(fit):
 def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task):
     method, server = APFL(0.5), {"w": torch.zeros(2)}
     method._trainable = ["w"]
-    kept = method.begin({}, server, ClientRound("a", round=0))
-    begun = method.begin(kept, {"w": torch.ones(2)}, ClientRound("a", round=1))
+    kept = method.on_download({}, server, ClientRound("a", round=0))
+    begun = method.on_download(kept, {"w": torch.ones(2)}, ClientRound("a", round=1))
     assert torch.equal(begun["v.w"], torch.zeros(2))  # its own, not what it has received
     for value in begun.values():
         value.add_(1)

@@ -11,9 +11,11 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.compose import check_compatible
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import teacher_of
-from lightning_fcl.methods.method import Step, check_compatible, remember, section
+from lightning_fcl.methods.method import remember, section
+from lightning_fcl.methods.step import Step
 
 
 def kd(student, teacher, temperature=2.0):
@@ -55,12 +57,12 @@ def test_two_teachers(step, own):
 
 def test_alpha_one_is_fine_tuning(step, own):
     method = FLwF2T(alpha=1.0, beta=0.0)
-    assert method.penalty(own, step) == 0.0 and method.task_weight() == 1.0
+    assert method.penalty(own, step) == 0.0 and method.task_weight({}) == 1.0
 
 
 def test_without_weight_on_the_server_it_is_flwf(step, own):
     flwf, two = FLwF(0.3), FLwF2T(0.3, 0.7)
-    assert flwf.task_weight() == two.task_weight() == 0.3
+    assert flwf.task_weight({}) == two.task_weight({}) == 0.3
     assert torch.equal(flwf.penalty(own, step), two.penalty(own, step))
     torch.testing.assert_close(two.penalty(own, step), 0.7 * kd(step.output, step.predict(section(own, "own"), step.x)))
 
@@ -74,18 +76,18 @@ def test_the_servers_term_does_not_push_a_student_that_is_the_server(make_task, 
 
 def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
     method = FLwF2T(0.1, 0.7)
-    memory = method.begin({}, step.server, ClientRound("a", 3))
+    memory = method.on_download({}, step.server, ClientRound("a", 3))
     torch.testing.assert_close(method.penalty(memory, step), 0.9 * kd(step.output, step.predict(step.server, step.x)))
 
 
 def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
     trained, client_round = make_task(seed=5).state_dict(), ClientRound("a", 0)
-    memory = FLwF2T().finish(own, trained, None, client_round, None)
+    memory = FLwF2T().end_round(own, trained, None, client_round, None)
     kept = {name: value.clone() for name, value in trained.items()}
     for value in trained.values():
         value.zero_()
     assert all(torch.equal(section(memory, "own")[name], kept[name]) for name in kept)
-    assert FLwF2T().begin(memory, trained, client_round) is memory
+    assert FLwF2T().on_download(memory, trained, client_round) is memory
 
 
 def lwf_memory(task, old, classes=4):
@@ -111,17 +113,19 @@ def test_lwf_that_adds_nothing(step, make_task, strength, old):
 
 def test_lwf_learns_of_experiences_from_their_number(make_task):
     method, states = LwF(), [make_task(seed=s).state_dict() for s in range(4)]
-    memory = method.begin({}, states[0], ClientRound("a", 0, num_classes=4))
+    memory = method.on_download({}, states[0], ClientRound("a", 0, num_classes=4))
     assert memory["old"].tolist() == [False] * 4
-    memory = method.finish(memory, states[1], None, ClientRound("a", 0, labels=torch.tensor([2, 2])), None)
-    same = method.begin(memory, states[0], ClientRound("a", 1, experience=0))
+    memory = method.end_round(memory, states[1], None, ClientRound("a", 0, labels=torch.tensor([2, 2])), None)
+    same = method.on_download(memory, states[0], ClientRound("a", 1, experience=0))
     assert same["old"].tolist() == [False] * 4
-    memory = method.finish(same, states[2], None, ClientRound("a", 1, labels=torch.tensor([0])), None)
-    memory = method.begin(memory, states[0], ClientRound("a", 2, experience=1))
+    memory = method.end_round(same, states[2], None, ClientRound("a", 1, labels=torch.tensor([0])), None)
+    memory = method.on_download(memory, states[0], ClientRound("a", 2, experience=1))
     assert memory["old"].tolist() == [True, False, True, False]
     assert all(torch.equal(section(memory, "teacher")[n], states[2][n]) for n in states[2])
-    memory = method.finish(memory, states[3], None, ClientRound("a", 2, experience=1, labels=torch.tensor([1])), None)
-    later = method.begin(memory, states[0], ClientRound("a", 3, experience=1))
+    memory = method.end_round(
+        memory, states[3], None, ClientRound("a", 2, experience=1, labels=torch.tensor([1])), None
+    )
+    later = method.on_download(memory, states[0], ClientRound("a", 3, experience=1))
     assert later["old"].tolist() == [True, False, True, False]
     assert all(torch.equal(section(later, "teacher")[n], states[2][n]) for n in states[2])
 
@@ -246,8 +250,8 @@ def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
     method = FLwF2T(0.2, 0.5, previous="live")
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
-    memory = method.begin({}, {"server": server}, ClientRound("a", 0))
-    assert memory == method.finish({}, {"w": student}, None, ClientRound("a", 0), torch.Generator()) == {}
+    memory = method.on_download({}, {"server": server}, ClientRound("a", 0))
+    assert memory == method.end_round({}, {"w": student}, None, ClientRound("a", 0), torch.Generator()) == {}
     expected = 0.3 * distillation_loss(student, server).mean()
     assert torch.allclose(method.penalty(memory, step), expected)
 

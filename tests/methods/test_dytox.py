@@ -88,7 +88,7 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         client_round = getattr(trainer.strategy, "client_round", None)
-        epoch = trainer.strategy.local_epoch if client_round is not None else trainer.current_epoch
+        epoch = trainer.strategy.federation.local_epoch if client_round is not None else trainer.current_epoch
         self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -288,7 +288,9 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     def watched(self, trainer, module, loss):
         before = loss.detach().clone()
         inner(self, trainer, module, loss)
-        epochs.append((trainer.current_epoch, trainer.strategy.local_epoch, torch.equal(before, loss.detach())))
+        epochs.append(
+            (trainer.current_epoch, trainer.strategy.federation.local_epoch, torch.equal(before, loss.detach()))
+        )
 
     epochs = []
     monkeypatch.setattr(Method, "on_before_backward", watched)
@@ -341,7 +343,7 @@ def test_resumed_is_uninterrupted_in_a_plain_trainer(quiet, assert_same, tmp_pat
         loader = DataLoader(TensorDataset(*samples([0, 1])), batch_size=8)
         trainer.fit(again, loader, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
         assert_same(again, whole, 0)
-        assert other._fits == 2 and len(other.memory["y"]) == 2 * len(memory["y"])
+        assert other.fits == 2 and len(other.memory["y"]) == 2 * len(memory["y"])
 
 
 def test_a_stream_in_a_plain_trainer(fit):
@@ -470,4 +472,4 @@ def test_what_it_cannot_work_with(fit, quiet):
     with pytest.raises(ValueError, match="`DyToxTraining` trains one client at a time"):
         fit(make_task(), incremental(), [DyToxTraining()], cohort_size=2)
     with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `DyToxTraining`"):
-        DyToxTraining(0).finish({}, {}, None, ClientRound("a", 0), torch.Generator())
+        DyToxTraining(0).end_round({}, {}, None, ClientRound("a", 0), torch.Generator())

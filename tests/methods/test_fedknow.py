@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from lightning_fcl.callbacks import FedKNOW
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.fedknow import kept_network, largest
-from lightning_fcl.methods.method import section
+from lightning_fcl.methods.method import driver_of, section
+from lightning_fcl.methods.step import Running
 
 from .test_fedvit import OWN, make_stream, make_task
 
@@ -25,7 +26,7 @@ def test_the_largest_free_weights_are_kept():
 
 def set_up(method, task):
     """As a Trainer does, without one."""
-    method._module = task
+    method.running = Running(task, None)
     return method
 
 
@@ -91,8 +92,16 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
     class Look(FedKNOW):
         def restore(self, memory, task, gradient_of):
             gradient = super().restore(memory, task, gradient_of)
-            state = {name: value.clone() for name, value in self._module.state_dict().items()}
-            seen.append((state, self._batch[0].clone(), kept_network(memory, task), gradient, self.server))
+            state = {name: value.clone() for name, value in self.module.state_dict().items()}
+            seen.append(
+                (
+                    state,
+                    self.batch[0].clone(),
+                    kept_network(memory, task),
+                    gradient,
+                    driver_of(self.module.trainer).server,
+                )
+            )
             return gradient
 
     task, stream = make_task(), make_stream(rounds=2)
@@ -130,7 +139,7 @@ def test_the_store_does_not_matter(fit, store):
 
 def test_refusals(fit):
     for arguments, message in (
-        ({"temperature": 0}, "`temperature` and `tune_rate` to be above 0 but got 0 and 0.0005"),
+        ({"temperature": 0}, "`temperature` to be above 0 but got 0"),
         ({"tune_epochs": -1}, "`tune_epochs` to be at least 0 but got -1"),
         ({"rho": 2}, "`rho` to be above 0 and at most 1 but got 2"),
     ):

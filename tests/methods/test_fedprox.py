@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fcl.callbacks import FedProx
 from lightning_fcl.methods.fedprox import proximal_term
-from lightning_fcl.methods.method import Step
+from lightning_fcl.methods.step import Step
 
 
 def a_step():

@@ -38,12 +38,12 @@ class Stages(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.now = (
             trainer.strategy.client_round.client,
-            trainer.strategy.local_epoch,
+            trainer.strategy.federation.local_epoch,
             copy.deepcopy(module.state_dict()),
         )
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if not trainer.strategy.last_batch:  # then the module holds the server's or another client's state
+        if not trainer.strategy.federation.last_batch:  # then the module holds the server's or another client's state
             self.steps.append((*self.now, copy.deepcopy(module.state_dict())))
 
 
@@ -135,7 +135,7 @@ def test_a_fit_that_is_refused_changes_nothing(fit, make_stream, quiet):
 
 
 def test_refusals(fit, make_stream, quiet):
-    with pytest.raises(ValueError, match="`head_epochs` and `body_epochs` to be at least 1 but got 0 and 4"):
+    with pytest.raises(ValueError, match="`head_epochs` to be at least 1 but got 0"):
         FedRep(head_epochs=0)
     with pytest.raises(ValueError, match=r'has the reduction "mean". Give the strategy `reductions=\{"model.head.\*"'):
         fit(make_task(), make_stream(), [FedRep()])

@@ -18,6 +18,7 @@ from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods.fedweit import drift, kept_units, pack, unpack
 from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.step import Running
 from lightning_fcl.models import Decomposed, ViT
 
 OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
@@ -99,13 +100,13 @@ def prepared(**kwargs):
     for task in range(3):
         model.begin(torch.tensor([2 * task, 2 * task + 1]))
     method = FedWEIT(**kwargs)
-    method._module = SimpleNamespace(model=model)
+    method.running = Running(Classifier(model, 10, task_incremental=True), None)
     with torch.no_grad():
         for task in model.tasks:
             task.adaptive.add_(0.02 * torch.randn(model.size))
         held = {f"target.{i}": model.base() * model.gate(model.tasks[i].mask) + model.tasks[i].adaptive for i in (0, 1)}
     memory = {**held, "tasks": torch.tensor(3), "experience": torch.tensor(2)}
-    method.start(memory, {})
+    method.attach(memory, {})
     return method, model, memory
 
 
@@ -142,9 +143,9 @@ def test_what_is_sparse_and_what_decays(retroactive):
 
 def test_the_base_decays_in_the_first_task_alone():
     model, method = Decomposed(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
-    method._module = SimpleNamespace(model=model)
+    method.running = Running(Classifier(model, 10, task_incremental=True), None)
     memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
-    method.start(memory, {})
+    method.attach(memory, {})
     expected = 0.25 * sum(v.square().sum() for v in (model.tasks[0].adaptive, model.tasks[0].mask, model.base()))
     torch.testing.assert_close(method.penalty(memory, None), expected)
 
@@ -164,8 +165,8 @@ def test_drift_trains_base_and_adaptive():
 class Still(FedWEIT):
     """A mask of ones and adaptives of zero, for good."""
 
-    def start(self, memory, server, active=True):
-        super().start(memory, server, active)
+    def attach(self, memory, server, active=True):
+        super().attach(memory, server, active)
         task = self._model.tasks[int(memory["tasks"]) - 1]
         with torch.no_grad():
             task.adaptive.zero_()

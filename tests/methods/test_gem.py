@@ -117,7 +117,7 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
     (x, y), *others = past_tasks(memory)
     assert not others and torch.equal(x, memory["x"][:2]) and torch.equal(y, memory["y"][:2])
-    both = past_tasks(GEM().begin(memory, {}, ClientRound("a", 3, experience=3)))
+    both = past_tasks(GEM().on_download(memory, {}, ClientRound("a", 3, experience=3)))
     assert [len(y) for _, y in both] == [2, 4]
 
 
@@ -143,7 +143,9 @@ def test_an_empty_memory_constrains_nothing():
     gradient = torch.ones(3)
     for method in (GEM(), AGEM()):
         assert method.project({}, gradient, never) is gradient
-        assert method.project(method.begin({}, {}, ClientRound("a", 4, experience=4)), gradient, never) is gradient
+        assert (
+            method.project(method.on_download({}, {}, ClientRound("a", 4, experience=4)), gradient, never) is gradient
+        )
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
@@ -241,7 +243,7 @@ def test_a_gem_takes_the_past_tasks_together(make_task, samples, train, assert_s
 
 def test_a_gem_draws_its_reference():
     memory = remember_task({}, data([0] * 50), ClientRound("a", 0), 1.0, generator())
-    memory, drawn = AGEM().begin(memory, {}, ClientRound("a", 1, experience=1)), []
+    memory, drawn = AGEM().on_download(memory, {}, ClientRound("a", 1, experience=1)), []
 
     def gradient_of(x, y):
         drawn.append(tuple(x[:, 0].int().tolist()))

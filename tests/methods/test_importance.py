@@ -13,7 +13,8 @@ from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods import importance as module_under_test
 from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
-from lightning_fcl.methods.method import Step, section
+from lightning_fcl.methods.method import section
+from lightning_fcl.methods.step import Step
 
 KINDS = {"EWC": EWC, "MAS": MAS}
 STRENGTHS = {"EWC": 5.0, "MAS": 2.0}
@@ -265,4 +266,4 @@ def test_wrong_arguments(kind, make_task):
     with pytest.raises(ValueError, match=r"^Expected `decay` to be between 0 and 1 but got 1\.5\.$"):
         KINDS[kind](decay=1.5)
     with pytest.raises(RuntimeError, match=f"^Expected a Trainer to have set up `{kind}` but none has"):
-        KINDS[kind]().begin({}, make_task().state_dict(), ClientRound("a", 0))
+        KINDS[kind]().on_download({}, make_task().state_dict(), ClientRound("a", 0))

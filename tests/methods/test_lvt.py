@@ -20,6 +20,7 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.lvt import attention_loss, distilled
+from lightning_fcl.methods.step import Running
 from lightning_fcl.models import LVT
 
 KEYS = ("model.external_key", "model.external_bias")
@@ -139,9 +140,9 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
 
 def test_only_at_the_end_of_a_task(make_net, samples, train):
     class Watch(LVTMethod):
-        def begin(self, memory, server, client_round):
+        def on_download(self, memory, server, client_round):
             seen.append(set(memory))
-            return super().begin(memory, server, client_round)
+            return super().on_download(memory, server, client_round)
 
     seen, method, task = [], Watch(), make_net()
     train(task, [method], samples([0, 1]), epochs=3)
@@ -204,10 +205,10 @@ def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, trai
 
 def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
     method, task = LVTMethod(rho=1.0), make_net()
-    method._module, memory = task, {}
+    method.running, memory = Running(task, None), {}
     for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
         x, y = samples([0, 1], number, seed)
-        memory = method.finish(memory, task.state_dict(), [x, y], ClientRound("a", 0, experience), torch.Generator())
+        memory = method.end_round(memory, task.state_dict(), [x, y], ClientRound("a", 0, experience), torch.Generator())
     assert memory["task"].tolist() == [1] * 5 + [0] * 6
     torch.testing.assert_close(memory["x"][5:], x)
 
@@ -269,7 +270,7 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
         def penalty(self, memory, step):
             value = super().penalty(memory, step)
             learnt = {name: p.detach().clone() for name, p in step.params.items()}
-            seen.append((self._live.trainer.strategy.local_epoch, learnt, dict(memory), float(value)))
+            seen.append((self.module.trainer.strategy.federation.local_epoch, learnt, dict(memory), float(value)))
             return value
 
     seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
@@ -366,7 +367,7 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
         fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)
     with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `LVTMethod` but none has"):
-        LVTMethod()._live  # noqa: B018
+        LVTMethod().module  # noqa: B018
 
 
 @pytest.mark.parametrize(

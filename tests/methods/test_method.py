@@ -153,11 +153,11 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
 
 def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
     class Turns(Method):
-        def begin(self, memory, server, client_round):
+        def on_download(self, memory, server, client_round):
             client_rounds.append(("begin", client_round.round, client_round.experience, client_round.last_round))
             return memory
 
-        def finish(self, memory, own, data, client_round, generator):
+        def end_round(self, memory, own, data, client_round, generator):
             client_rounds.append(("end", client_round.round, client_round.experience, client_round.last_round))
             return memory
 
@@ -180,7 +180,11 @@ def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
 )
 def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_task, users, left, options):
     class Ends(Method):
-        def conclude(self, memory, own, data, client_round, generator):
+        ends_undrawn = True
+
+        def end_round(self, memory, own, data, client_round, generator):
+            if client_round.drawn:
+                return memory
             ended.setdefault(client_round.round, []).append(client_round.client)
             return memory
 

@@ -29,7 +29,7 @@ def learn(method, parts, seed=0, experiences=None):
     memory, rng = {}, generator(seed)
     for round, part in enumerate(parts):
         experience = round if experiences is None else experiences[round]
-        memory = method.finish(memory, {}, part, ClientRound("a", round, experience), rng)
+        memory = method.end_round(memory, {}, part, ClientRound("a", round, experience), rng)
     return memory
 
 
@@ -45,7 +45,7 @@ def test_refresh_replaces_its_tasks_exemplars_only():
     memory = learn(method, [first, second, third], experiences=[0, 0, 1])
     assert memory["task"].tolist() == [0, 0, 0, 1, 1, 1] and memory["y"].tolist() == [1, 1, 1, 2, 2, 2]
     assert set(numbers(memory)[:3]) <= set(range(8, 16)) and set(numbers(memory)[3:]) <= set(range(16, 24))
-    again = method.finish(memory, {}, data([2] * 8, 24), ClientRound("a", 3, 1), generator())
+    again = method.end_round(memory, {}, data([2] * 8, 24), ClientRound("a", 3, 1), generator())
     assert numbers(again)[:3] == numbers(memory)[:3] and set(numbers(again)[3:]) <= set(range(24, 32))
     assert_consistent(again, [first, second, third, data([2] * 8, 24)])
 
@@ -90,14 +90,14 @@ def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, si
     method, memory = Replay(share, policy, "round"), {}
     for round in range(4):
         client_round = ClientRound("a", round, 0, samples=10, stream_samples=40)
-        memory = method.finish(memory, {}, data([0, 1] * 5, 10 * round), client_round, generator())
+        memory = method.end_round(memory, {}, data([0, 1] * 5, 10 * round), client_round, generator())
     assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
 
 
 def test_one_sample_is_not_the_share_of_all():
     client_round = ClientRound("a", 0, samples=10, stream_samples=10)
     for size, kept in ((1, 1), (1.0, 10)):
-        assert len(Replay(size, "reservoir").finish({}, {}, data([0] * 10), client_round, generator())["y"]) == kept
+        assert len(Replay(size, "reservoir").end_round({}, {}, data([0] * 10), client_round, generator())["y"]) == kept
 
 
 def test_each_client_of_a_federation_keeps_its_share(fit, make_stream, make_task):
@@ -124,7 +124,7 @@ def test_update_in_the_last_round_of_an_experience():
         method, memory = Replay(100, "reservoir", update), {}
         for round, size in enumerate(sizes):
             client_round = ClientRound("a", round, round // 2, last_round=round % 2 == 1)
-            memory = method.finish(memory, {}, data([0] * 4, 4 * round), client_round, generator())
+            memory = method.end_round(memory, {}, data([0] * 4, 4 * round), client_round, generator())
             assert len(memory.get("y", [])) == size
 
 

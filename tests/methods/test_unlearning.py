@@ -12,7 +12,7 @@ from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Unlea
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import EchoStateNetwork
-from lightning_fcl.tasks.reservoir import ReservoirClassifier
+from lightning_fcl.tasks.sequences import ReservoirClassifier
 
 EVERYBODY = (0, 1, 2, 3)
 
@@ -142,4 +142,4 @@ def test_bad_requests(fit, quiet):
     task = ReservoirClassifier(EchoStateNetwork(2, 12, seed=0), 3)
     with pytest.raises(ValueError, match=re.escape('Expected a Trainer with `strategy="federated"` for `Unlearning`')):
         L.Trainer(max_epochs=1, callbacks=[Unlearning({"1": 0})], **quiet).fit(task, loader)
-    assert FederatedStrategy().absent == set()
+    assert not FederatedStrategy().federation.participation.withdrawn

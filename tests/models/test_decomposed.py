@@ -76,7 +76,7 @@ def test_a_past_task_has_the_weights_and_all_else_that_it_had():
                 parameter.add_(torch.randn_like(parameter))
     model.settle()
     assert torch.equal(model(x)[:, :2], before)
-    assert torch.equal(model.labelled(x, torch.tensor([0, 1, 1, 0]))[:, :2], before)
+    assert torch.equal(model.outputs_by_task(x, torch.tensor([0, 1, 1, 0]))[:, :2], before)
     with torch.no_grad():
         model.net.body.blocks[0].mlp.fc1.weight.add_(0.1)
     assert not torch.equal(model(x)[:, :2], before)
@@ -86,7 +86,7 @@ def test_a_mixed_batch_is_each_task_s_own():
     model, _ = begun()
     model.eval()
     x, y = torch.randn(7, 3, 8, 8), torch.tensor([5, 0, 2, 1, 4, 3, 0])
-    mixed, everything = model.labelled(x, y), model(x)
+    mixed, everything = model.outputs_by_task(x, y), model(x)
     for row, label in enumerate(y.tolist()):
         block = slice(label // 2 * 2, label // 2 * 2 + 2)
         torch.testing.assert_close(mixed[row, block], everything[row, block])
@@ -99,14 +99,14 @@ def test_classes_that_no_task_has_are_the_present_task_s():
     model.eval()
     x = torch.randn(2, 3, 8, 8)
     expected = functional_call(model.net, by_hand(model, 1, others[1], True), (x,))
-    torch.testing.assert_close(model.labelled(x, torch.tensor([4, 5])), expected)
+    torch.testing.assert_close(model.outputs_by_task(x, torch.tensor([4, 5])), expected)
     torch.testing.assert_close(model(x)[:, 4:], expected[:, 4:])
 
 
 def test_without_a_task_it_is_the_network():
     net = small()
     model, x = Decomposed(net, 2), torch.randn(2, 3, 8, 8)
-    assert torch.equal(model(x), net(x)) and torch.equal(model.labelled(x, torch.zeros(2).long()), net(x))
+    assert torch.equal(model(x), net(x)) and torch.equal(model.outputs_by_task(x, torch.zeros(2).long()), net(x))
     assert model.state_dict()["tasks.0.adaptive"].shape == (0,)
 
 

@@ -14,7 +14,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
-from lightning_fcl.simulation.vectorized import why_not_vectorized
+from lightning_fcl.simulation.choose import why_not_vectorized
 
 
 def standard(images):

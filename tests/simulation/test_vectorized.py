@@ -19,7 +19,7 @@ from lightning_fcl.callbacks import (
     MeanOutputLoss,
     Replay,
 )
-from lightning_fcl.simulation.vectorized import automatic_size
+from lightning_fcl.simulation.choose import automatic_size
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -62,7 +62,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
         callbacks = [*METHODS[methods or "none"](), metrics]
         options = {"local_epochs": 2, **options}
         trainer = fit(task, make_stream(**stream), callbacks, cohort_size=size, seed=0, **options)
-        assert (trainer.strategy.cohort_clients > 1) == (size != 1)
+        assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
         results.append((task.state_dict(), metrics.record))
     return results
 
@@ -115,7 +115,7 @@ def test_a_non_finite_client_of_a_cohort_is_dropped_alone(fit, make_stream, make
 
 
 def clients_per_step(fit, stream, task, **options):
-    return fit(task, stream, max_epochs=1, **options).strategy.cohort_clients
+    return fit(task, stream, max_epochs=1, **options).strategy.federation.trainer.clients_at_once
 
 
 def test_auto_chooses(fit, make_stream, make_task):
@@ -173,7 +173,7 @@ def test_a_callback_that_looks_at_gradients_sees_one_client_at_a_time(fit, make_
 
     watch = Watch()
     trainer = fit(make_task(), make_stream(), [watch])
-    assert trainer.strategy.cohort_clients == 1
+    assert trainer.strategy.federation.trainer.clients_at_once == 1
     assert len(watch.norms) == trainer.global_step
     assert all(norm > 0 for norm in watch.norms)
     with pytest.raises(ValueError, match="`Watch` overrides `on_after_backward`"):

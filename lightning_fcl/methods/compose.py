@@ -1,0 +1,71 @@
+"""How the methods of a Trainer go together: one rule for one client at a time and for many side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as L
+from torch import Tensor
+
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.step import Step
+
+
+def methods_of(trainer: L.Trainer) -> list[Declaration]:
+    """The methods among a Trainer's callbacks, in order."""
+    return [callback for callback in callbacks_of(trainer) if isinstance(callback, Declaration)]
+
+
+def check_compatible(methods: Sequence[Declaration]) -> None:
+    """Refuse methods that cannot work together.
+
+    Raises:
+        ValueError: If two methods weigh the task loss, change the gradient or predict in ways of their own, or one
+            method is there twice.
+    """
+    for function, does in (
+        ("task_weight", "weighs the task loss"),
+        ("project", "changes the gradient"),
+        ("predict", "predicts by a rule of its own"),
+    ):
+        names = [type(method).__name__ for method in methods if overrides(method, function)]
+        if len(set(names) if function == "project" else names) > 1:
+            raise ValueError(f"Expected at most one method that {does} but got {' and '.join(names)}. Remove one.")
+    names = [type(method).__name__ for method in methods]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"Expected each method once but got `{name}` {names.count(name)} times. Remove the others."
+            )
+
+
+def compose(
+    methods: Sequence[Declaration],
+    memories: Sequence[Memory],
+    steps: Sequence[Step],
+    zero: Tensor,
+    applies: Sequence[Tensor] | None = None,
+) -> tuple[Tensor | float, Tensor]:
+    """How methods go together, one client at a time and vectorised alike: factors multiply, penalties add up.
+
+    Args:
+        methods: The methods.
+        memories: What the client remembers for each.
+        steps: The step as each sees it.
+        zero: 0 on the right device.
+        applies: Whether the client uses each, 1 or 0; None: it uses all.
+
+    Returns:
+        The factor of the task loss, and what is added to it.
+    """
+    scale: Tensor | float = 1.0
+    extra = zero
+    for i, (method, memory, step) in enumerate(zip(methods, memories, steps, strict=True)):
+        weight, penalty = method.task_weight(memory), method.penalty(memory, step)
+        if applies is None:
+            scale, extra = scale * weight, extra + penalty
+        else:
+            scale, extra = scale * (1 + applies[i] * (weight - 1)), extra + applies[i] * penalty
+    return scale, extra

@@ -1,0 +1,287 @@
+"""The one Lightning callback that runs all methods of a Trainer, one client at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
+from lightning_fcl.methods.compose import check_compatible, compose, methods_of
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.methods.freezing import Freezer, stepped_by
+from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
+from lightning_fcl.methods.predicting import predicting
+from lightning_fcl.methods.projection import flatten, unflatten
+from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.step import Running, Step, is_labelled
+
+
+class MethodDriver(Callback):
+    """Runs the functions that methods declare, where one client trains at a time.
+
+    It stands behind the last method among a Trainer's callbacks, which `Method.setup` sees to. In a federation, the
+    rounds call `begin`; in a plain Trainer, whose only client has an epoch for a round, the driver does so itself.
+
+    Args:
+        methods: The methods, in the order of the callbacks.
+    """
+
+    def __init__(self, methods: Sequence[Declaration]) -> None:
+        self.methods = list(methods)
+        self.server: State = {}
+        self._federation: FederationView | None = None
+        self._recalls = Recalls()
+        self._freezer = Freezer()
+        self._rule = ExitStack()
+        self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
+        self._unfinished: list[tuple[Declaration, Memory, ClientRound]] = []  # of an epoch that may have been the last
+        self._hook: RemovableHandle | None = None
+        self._call: tuple[Any, Tensor] | None = None
+        self._batch: Any = None
+
+    # The fit.
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Tell the methods where they run; before fitting, check that they go together and the Trainer allows them."""
+        self.methods, self._federation = methods_of(trainer), federation_of(trainer)
+        for method in self.methods:
+            method.running = Running(pl_module, self._federation)
+        if stage != "fit":
+            return
+        for method in self.methods:
+            _check_surroundings(method, trainer, pl_module)
+        check_compatible(self.methods)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the module and the batch."""
+        self._batch = None
+        for method in self.methods:
+            method.running = None
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop watching the model."""
+        self._leave(pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Stop watching the model; everything is trainable again."""
+        self._leave(pl_module)
+
+    def _leave(self, module: nn.Module) -> None:
+        self._freezer.train(module, None)
+        self._freezer = Freezer()
+        self._rule.close()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    # Evaluation.
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Predict by a method's rule, if one has a rule."""
+        self._rule.enter_context(predicting(pl_module))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give the module's own output again."""
+        self._rule.close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    # A client's round.
+
+    def begin(
+        self,
+        memories: Sequence[Memory],
+        server: State,
+        active: Sequence[bool],
+        recalls: Recalls | None = None,
+    ) -> None:
+        """Another client trains now, its state in the module.
+
+        Args:
+            memories: Its memory of each method.
+            server: What it has received.
+            active: Whether it uses each method.
+            recalls: Draws remembered samples.
+        """
+        self.server, self._recalls = server, recalls or Recalls()
+        for method, memory, applies in zip(self.methods, memories, active, strict=True):
+            method.memory = memory
+            if method.running is not None:
+                method.running.active = applies
+            method.attach(memory, server, applies)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin a round in a plain Trainer."""
+        if self._federation is not None:
+            return
+        self._seen = []
+        server = {name: value.detach().clone() for name, value in entries(pl_module).items()}
+        for method in self.methods:
+            method.server_entries = method.server_entries or method.server_state(pl_module)
+            server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
+        rounds = [self._client_round(trainer, method) for method in self.methods]
+        memories = [m.on_download(m.memory, server, at) for m, at in zip(self.methods, rounds, strict=True)]
+        recalls = Recalls.of(self.methods, memories, torch.Generator().manual_seed(trainer.current_epoch))
+        self.begin(memories, server, [True] * len(memories), recalls)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Before a batch: freeze what does not learn, mix in remembered samples, watch what goes through the model."""
+        for method in self.methods:
+            _check_labels(method, batch)
+        if self._federation is not None:
+            parts = [m.trains(m.memory, self._federation.local_epoch) for m in self.methods if _is_active(m)]
+            self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
+        else:
+            if is_labelled(batch):
+                # Only some methods look at the samples again.
+                keeps = any(method.needs_samples for method in self.methods)
+                self._seen.append((batch[0] if keeps else None, batch[1]))
+            for method in self.methods:
+                if overrides(method, "rehearse"):
+                    method.mix(method.memory, batch, batch_idx)
+        self._batch = batch
+        for method in self.methods:
+            if method.running is not None:
+                method.running.batch = batch
+        if self._hook is None:
+            self._hook = pl_module.register_forward_hook(self._watch)
+        self._call = None
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and args:
+            self._call = (args[0], output)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Turn the task loss into the methods' loss, in place."""
+        if self._federation is not None and self._federation.client_round is None:
+            return  # several clients side by side, whose trainer does so
+        active = [method for method in self.methods if _is_active(method)]
+        if not any(shapes_loss(method, method.memory) for method in active):
+            return
+        if self._call is None:
+            raise RuntimeError(
+                f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output "
+                f"`{type(active[0]).__name__}` needs, but it did not."
+            )
+        (x, output), self._call = self._call, None
+        step = Step(
+            {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
+            self.server,
+            x,
+            output,
+            teacher_of(pl_module),
+            output_of(pl_module),
+            features_of(pl_module),
+            loss_of(pl_module),
+            y=self._batch[1] if is_labelled(self._batch) else None,
+        )
+        steps = [self._recalls.step(method, step) for method in active]
+        zero = torch.zeros((), device=loss.device)
+        weight, extra = compose(active, [method.memory for method in active], steps, zero)
+        loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Turn the step's gradient into the method's, in place: after the backward pass, before any clipping."""
+        for method in self.methods:
+            if not (overrides(method, "project") and _is_active(method)):
+                continue
+            params = stepped_by(optimizer, pl_module)
+            gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
+            if not params:
+                continue
+            gradient = flatten(gradients)
+            if not torch.isfinite(gradient.sum()):
+                continue  # a client that diverges is the federation's to refuse
+            projected = method.project(method.memory, gradient, gradient_of(pl_module, params))
+            if projected is not gradient:
+                for name, value in unflatten(projected, gradients).items():
+                    gradients[name].copy_(value)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a client's last batch, everything is trainable again."""
+        federation = self._federation
+        if federation is not None and (federation.client_round is None or federation.last_batch):
+            self._freezer.train(pl_module, None)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End a round in a plain Trainer."""
+        if self._federation is not None:
+            return
+        self._unfinished = []
+        for method in self.methods:
+            memory, at = method.memory, self._client_round(trainer, method)
+            if overrides(method, "contribute"):
+                sums = Aggregator(declare(method.server_entries, method.reductions))
+                sums.add(method.contribute(memory, entries(pl_module), self._data(method), at), weight=1.0)
+                method.server_entries = sums.result(method.server_entries)
+            method.memory = self._ended(pl_module, method, memory, at)
+            if not (at.last_round or stream_of(trainer) is not None):
+                self._unfinished.append((method, memory, at))
+
+    def _ended(self, module: L.LightningModule, method: Declaration, memory: Memory, at: ClientRound) -> Memory:
+        """The memory of a plain Trainer's client after an epoch."""
+        generator = torch.Generator().manual_seed(at.round)
+        return method.end_round(memory, entries(module), self._data(method), at, generator)
+
+    def _data(self, method: Declaration) -> list[Tensor] | None:
+        """The samples of the epoch, if a method needs them."""
+        return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs_samples else None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """In a plain Trainer that has stopped before ``max_epochs``, the experience ends with the last epoch."""
+        for method, memory, at in self._unfinished:
+            method.memory = self._ended(pl_module, method, memory, replace(at, last_round=True))
+        self._unfinished = []
+
+    def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:
+        """The only client of a plain Trainer."""
+        stream = stream_of(trainer)
+        if stream is not None:
+            return stream.client_round(stream.plan.clients[0], trainer.current_epoch)
+        labels = torch.cat([y for _, y in self._seen]).cpu() if self._seen else torch.empty(0, dtype=torch.long)
+        last = trainer.current_epoch + 1 == trainer.max_epochs
+        return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
+
+
+def _is_active(method: Declaration) -> bool:
+    return method.running is not None and method.running.active
+
+
+def _check_labels(method: Declaration, batch: Any) -> None:
+    if method.needs_labels and not is_labelled(batch):
+        length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise TypeError(
+            f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}{length}. "
+            "Return a pair from your dataset."
+        )
+
+
+def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.LightningModule) -> None:
+    if str(trainer.precision).startswith("16") and trainer.scaler is not None:
+        raise ValueError(
+            f"Expected a Trainer without loss scaling for `{type(method).__name__}` but got "
+            f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
+        )
+    if method.needs_sample_loss and not isinstance(module, StatesLoss):
+        raise ValueError(
+            f"Expected a module that states its loss apart for `{type(method).__name__}`, as `Classifier` does in "
+            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it."
+        )

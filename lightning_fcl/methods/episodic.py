@@ -1,0 +1,218 @@
+"""What methods remember of a client's tasks: samples of each, in a client's memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.method import Method
+
+log = logging.getLogger(__name__)
+
+
+class Episodic(Method):
+    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which.
+
+    Args:
+        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If ``max_size`` is neither.
+
+    Example:
+        >>> Episodic(max_size=20).max_size
+        20
+    """
+
+    needs_samples: ClassVar[bool] = True
+    needs_sample_loss: ClassVar[bool] = True
+    ends_undrawn: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
+        clients: Clients = "all",
+    ) -> None:
+        super().__init__(clients)
+        self.max_size = checked_size(max_size)
+
+    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+        """Note which task is the present one."""
+        return at_task(memory, client_round)
+
+    def end_round(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Samples of the round take the place of the task's earlier ones.
+
+        A client that was drawn for no round of its task remembers it, too.
+        """
+        if not client_round.drawn and knows_task(memory, client_round.experience):
+            return memory
+        return remember_task(memory, data, client_round, self.max_size, generator)
+
+
+def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
+    """The remembered samples ``(x, y)`` of each task but the present one, in order.
+
+    Example:
+        >>> samples = {"x": torch.tensor([[1.0], [2.0], [3.0]]), "y": torch.tensor([0, 1, 1])}
+        >>> past_tasks({**samples, "task": torch.tensor([0, 0, 1]), "present": torch.tensor(1)})
+        [(tensor([[1.],
+                [2.]]), tensor([0, 1]))]
+    """
+    if "task" not in memory:
+        return []
+    numbers = torch.unique(memory["task"]).tolist()
+    chosen = [memory["task"] == number for number in numbers if number != int(memory["present"])]
+    return [(memory["x"][rows], memory["y"][rows]) for rows in chosen]
+
+
+def remember_task(
+    memory: Memory, data: Any, client_round: ClientRound, max_size: int | float, generator: torch.Generator
+) -> Memory:
+    """The memory with samples of a client's data in place of the present task's earlier ones.
+
+    Args:
+        memory: What the client remembers of its tasks: their samples ``x`` and ``y``, the ``task`` of each, and the
+            number of the ``present`` one.
+        data: The client's samples ``[x, y]``.
+        client_round: The client's part in the round.
+        max_size: Number or share of the samples to keep.
+        generator: Draws them.
+
+    Raises:
+        TypeError: If the data is no pair.
+    """
+    x, y = labelled(data)
+    size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
+    chosen = stratified(y.cpu(), size, generator).to(y.device)
+    return with_task(memory, x[chosen], y[chosen], client_round.experience)
+
+
+def labelled(data: Any) -> tuple[Tensor, Tensor]:
+    """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning.
+
+    Raises:
+        TypeError: If the data is no pair.
+    """
+    if not isinstance(data, list | tuple) or len(data) != 2:
+        parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
+        raise TypeError(f"Expected samples `[x, y]` to remember but got {parts}. Return pairs instead.")
+    x, y = data
+    if x.is_floating_point() and not torch.isfinite(x.sum()):
+        finite = torch.isfinite(x).flatten(1).all(dim=1)
+        bad = int((~finite).sum())
+        log.warning("%d of %d samples have numbers that are not finite: they are not remembered.", bad, len(finite))
+        x, y = x[finite], y[finite]
+    return x, y
+
+
+def with_task(memory: Memory, x: Tensor, y: Tensor, task: int) -> Memory:
+    """The memory with samples in place of a task's earlier ones. See `remember_task`.
+
+    Example:
+        >>> with_task({}, torch.zeros(1, 2), torch.tensor([3]), task=0)
+        {'x': tensor([[0., 0.]]), 'y': tensor([3]), 'task': tensor([0]), 'present': tensor(0)}
+    """
+    new = {"x": x, "y": y, "task": torch.full((len(y),), task, device=y.device)}
+    if "task" in memory:
+        old = {name: memory[name].to(y.device) for name in new}
+        kept = old["task"] != task
+        new = {name: torch.cat([old[name][kept], value]) for name, value in new.items()}
+    return {**memory, **new, "present": torch.tensor(task)}
+
+
+def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Indices of ``size`` samples drawn in their classes' proportions, in order; all samples if there are no more.
+
+    Every class has at least one sample where ``size`` allows it. The rest of each share that is no whole number goes to
+    the classes with the largest, by lot where these are equal.
+
+    Args:
+        y: Labels, shape (n,).
+        size: How many.
+        generator: Draws them.
+
+    Example:
+        >>> stratified(torch.tensor([0] * 8 + [1] * 4), 3, torch.Generator().manual_seed(0)).tolist()
+        [2, 3, 10]
+    """
+    size = min(size, len(y))
+    classes, counts = torch.unique(y, return_counts=True)
+    lot = torch.randperm(len(classes), generator=generator)
+    classes, shares = classes[lot], counts[lot] * (size / max(len(y), 1))
+    least = 1 if size >= len(classes) else 0
+    quota = shares.floor().clamp(min=least)
+    while (missing := size - int(quota.sum())) != 0:
+        if missing > 0:
+            quota[(shares - quota).argmax()] += 1
+        else:
+            quota[torch.where(quota > least, quota - shares, -torch.inf).argmax()] -= 1
+    order = torch.randperm(len(y), generator=generator)
+    chosen = [order[y[order] == c][: int(n)] for c, n in zip(classes, quota, strict=True)]
+    return torch.cat(chosen).sort().values if chosen else order
+
+
+def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
+    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order.
+
+    Args:
+        y: Labels, shape (n,), of at least one sample.
+        generator: Draws them.
+
+    Example:
+        >>> y = torch.tensor([0, 0, 0, 1, 1, 2])
+        >>> y[balanced(y, torch.Generator().manual_seed(0))].sort().values
+        tensor([0, 1, 2])
+    """
+    classes, counts = torch.unique(y, return_counts=True)
+    order = torch.randperm(len(y), generator=generator)
+    chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
+    return chosen[torch.randperm(len(chosen), generator=generator)]
+
+
+def checked_size(max_size: int | float) -> int | float:
+    """``max_size`` itself: a number of samples, or a share of them.
+
+    Raises:
+        ValueError: If it is neither.
+
+    Example:
+        >>> checked_size(0.1)
+        0.1
+    """
+    if not max_size > 0 or (isinstance(max_size, float) and max_size > 1):
+        raise ValueError(
+            f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
+            f"{max_size}."
+        )
+    return max_size
+
+
+def at_task(memory: Memory, client_round: ClientRound) -> Memory:
+    """The memory of a client that now learns the task of ``client_round``.
+
+    Example:
+        >>> at_task({}, ClientRound("a", round=9, experience=2))
+        {'present': tensor(2)}
+    """
+    return {**memory, "present": torch.tensor(client_round.experience)}
+
+
+def knows_task(memory: Memory, task: int) -> bool:
+    """Whether the client remembers samples of a task.
+
+    Example:
+        >>> knows_task({"task": torch.tensor([0, 0])}, task=2)
+        False
+    """
+    return "task" in memory and bool((memory["task"] == task).any())

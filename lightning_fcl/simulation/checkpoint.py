@@ -1,0 +1,93 @@
+"""What a checkpoint must share with a federation for it to go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pickle import UnpicklingError
+from typing import Any
+
+from lightning_fcl.data.attached import need_stream
+from lightning_fcl.federation.aggregation import hparams_of
+from lightning_fcl.federation.protocol import HasHparams
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.loader import fingerprint
+
+
+def fingerprint_of(federation: Federation) -> dict[str, Any]:
+    """What makes this federation the one that it is: a checkpoint of another one cannot continue it.
+
+    Raises:
+        ValueError: If there is no stream.
+    """
+    module, server, swarm = federation.module, federation.server, federation.participation.swarm
+    stream = need_stream(module.trainer)
+    return {
+        "model": type(module).__name__,
+        "task": module.fingerprint() if isinstance(module, HasHparams) else {},
+        "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
+        "data": fingerprint(stream.plan),
+        "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
+        "local_epochs": federation.local_epochs,
+        "participation": federation.participation.clients,
+        "client_weights": server.client_weights,
+        "reductions": hparams_of(federation.rules),
+        "robust": {"trim": server.trim, "byzantine": server.byzantine},
+        "server_optimizer": server.has_server_optimizer,
+        "keep_optimizer": federation.keep_optimizer,
+        "swarm": swarm.settings() if swarm else None,
+        "compression": server.compression.settings() if server.compression else None,
+        "seed": federation.seed,
+    }
+
+
+def read_checkpoint(read: Callable[[], dict[str, Any]], path: object) -> dict[str, Any]:
+    """A checkpoint, if it is a whole one of tensors and plain values.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    try:
+        return read()
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, EOFError, OSError, KeyError, UnpicklingError) as error:
+        raise ValueError(
+            f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it "
+            f"({str(error).splitlines()[0]}). Continue from an earlier one."
+        ) from error
+
+
+def check_checkpoint(
+    checkpoint: Mapping[str, Any], kept: Mapping[str, Any] | None, here: Mapping[str, Any], path: object
+) -> None:
+    """Refuse a checkpoint from which a federation cannot go on.
+
+    Args:
+        checkpoint: The checkpoint.
+        kept: What a federation has kept in it; None: nothing.
+        here: The `fingerprint_of` the federation that is to go on.
+        path: Where the checkpoint is.
+
+    Raises:
+        ValueError: If it holds weights only, is another strategy's, was taken within a round, or is of another recipe.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            f"Expected a whole checkpoint but {path} holds weights only. Save it without `save_weights_only`."
+        )
+    if kept is None:
+        raise ValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
+    if not kept["between_rounds"]:
+        raise ValueError(
+            f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
+            "`every_n_epochs`, not `every_n_train_steps`."
+        )
+    then = kept.get("fingerprint", kept.get("belongs_to", {}))  # the second is what 0.1 wrote
+    other = {name: (value, here[name]) for name, value in then.items() if value != here.get(name)}
+    if other:
+        what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
+        raise ValueError(
+            f"Expected a checkpoint of this recipe but {path} is of another: {what}. Continue with the recipe that "
+            "wrote it, or start without `ckpt_path`."
+        )

@@ -1,0 +1,346 @@
+"""A federation behind a strategy: the server, its clients and the round at hand; what methods and callbacks may see."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.data.stream import ClientLoader, FederatedStream
+from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds, LocalTrainer, TrainerRequest
+from lightning_fcl.federation.server import FederatedServer, RoundRecord, own_entries
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.randomness import start_randomness
+from lightning_fcl.simulation.choose import choose_trainer
+from lightning_fcl.simulation.limits import check_stream
+from lightning_fcl.simulation.loader import BatchContext, RoundLoader
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Federation:
+    """The server, its clients and the round at hand, behind a strategy; what methods and callbacks may see of it.
+
+    Args:
+        server: The server.
+        participation: Who takes part.
+        local_epochs: Passes over a client's data per round.
+        rules: Pattern of state entries -> reduction, over the module's own.
+        cohort_size: Clients side by side, or ``"auto"``.
+        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        seed: Tells the seed of participation and of every client's randomness.
+    """
+
+    def __init__(
+        self,
+        server: FederatedServer,
+        participation: Participation,
+        local_epochs: int,
+        rules: Rules,
+        cohort_size: int | Literal["auto"],
+        keep_optimizer: bool,
+        seed: Callable[[], int],
+    ) -> None:
+        self.server = server
+        self.participation = participation
+        self.local_epochs = local_epochs
+        self.rules = rules
+        self.cohort_size = cohort_size
+        self.keep_optimizer = keep_optimizer
+        self.methods: list[Declaration] = []
+        self.trainer: LocalTrainer | None = None
+        self.between_rounds = True  # whether a checkpoint taken now can be continued
+        self.round_done = True
+        self._seed = seed
+        self._module: L.LightningModule | None = None
+        self._stream: FederatedStream | None = None
+        self.loader: RoundLoader | None = None
+        self.context: BatchContext | None = None
+        self.training: ClientRound | None = None
+        self._optimizer: Optimizer | None = None
+        self._waiting: State | None = None  # while a client's model is in the module, after a fit
+
+    # What it works on: all is there from the moment when the Trainer has its loaders.
+
+    @property
+    def module(self) -> L.LightningModule:
+        """The module that the Trainer trains."""
+        return there(self._module, "a Trainer")
+
+    @module.setter
+    def module(self, module: L.LightningModule) -> None:
+        self._module = module
+
+    @property
+    def stream(self) -> FederatedStream:
+        """The clients' data."""
+        return there(self._stream, "a fit")
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there is a stream of clients' data."""
+        return self._stream is not None
+
+    def load(self, loader: ClientLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RoundLoader:
+        """Take the clients' data; what comes back yields the batches of each round.
+
+        Args:
+            loader: The clients' training data.
+            optimizer: The module's optimizer.
+            step: Lightning's own training step.
+
+        Raises:
+            ValueError: If stream, methods and module do not go together.
+        """
+        self._stream, self._optimizer = loader.stream, optimizer
+        self.participation.seed = self.seed
+        self.methods = methods_of(self.module.trainer)
+        check_stream(self.module.trainer, self.stream)
+        named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
+        self.server.check_clients(self.plan.clients, [*named, *self.participation.named])
+        request = TrainerRequest(
+            None if self.cohort_size == "auto" else self.cohort_size,
+            [type(method).__name__ for method in self.methods if shapes_loss(method, {})],
+            self.rules,
+            self.participation.may_miss,
+        )
+        self.trainer = choose_trainer(
+            self.module,
+            self.methods,
+            optimizer,
+            self.stream,
+            step,
+            request,
+            self.cohort_size,
+            self.keep_optimizer,
+            self.seed,
+        )
+        self.loader = RoundLoader(
+            self.stream,
+            lambda: self.round,
+            self.participation,
+            self._epochs,
+            self.seed,
+            self.trainer.clients_at_once,
+            self.trainer.stacked,
+            self._rehearsed,
+        )
+        return self.loader
+
+    def _epochs(self, client_round: ClientRound) -> int:
+        for method in self.methods:
+            if overrides(method, "local_epochs"):
+                epochs = method.local_epochs(self.memory(client_round.client, method.section), client_round)
+                if epochs is not None:
+                    return epochs
+        return self.local_epochs
+
+    def _rehearsed(self, client_round: ClientRound) -> list[Tensor]:
+        methods = [m for m in self.methods if overrides(m, "rehearse") and m.applies_to(client_round)]
+        remembered = [m.rehearse(self.memory(client_round.client, m.section)) for m in methods]
+        pairs = [pair for pair in remembered if pair is not None]
+        return [torch.cat(values) for values in zip(*pairs, strict=True)]
+
+    def begin_fit(self) -> None:
+        """Take the module's state as the server's."""
+        if self._waiting is not None:
+            load_entries(self.module, self._waiting)
+            self._waiting = None
+        self.server.begin(self.module, self.rules, self.extra)
+
+    @property
+    def extra(self) -> dict[str, tuple[Tensor, str]]:
+        """What the server keeps for methods, beside the module's entries, and how it comes together."""
+        return {
+            f"{method.section}.{name}": (value.to(self.module.device), method.reductions[name])
+            for method in self.methods
+            for name, value in method.server_state(self.module).items()
+        }
+
+    def restore_server(self) -> None:
+        """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""
+        if not self.round_done and self.server.state:
+            log.warning("A round was cut short: the server state stays as it was before it.")
+            self.training = None
+            if self.trainer is not None:
+                self.trainer.abort()
+            load_entries(self.module, self.server.state)
+        self.between_rounds = self.round_done = True
+
+    @property
+    def client_listeners(self) -> list[ListensToClients]:
+        """The callbacks that are told of each client, methods first."""
+        return [callback for callback in self._callbacks if isinstance(callback, ListensToClients)]
+
+    @property
+    def round_listeners(self) -> list[ListensToRounds]:
+        """The callbacks that are told of each round, methods first: what they do is measured."""
+        return [callback for callback in self._callbacks if isinstance(callback, ListensToRounds)]
+
+    @property
+    def _callbacks(self) -> list[Callback]:
+        return sorted(callbacks_of(self.module.trainer), key=lambda callback: not isinstance(callback, Declaration))
+
+    # What methods and callbacks may see.
+
+    @property
+    def seed(self) -> int:
+        """The seed of participation and of every client's randomness."""
+        return self._seed()
+
+    @property
+    def plan(self) -> Plan:
+        """Who sees which samples when."""
+        return self.stream.plan
+
+    @property
+    def round(self) -> int:
+        """The round at hand, from 0."""
+        return current_round(self.module.trainer)
+
+    @property
+    def record(self) -> RoundRecord:
+        """What has happened in the round at hand, and bytes on the wire."""
+        return self.server.record
+
+    @property
+    def reductions(self) -> Mapping[str, Reduction]:
+        """The reduction of every entry of the server's state in the round at hand."""
+        return self.server.reductions
+
+    @property
+    def client_round(self) -> ClientRound | None:
+        """The client that trains now; None between rounds, and where several train side by side."""
+        return self.training
+
+    @property
+    def local_epoch(self) -> int:
+        """The local epoch, from 0, of the batch at hand."""
+        return self.context.epoch if self.context is not None else 0
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the batch at hand is the last one of its clients' local training."""
+        return self.context is not None and self.context.last
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The clients' optimizer."""
+        return there(self._optimizer, "a fit")
+
+    @property
+    def batching(self) -> tuple[int, bool]:
+        """Samples per batch, and whether each local epoch has an order of its own."""
+        return self.stream.batch_size, self.stream.shuffle
+
+    def client_rounds(self, round: int) -> list[ClientRound]:
+        """The clients that have data in a round and are still there, in the plan's order."""
+        unavailable = self.participation.unavailable(round)
+        return [self.stream.client_round(c, round) for c in self.plan.train[round] if c not in unavailable]
+
+    def samples(self, client: str, round: int) -> Batch:
+        """A client's samples of a round, stacked: the same whenever they are asked for."""
+        with isolate_rng():
+            start_randomness(self.seed, client, round, "data")
+            return self.stream.take(self.plan.train[round][client])
+
+    def memory(self, client: str, section: str) -> Memory:
+        """What a client keeps in a section: that of a method has its class's name."""
+        return self.server.store[client].get(section, {})
+
+    def remember(self, client: str, section: str, memory: Memory) -> None:
+        """Keep something for a client in a section."""
+        self.server.store[client] = {**self.server.store[client], section: memory}
+
+    def server_state(self, section: str) -> State:
+        """What the server keeps for a method, by name."""
+        return {
+            name.removeprefix(f"{section}."): value
+            for name, value in self.server.state.items()
+            if name.startswith(f"{section}.")
+        }
+
+    def forget(self, client: str) -> None:
+        """Forget all that a client has kept; it takes part in no later round."""
+        self.server.store[client] = {}
+        self.participation.withdraw(client)
+
+    def own_entries(self, client: str) -> State:
+        """What a client goes on from in place of the server's entries."""
+        return own_entries(self.server.store[client], self.module.device)
+
+    def client_state(self, client: str, server: State | None = None) -> State:
+        """The state that a client predicts with: the server's with its own entries, made personal by its methods.
+
+        Args:
+            client: The client.
+            server: The server's state; None: that in the module, or that `load_client` has found there. It comes back
+                itself for a client with nothing of its own.
+
+        Raises:
+            ValueError: If there is no such client.
+        """
+        if self._module is None or self._stream is None or client not in self.plan.clients:
+            known = ", ".join(self.plan.clients) if self._stream is not None else "none before a fit"
+            raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
+        state = server if server is not None else self._waiting
+        state = entries(self.module) if state is None else state
+        own = self.own_entries(client)
+        if own:
+            state = {**state, **own}
+        for method in methods_of(self.module.trainer):
+            state = method.personalize(self.memory(client, method.section), state)
+        return state
+
+    def load_client(self, client: str) -> None:
+        """Put the model that a client predicts with into the module, in place of the server's: after a fit.
+
+        Raises:
+            ValueError: If there is no such client.
+        """
+        state = {name: value.detach().clone() for name, value in self.client_state(client).items()}
+        if self._waiting is None:
+            self._waiting = {name: value.detach().clone() for name, value in entries(self.module).items()}
+        load_entries(self.module, state)
+
+    @property
+    def optimizer_in_use(self) -> Optimizer:
+        """What Lightning steps now: the local trainer's own optimizer, or the module's."""
+        own = self.trainer.optimizer if self.trainer is not None else None
+        return own if own is not None else self.optimizer
+
+    @property
+    def holds_client(self) -> bool:
+        """Whether the module holds a client's model, after a fit."""
+        return self._waiting is not None
+
+    def forget_server(self) -> None:
+        """The module has a state of its own again: that of a checkpoint."""
+        self._waiting = None
+
+
+def there(value: T | None, what: str) -> T:
+    """A value that is there once something has begun.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    if value is None:
+        raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
+    return value

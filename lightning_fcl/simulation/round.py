@@ -1,0 +1,163 @@
+"""A round in four steps: download, local training, upload, aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import Batch, SolvesAtServer, Trained
+from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.simulation.federation import Federation, there
+from lightning_fcl.simulation.loader import BatchContext
+
+
+def next_batch(federation: Federation) -> None:
+    """Before a batch: whose it is."""
+    federation.context = there(federation.loader, "a fit").slots.popleft()
+    if federation.context.first:
+        download(federation, federation.context)
+
+
+def end_batch(federation: Federation) -> None:
+    """After a batch: perhaps its clients are done, perhaps the round."""
+    context = there(federation.context, "a batch")
+    if context.last:
+        upload(federation, context)
+    if context.last_of_round:
+        aggregate(federation)
+
+
+def download(federation: Federation, context: BatchContext) -> None:
+    """Step 1: the clients receive the server's state, and remember what they have kept."""
+    if federation.round_done:  # what a hook has changed in the module since the last round is the server's
+        federation.server.begin_round(federation.module, federation.rules, federation.extra)
+    federation.between_rounds = federation.round_done = False
+    clients = context.client_rounds
+    start_randomness(federation.seed, *(client.client for client in clients), clients[0].round)
+    received, kept = zip(*(federation.server.download(client.client) for client in clients), strict=True)
+    memories = [
+        [_moved(federation, m.on_download(own.get(m.section, {}), state, client)) for m in federation.methods]
+        for client, state, own in zip(clients, received, kept, strict=True)
+    ]
+    trainer = there(federation.trainer, "a fit")
+    federation.training = clients[0] if not trainer.stacked else None
+    trainer.begin(clients, received, memories, [own.get("optimizer", {}) for own in kept])
+
+
+def _moved(federation: Federation, memory: Memory) -> Memory:
+    """What was on disk, or in a checkpoint, comes back on the CPU."""
+    device = federation.module.device
+    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
+
+
+def training_step(federation: Federation, batch: Batch, batch_idx: int) -> Tensor | None:
+    """Step 2: the clients' own training, one step of it."""
+    weight = there(federation.context, "a batch").weight
+    weight = weight.to(federation.module.device) if weight is not None else None
+    return there(federation.trainer, "a fit").training_step(batch, batch_idx, weight)
+
+
+def optimizer_step(federation: Federation, step: Callable[[], object]) -> object:
+    """A step of the optimizer."""
+    return there(federation.trainer, "a fit").optimizer_step(step, there(federation.context, "a batch").active)
+
+
+def upload(federation: Federation, context: BatchContext) -> None:
+    """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
+    clients = context.client_rounds
+    trained = there(federation.trainer, "a fit").finish()
+    missed = [federation.participation.misses(client.client, client.round) for client in clients]
+    taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
+    personal = federation.server.personal or federation.participation.swarm is not None
+    if not (federation.methods or federation.keep_optimizer or personal or federation.client_listeners):
+        return  # nothing stays with the clients, and nobody looks at them
+    for row, client in enumerate(clients):
+        if taken[row]:
+            _end_client(federation, client, context, trained, row, missed[row])
+
+
+def _contributions(federation: Federation, context: BatchContext, trained: Trained) -> State:
+    """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""
+    sent: dict[str, list[Tensor]] = {}
+    for i, method in enumerate(federation.methods):
+        kept = federation.server_state(method.section)
+        neutral = {n: federation.reductions[f"{method.section}.{n}"].start(value) for n, value in kept.items()}
+        for row, client in enumerate(context.client_rounds if kept else ()):
+            given = dict(neutral)
+            if method.applies_to(client):
+                data = context.data[row].samples() if method.needs_samples else None
+                given |= method.contribute(trained.memories[row][i], trained.state(row), data, client)
+            for name, value in given.items():
+                sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
+    return {name: torch.stack(values) for name, values in sent.items()}
+
+
+def _send(federation: Federation, clients: Sequence[ClientRound], states: State, missed: Sequence[bool]) -> list[bool]:
+    """Send the states of those in reach; whether each client's state is one to go on with."""
+    if not any(missed):
+        return federation.server.upload(clients, states)
+    federation.server.record.missed += [client.client for client, out in zip(clients, missed, strict=True) if out]
+    fine = [True] * len(clients)
+    rows = [row for row, out in enumerate(missed) if not out]
+    if rows:
+        sent = {name: value[rows] for name, value in states.items()}
+        for row, taken in zip(rows, federation.server.upload([clients[row] for row in rows], sent), strict=True):
+            fine[row] = taken
+    return fine
+
+
+def _end_client(
+    federation: Federation, client: ClientRound, context: BatchContext, trained: Trained, row: int, missed: bool
+) -> None:
+    state, kept = trained.state(row), {}
+    for method, memory in zip(federation.methods, trained.memories[row], strict=True):
+        if method.remembers(client):
+            data = context.data[row].samples() if method.needs_samples else None
+            kept[method.section] = method.end_round(memory, state, data, client, _generator(federation, client, method))
+    if trained.optimizer is not None:
+        kept["optimizer"] = trained.optimizer
+    federation.server.keep(client.client, state, kept, missed)
+    listeners = federation.client_listeners
+    if listeners and trained.own is None:
+        load_entries(federation.module, state)
+    for listener in listeners:
+        listener.on_client_end(federation.module.trainer, federation.module, client)
+
+
+def _generator(federation: Federation, client: ClientRound, method: Declaration) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_of(federation.seed, client.client, client.round, method.section))
+
+
+def aggregate(federation: Federation) -> None:
+    """Step 4: aggregate, put the server's state into the module, and end experiences."""
+    federation.training = None
+    load_entries(federation.module, federation.server.finish_round())
+    if isinstance(federation.module, SolvesAtServer):
+        federation.module.on_after_aggregation()
+    federation.round_done = True
+    federation.record.skipped = there(federation.loader, "a fit").skipped
+    federation.participation.elect(federation.record, federation.plan.clients)
+    for method in federation.methods:
+        if method.ends_undrawn:
+            _end_undrawn(federation, method)
+    for listener in federation.round_listeners:
+        listener.on_round_end(federation.module.trainer, federation.module)
+
+
+def _end_undrawn(federation: Federation, method: Declaration) -> None:
+    """End the experiences that end with this round, for clients that were not drawn for it."""
+    done = {*federation.record.trained, *federation.record.missed, *federation.record.dropped}
+    for client in federation.client_rounds(federation.round):
+        if client.client in done or not (client.last_round and method.remembers(client)):
+            continue
+        data = federation.samples(client.client, client.round) if method.needs_samples else None
+        own = {**entries(federation.module), **federation.own_entries(client.client)}
+        memory, undrawn = federation.memory(client.client, method.section), client.not_drawn()
+        ended = method.end_round(memory, own, data, undrawn, _generator(federation, client, method))
+        federation.remember(client.client, method.section, ended)

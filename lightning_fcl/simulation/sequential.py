@@ -1,0 +1,105 @@
+"""Local training of one client at a time, in the module that Lightning trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
+from lightning_fcl.federation.protocol import Batch, Trained
+from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.methods.method import driver_of
+from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.randomness import seed_of
+
+
+class SequentialTrainer:
+    """Trains one client after the other: any LightningModule, with all that Lightning does around a step.
+
+    Args:
+        module: The module.
+        methods: The methods of its Trainer.
+        step: Lightning's own training step.
+        optimizer: The module's optimizer.
+        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        seed: Seed of what methods recall.
+    """
+
+    clients_at_once = 1
+    stacked = False
+    optimizer = None
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[Declaration],
+        step: Callable[..., Any],
+        optimizer: Optimizer,
+        keep_optimizer: bool,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._methods = methods
+        self._step = step
+        self._optimizer = optimizer
+        self._keep_optimizer = keep_optimizer
+        self._seed = seed
+        self._client_round: ClientRound | None = None
+
+    def begin(
+        self,
+        client_rounds: Sequence[ClientRound],
+        received: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        """Load a client's state into the module, and its optimizer's."""
+        (self._client_round,) = client_rounds
+        load_entries(self._module, received[0])
+        self._optimizer.state.clear()
+        restore_optimizer(self._optimizer, optimizers[0])
+        if self._methods:
+            active = [method.applies_to(client_rounds[0]) for method in self._methods]
+            recalls = Recalls.of(self._methods, memories[0], recall_generator(self._seed, client_rounds[0]))
+            driver_of(self._module.trainer).begin(memories[0], received[0], active, recalls)
+
+    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+        """The module's own step."""
+        loss: Tensor | None = self._step(batch, batch_idx)
+        return loss
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        """The optimizer's own step."""
+        return step()
+
+    def finish(self) -> Trained:
+        """Take the client's state from the module; what it sends is its methods' choice."""
+        if self._client_round is None:
+            raise RuntimeError("Expected a client to have begun but none has.")
+        own = {name: value.detach() for name, value in entries(self._module).items()}
+        sent = own
+        for method in self._methods:
+            sent = method.upload(method.memory, sent) if method.applies_to(self._client_round) else sent
+        return Trained(
+            {name: value[None] for name, value in sent.items()},
+            [[method.memory for method in self._methods]],
+            own,
+            optimizer_memory(self._optimizer) if self._keep_optimizer else None,
+        )
+
+    def abort(self) -> None:
+        """Forget the client."""
+        self._client_round = None
+
+
+def recall_generator(seed: int, client_round: ClientRound) -> torch.Generator:
+    """Draws what a client's methods recall in a round."""
+    return torch.Generator().manual_seed(seed_of(seed, client_round.client, client_round.round, "recall"))
