@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import ClientLoader, FederatedStream
@@ -151,11 +151,13 @@ class Federation:
                     return epochs
         return self.local_epochs
 
-    def _rehearsed(self, client_round: ClientRound) -> list[Tensor]:
+    def _rehearsed(self, client_round: ClientRound) -> Batch | None:
         methods = [m for m in self.methods if overrides(m, "rehearse") and m.applies_to(client_round)]
         remembered = [m.rehearse(self.memory(client_round.client, m.section)) for m in methods]
-        pairs = [pair for pair in remembered if pair is not None]
-        return [torch.cat(values) for values in zip(*pairs, strict=True)]
+        parts = [
+            list(samples) if isinstance(samples, tuple) else samples for samples in remembered if samples is not None
+        ]
+        return joined(parts) if parts else None
 
     def begin_fit(self) -> None:
         """Take the module's state as the server's."""
