@@ -25,6 +25,7 @@ test-slow: .venv/ready ## the slow tests
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: .venv/ready
 	$(BIN)/mypy

@@ -5,7 +5,7 @@ Every file is written under a temporary name and then renamed, so an interrupted
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -306,6 +306,9 @@ def write_whole(path: Path, text: str) -> Path:
 
 def save_figure(figure: "Figure", path: Path) -> Path:
     """Write a figure whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    write: Callable[[Path], None] = FigureCanvasAgg(figure).print_png  # `savefig` would draw it twice
     with _replacing(path) as temporary:
-        figure.savefig(temporary, format="png")
+        write(temporary)
     return path

@@ -5,7 +5,7 @@ import statistics
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.report import compare_plot, read_results, table, write_report, write_table
@@ -172,11 +172,11 @@ def test_failing_plot_leaves_the_old_one(tmp_path, monkeypatch):
     write_report(save(tmp_path, results()))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def half(self, path, **options):
+    def half(self, path):
         path.write_bytes(b"half a picture")
         raise OSError("disk full")
 
-    monkeypatch.setattr(Figure, "savefig", half)
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", half)
     save(tmp_path, results())
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path)
