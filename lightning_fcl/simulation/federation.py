@@ -151,13 +151,11 @@ class Federation:
                     return epochs
         return self.local_epochs
 
-    def _rehearsed(self, client_round: ClientRound) -> Batch | None:
+    def _rehearsed(self, client_round: ClientRound) -> Batch:
         methods = [m for m in self.methods if overrides(m, "rehearse") and m.applies_to(client_round)]
         remembered = [m.rehearse(self.memory(client_round.client, m.section)) for m in methods]
-        parts = [
-            list(samples) if isinstance(samples, tuple) else samples for samples in remembered if samples is not None
-        ]
-        return joined(parts) if parts else None
+        parts = [samples for samples in remembered if samples is not None]
+        return joined(parts) if parts else []
 
     def begin_fit(self) -> None:
         """Take the module's state as the server's."""
