@@ -202,7 +202,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def number_of(samples: Any) -> int:
-    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one.
+    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none.
 
     Example:
         >>> number_of({"ids": torch.zeros(3, 7)}), number_of([])
@@ -210,7 +210,7 @@ def number_of(samples: Any) -> int:
     """
     if isinstance(samples, Mapping):
         samples = list(samples.values())
-    if isinstance(samples, list | tuple):
+    if samples is None or isinstance(samples, list | tuple):
         return number_of(samples[0]) if samples else 0
     return len(samples)
 

@@ -46,6 +46,9 @@ class Declaration:
     needs_labels: ClassVar[bool] = False
     """Whether batches must be pairs ``[x, y]``; always where it needs samples."""
 
+    takes_dicts: ClassVar[bool] = False
+    """Whether batches may also be dicts of tensors, in a federation."""
+
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
 
@@ -126,8 +129,8 @@ class Declaration:
         """
         return gradient
 
-    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """Remembered samples ``(x, y)`` to train on together with the round's data."""
+    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
+        """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
         return None
 
     def mix(self, memory: Memory, batch: Any, batch_idx: int) -> None:
@@ -144,7 +147,7 @@ class Declaration:
                 f"got {type(batch).__name__}. Return a pair from your dataset."
             )
         remembered = self.rehearse(memory)
-        if remembered is None:
+        if not isinstance(remembered, tuple):
             return
         number = len(remembered[1])
         size = min(number, len(batch[1]))

@@ -266,7 +266,7 @@ def _is_active(method: Declaration) -> bool:
 
 
 def _check_labels(method: Declaration, batch: Any) -> None:
-    if method.needs_labels and not is_labelled(batch):
+    if method.needs_labels and not is_labelled(batch) and not (method.takes_dicts and isinstance(batch, dict)):
         length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise TypeError(
             f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}{length}. "

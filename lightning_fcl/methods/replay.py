@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.scenarios import Indices
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.buffers import Agent, check_buffer, make_buffer, select
 from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import checked_size
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
 
+if TYPE_CHECKING:
+    from avalanche.training.storage_policy import ExemplarsBuffer
+
 Policy = Literal["reservoir", "class-balanced", "refresh"]
+
+# What entries of a memory begin with that are those of samples that are dicts.
+_SAMPLE = "sample."
 
 
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
     After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; what
-    a client remembers never travels.
+    a client remembers never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
 
     Args:
         max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
@@ -41,14 +48,21 @@ class Replay(Method):
         base: Whether every client's buffer begins with the samples of the stream's base session, as far as they fit:
             they were learnt in one place, before the clients, which get them along with the model.
         clients: Who uses it. See `Method`.
+        buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
+            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (whatever is taken in at once is an experience) or
+            ``ParametricBuffer`` with any selection strategy, which gets the module, with the client's state, as
+            ``strategy.model``. Every client has one like it, kept as tensors.
 
     Raises:
+        TypeError: If ``buffer`` wants Avalanche's own training loop.
         ValueError: If an argument is out of range, or there is no base session to begin with.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
         10
     """
+
+    takes_dicts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -58,8 +72,14 @@ class Replay(Method):
         repeat: bool = False,
         base: bool = False,
         clients: Clients = "all",
+        buffer: ExemplarsBuffer | None = None,
     ) -> None:
         super().__init__(clients)
+        if buffer is not None:
+            check_buffer(buffer)
+            if repeat:
+                raise ValueError("Expected no `repeat` beside `buffer` but got both. Use `policy` and `max_size`.")
+            max_size = buffer.max_size
         if policy not in ("reservoir", "class-balanced", "refresh"):
             raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
         if update not in ("round", "experience"):
@@ -68,9 +88,10 @@ class Replay(Method):
             raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{policy}".')
         self.max_size = checked_size(max_size)
         self.repeat = repeat
-        self.policy = policy
+        self.policy = policy if buffer is None else type(buffer).__name__
         self.update = update
         self.base = base
+        self.buffer = buffer
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """In a federation, fill the buffers with the base session's samples, if they begin with these."""
@@ -90,14 +111,19 @@ class Replay(Method):
             if not federation.memory(client, self.section):  # else of an earlier fit, which this one goes on from
                 federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))
 
-    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
+    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
         """All remembered samples, perhaps repeated."""
         if not memory:
             return None
-        if not self.repeat:
-            return memory["x"], memory["y"]
-        times = torch.arange(int(memory["seen"]), device=memory["y"].device) % len(memory["y"])
-        return memory["x"][times], memory["y"][times]
+        names = [name for name in memory if name.startswith(_SAMPLE)]
+        chosen = {name: memory[name] for name in names or ("x", "y")}
+        if self.repeat:
+            first = next(iter(chosen.values()))
+            times = torch.arange(int(memory["seen"]), device=first.device) % len(first)
+            chosen = {name: value[times] for name, value in chosen.items()}
+        if not names:
+            return chosen["x"], chosen["y"]
+        return {name.removeprefix(_SAMPLE): value for name, value in chosen.items()}
 
     def _size(self, client_round: ClientRound) -> int:
         if isinstance(self.max_size, int):
@@ -115,61 +141,74 @@ class Replay(Method):
         """Take in the round's data, if it is time."""
         if self.update == "experience" and not client_round.last_round:
             return memory
-        if len(data) != 2:
-            raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
-        x, y = data
-        size = self._size(client_round)
-        memory = {name: value.to(x.device) for name, value in memory.items()}
-        tasks = torch.full_like(y, client_round.experience)
+        samples = _entries(data)
+        first = next(iter(samples.values()))
+        device, size = first.device, self._size(client_round)
+        memory = {name: value.to(device) for name, value in memory.items()}
+        new = {**samples, "task": torch.full((len(first),), client_round.experience, device=device)}
+        labels = client_round.labels if len(client_round.labels) == len(first) else samples.get("y", first)
+        if not _are_classes(samples.get("y")):
+            new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.policy == "refresh":
-            chosen = torch.randperm(len(y), generator=generator)[:size]
+            chosen = torch.randperm(len(first), generator=generator)[:size]
             kept = memory["task"] != client_round.experience if memory else None
-            new = {"x": x[chosen], "y": y[chosen], "task": tasks[chosen]}
-            return {n: torch.cat([memory[n][kept], v]) for n, v in new.items()} if kept is not None else new
-        seen = len(y) + (int(memory["seen"]) if memory else 0)
+            picked = {name: value[chosen] for name, value in new.items()}
+            return {n: torch.cat([memory[n][kept], v]) for n, v in picked.items()} if kept is not None else picked
+        seen = len(first) + (int(memory["seen"]) if memory else 0)
         if memory:
-            x, y, tasks = (torch.cat([memory[n], v]) for n, v in (("x", x), ("y", y), ("task", tasks)))
-        old = memory.get("priority", torch.empty(0))
-        chosen, priority = _select(y.cpu(), old.cpu(), self.policy, size, generator)
-        return {"x": x[chosen], "y": y[chosen], "task": tasks[chosen], "priority": priority, "seen": torch.tensor(seen)}
+            new = {name: torch.cat([memory[name], value]) for name, value in new.items()}
+        places: Memory = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
+        labels = new["class"] if "class" in new else new["y"]
+        with self._holding(own) as model:
+            chosen, order = select(
+                self.buffer or make_buffer(self.policy),
+                size,
+                lambda index: _nested(new, index),
+                labels.cpu(),
+                new["task"].cpu(),
+                places,
+                Agent(self.buffer, model, client_round.experience),
+                generator,
+            )
+        return {**{name: value[chosen] for name, value in new.items()}, **order, "seen": torch.tensor(seen)}
+
+    @contextmanager
+    def _holding(self, own: State) -> Iterator[L.LightningModule | None]:
+        """The module with the client's state, if a selection strategy may look at it; afterwards it is as before."""
+        if self.buffer is None or self.running is None:
+            yield None
+            return
+        module = self.module
+        before = {name: value.detach().clone() for name, value in entries(module).items()}
+        modes = {part: part.training for part in module.modules()}
+        load_entries(module, own)
+        try:
+            yield module
+        finally:
+            load_entries(module, before)
+            for part, training in modes.items():
+                part.training = training
 
 
-def _select(
-    y: Tensor, priority: Tensor, policy: Policy, max_size: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Which of the remembered (first) and new samples Avalanche's buffer keeps, and their reservoir priorities.
+def _entries(data: Any) -> Memory:
+    """Samples as entries of a memory.
 
-    Avalanche moves indices only: what is a sample stays with the caller.
+    Raises:
+        TypeError: If they are neither pairs nor dicts of tensors.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
-        from avalanche.training import ClassBalancedBuffer, ReservoirSamplingBuffer
+    if isinstance(data, Mapping):
+        return {f"{_SAMPLE}{name}": value for name, value in data.items()}
+    if len(data) != 2:
+        raise TypeError(f"Expected samples `[x, y]` for `Replay` but got {len(data)} parts. Return pairs instead.")
+    return {"x": data[0], "y": data[1]}
 
-    def dataset(indices: Tensor) -> Any:
-        data = Indices(indices.numpy(), y.numpy())
-        labels = DataAttribute(data.targets, "targets")
-        tasks = DataAttribute([0] * len(data), "targets_task_labels")
-        return TaskAwareSupervisedClassificationDataset([data], data_attributes=[labels, tasks])
 
-    def reservoir(indices: Tensor, size: int) -> Any:
-        buffer = ReservoirSamplingBuffer(size)
-        order = priority[indices].argsort(descending=True)
-        buffer.buffer = dataset(indices[order])
-        buffer._buffer_weights = priority[indices[order]]  # Avalanche has no way to restore a buffer
-        return buffer
+def _nested(entries: Memory, index: int) -> Any:
+    """One sample, nested as the data set's items are."""
+    names = [name for name in entries if name.startswith(_SAMPLE)]
+    return {name.removeprefix(_SAMPLE): entries[name][index] for name in names} if names else entries["x"][index]
 
-    old, new = torch.arange(len(priority)), torch.arange(len(priority), len(y))
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-        if policy == "reservoir":
-            groups = [reservoir(old, max_size)]
-            groups[0].update_from_dataset(dataset(new))
-        else:
-            buffer = ClassBalancedBuffer(max_size)
-            buffer.seen_classes = set(y[old].tolist())
-            buffer.buffer_groups = {c: reservoir(old[y[old] == c], max_size) for c in buffer.seen_classes}
-            buffer.update_from_dataset(dataset(new))
-            groups = list(buffer.buffer_groups.values())
-    kept = [int(index) for group in groups for index, *_ in group.buffer]
-    return torch.tensor(kept, dtype=torch.long), torch.cat([group._buffer_weights for group in groups])
+
+def _are_classes(y: Tensor | None) -> bool:
+    """Whether targets are one class for each sample."""
+    return y is not None and y.dim() == 1 and not y.is_floating_point()

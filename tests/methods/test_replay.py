@@ -2,12 +2,16 @@
 
 import re
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 
 
 def generator(seed=0):
@@ -243,3 +247,143 @@ def test_a_batch_that_is_no_list(make_task, samples, train):
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Replay(**options)
+
+
+def avalanche():
+    from avalanche.training import storage_policy
+
+    return storage_policy
+
+
+BUFFERS = {
+    "ReservoirSamplingBuffer": lambda policies: policies.ReservoirSamplingBuffer(12),
+    "ClassBalancedBuffer": lambda policies: policies.ClassBalancedBuffer(12),
+    "ClassBalancedBuffer of 6": lambda policies: policies.ClassBalancedBuffer(12, False, 6),
+    "ExperienceBalancedBuffer": lambda policies: policies.ExperienceBalancedBuffer(12),
+    **{
+        f"ParametricBuffer by {by}": lambda policies, by=by: policies.ParametricBuffer(12, by)
+        for by in (None, "class", "task", "experience")
+    },
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_avalanches_buffers_are_kept_as_tensors(name):
+    given = BUFFERS[name](avalanche())
+    method = Replay(buffer=given, update="round")
+    parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
+    memory = learn(method, parts)
+    assert method.max_size == 12 and len(given.buffer) == 0  # a template: every client has one like it
+    assert all(isinstance(value, torch.Tensor) for value in memory.values())
+    assert_consistent(memory, parts)
+    counted = torch.bincount(memory["y"], minlength=4).tolist()
+    if name in ("ClassBalancedBuffer", "ParametricBuffer by class"):
+        assert counted == [3, 3, 3, 3]
+    elif name == "ClassBalancedBuffer of 6":
+        assert counted == [2, 2, 2, 2]
+    elif name.split()[-1] in ("task", "experience") or name == "ExperienceBalancedBuffer":
+        assert torch.bincount(memory["task"]).tolist() == [4, 4, 4]
+    assert len(memory["y"]) == (8 if "of 6" in name else 12)
+    again = learn(method, parts)
+    assert all(torch.equal(value, again[entry]) for entry, value in memory.items())
+    assert numbers(learn(method, parts, seed=1)) != numbers(memory)
+
+
+@pytest.mark.parametrize(("policy", "buffer"), [("reservoir", 0), ("class-balanced", 1)])
+def test_a_policy_is_its_buffer(policy, buffer):
+    parts = [data([0, 1] * 10), data([2] * 20, 20), data([0, 3] * 10, 40)]
+    one = [avalanche().ReservoirSamplingBuffer, avalanche().ClassBalancedBuffer][buffer](11)
+    expected, memory = learn(Replay(11, policy, "round"), parts), learn(Replay(buffer=one, update="round"), parts)
+    assert expected.keys() == memory.keys() and all(torch.equal(memory[name], expected[name]) for name in expected)
+
+
+def test_a_selection_strategy_sees_the_client_s_model(fit, make_stream, make_task):
+    policies, seen = avalanche(), []
+
+    class Nearest(policies.ExemplarsSelectionStrategy):
+        def make_sorted_indices(self, strategy, data):
+            seen.append({name: value.clone() for name, value in strategy.model.state_dict().items()})
+            x = torch.stack([sample for sample, *_ in data])
+            return strategy.model(x.to(strategy.device))[:, 0].argsort().tolist()
+
+    results = []
+    for size in (1, 3):
+        task = make_task()
+        stream = make_stream(rounds_per_experience=2)
+        method = Replay(buffer=policies.ParametricBuffer(8, "class", Nearest()))
+        trainer = fit(task, stream, [method], cohort_size=size, seed=0)
+        store = trainer.strategy.server.store
+        results.append([store[client]["Replay"]["x"] for client in stream.plan.clients])
+        assert all(store[client]["Replay"]["y"].bincount().tolist() == [2] * 4 for client in stream.plan.clients)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert any(not torch.equal(seen[0][name], seen[-1][name]) for name in seen[0])
+
+
+def test_herding_with_the_task_s_own_network(fit, make_stream, make_task):
+    policies, task = avalanche(), make_task()
+    herding = policies.HerdingSelectionStrategy(task.model, "3")
+    trainer = fit(task, make_stream(), [Replay(buffer=policies.ParametricBuffer(8, "class", herding))], seed=0)
+    assert all(len(trainer.strategy.server.store[client]["Replay"]["y"]) == 8 for client in "012")
+    assert task.training
+
+
+def test_what_wants_avalanches_own_loop_is_refused_by_name():
+    policies = avalanche()
+
+    class Own(policies.ReservoirSamplingBuffer):
+        pass
+
+    with pytest.raises(TypeError, match="but got `Own`, which wants Avalanche's own training loop"):
+        Replay(buffer=Own(3))
+
+    class Curious(policies.ExemplarsSelectionStrategy):
+        def make_sorted_indices(self, strategy, data):
+            return strategy.experience
+
+    method = Replay(buffer=policies.ParametricBuffer(3, None, Curious()), update="round")
+    with pytest.raises(
+        TypeError, match="`Curious` asks for `experience`, which only Avalanche's own training loop has"
+    ):
+        learn(method, [data([0] * 5)])
+    with pytest.raises(ValueError, match="Expected no `repeat` beside `buffer`"):
+        Replay(buffer=policies.ReservoirSamplingBuffer(3), repeat=True)
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self):
+        self.ids = torch.arange(48 * 3).view(48, 3)
+
+    def __getitem__(self, index):
+        return {"ids": self.ids[index], "labels": index % 4}
+
+    def __len__(self):
+        return 48
+
+
+class Reader(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.sizes = torch.nn.Parameter(torch.ones(1)), []
+
+    def training_step(self, batch, batch_idx):
+        assert batch["ids"].dtype == torch.int64 and (batch["ids"][:, 0] // 3 % 4 == batch["labels"]).all()
+        self.sizes.append((self.trainer.current_epoch, len(batch["labels"])))
+        return (self.scale * batch["ids"].float().mean()).square() * 1e-9
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("policy", ["reservoir", "class-balanced", "refresh"])
+def test_dicts_are_remembered(fit, policy):
+    stream = FederatedStream(Sentences(), ClassIncremental(2), IID(2), batch_size=100, seed=0)
+    task = Reader()
+    trainer = fit(task, stream, [Replay(6, policy)], seed=0)
+    own = [len(stream.plan.train[round][client]) for round in (0, 1) for client in "01"]
+    assert [size for _, size in task.sizes] == [own[0], own[1], own[2] + 6, own[3] + 6]
+    for client in "01":
+        memory = trainer.strategy.server.store[client]["Replay"]
+        assert (memory["sample.ids"][:, 0] // 3 % 4 == memory["class"]).all()
+        if policy == "class-balanced":
+            assert memory["class"].bincount().max() == 2
