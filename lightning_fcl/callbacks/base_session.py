@@ -23,6 +23,7 @@ from lightning_fcl.callbacks.pretrain import fit_alone
 from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import require
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
@@ -235,8 +236,7 @@ class _Images(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, perhaps mirrored and shifted."""
 
     def __init__(self, x: Tensor, y: Tensor, augment: bool) -> None:
-        from torchvision.transforms import v2
-
+        v2 = require("torchvision.transforms.v2", "mirrors and shifts images")
         self.x = x
         self.y = y
         mirrored_and_shifted = v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(tuple(x.shape[2:]), padding=4)])

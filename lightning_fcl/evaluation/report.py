@@ -5,13 +5,14 @@ Every file is written under a temporary name and then renamed, so an interrupted
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
@@ -306,9 +307,7 @@ def write_whole(path: Path, text: str) -> Path:
 
 def save_figure(figure: "Figure", path: Path) -> Path:
     """Write a figure whole or not at all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    write: Callable[[Path], None] = FigureCanvasAgg(figure).print_png  # `savefig` would draw it twice
+    canvas = require("matplotlib.backends.backend_agg", "draws figures").FigureCanvasAgg(figure)
     with _replacing(path) as temporary:
-        write(temporary)
+        canvas.print_png(temporary)  # `savefig` would draw it twice
     return path

@@ -1,0 +1,47 @@
+"""The code in the documents runs."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_fcl
+
+DOCS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+BLOCK = re.compile(r"^```(python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = BLOCK.findall(path.read_text())
+    assert blocks
+    for language, code in blocks:
+        if language == "python":
+            exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
+            continue
+        from lightning_fcl.cli.run import resolve
+
+        (tmp_path / "recipe.yaml").write_text(code)
+        assert resolve(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code
+
+
+def test_contributing_names_every_document():
+    text = CONTRIBUTING.read_text()
+    assert all(f"(docs/{path.name})" in text for path in DOCS)
+
+
+def test_what_the_pictures_name_is_there():
+    """A class or module, and what it defines."""
+    pictures = re.findall(r"```mermaid\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
+    named = set(re.findall(r"\b([A-Za-z]+)\.([a-z_]+)\b", " ".join(pictures)))
+    defined = set()
+    for path in Path(lightning_fcl.__file__).parent.rglob("*.py"):
+        for scope in ast.walk(ast.parse(path.read_text())):
+            if isinstance(scope, ast.Module | ast.ClassDef):
+                name = scope.name if isinstance(scope, ast.ClassDef) else path.stem
+                defined |= {(name, member.name) for member in scope.body if isinstance(member, ast.FunctionDef)}
+    assert len(pictures) == 3 and len(named) > 12
+    assert named <= defined
