@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fcl.errors import require
 from lightning_fcl.federation.client_store import Memory
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def make_buffer(policy: str) -> ExemplarsBuffer:
     """The buffer of a policy's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        require("avalanche", "has the buffers of `Replay`")
         from avalanche.training import ClassBalancedBuffer, ReservoirSamplingBuffer
 
     return ReservoirSamplingBuffer(1) if policy == "reservoir" else ClassBalancedBuffer(1)
