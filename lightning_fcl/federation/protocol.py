@@ -251,6 +251,10 @@ class Vectorizable(StatesLoss, Protocol):
 class EmbedsInputs(Protocol):
     """A module that tells the features behind its output."""
 
+    @property
+    def features(self) -> int:
+        """How many there are."""
+
     def embed(self, x: Tensor) -> Tensor:
         """Features, shape (batch, features)."""
 

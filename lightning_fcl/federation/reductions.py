@@ -93,6 +93,10 @@ class Reduction:
         """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
         return server
 
+    def nothing(self, server: Tensor) -> Tensor:
+        """The value of a client that has nothing to send."""
+        return self.start(server)
+
     def wire_bytes(self, value: Tensor) -> int:
         """Bytes that one client's value takes on the wire."""
         return value.nbytes
@@ -236,6 +240,10 @@ class SparseMean(Reduction):
     """``sparse_mean``."""
 
     name = "sparse_mean"
+
+    def nothing(self, server: Tensor) -> Tensor:
+        """Zero."""
+        return torch.zeros_like(server)
 
     def wire_bytes(self, value: Tensor) -> int:
         """One bit for each number, and those that are not zero; or all as they are, where that is less.

@@ -12,11 +12,13 @@ from lightning_fcl.door import lazy_names
 if TYPE_CHECKING:
     from lightning_fcl.methods.apfl import APFL as APFL
     from lightning_fcl.methods.bcn import BCN as BCN
+    from lightning_fcl.methods.derpp import DERpp as DERpp
     from lightning_fcl.methods.distillation import FLwF as FLwF
     from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
     from lightning_fcl.methods.distillation import LwF as LwF
     from lightning_fcl.methods.dytox import DyToxTraining as DyToxTraining
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
+    from lightning_fcl.methods.fedproto import FedProto as FedProto
     from lightning_fcl.methods.fedprox import FedProx as FedProx
     from lightning_fcl.methods.fedrep import FedRep as FedRep
     from lightning_fcl.methods.fedvit import FedViT as FedViT
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.fedweit import FedWEIT as FedWEIT
     from lightning_fcl.methods.gem import AGEM as AGEM
     from lightning_fcl.methods.gem import GEM as GEM
+    from lightning_fcl.methods.icarl import ICaRL as ICaRL
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import GradientOf
@@ -55,7 +55,7 @@ class Declaration:
     recall_size: int = 0
     """Remembered samples that are drawn for each step, with replacement. See `recall`."""
 
-    reductions: ClassVar[Mapping[str, str]] = {}
+    reductions: ClassVar[Rules] = {}
     """How the entries of `server_state` come together."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -247,8 +247,9 @@ class Declaration:
 
     def hparams(self) -> dict[str, Any]:
         """The method's arguments, by name."""
-        plain = (bool, int, float, str, list)
-        return {n: value for n, value in vars(self).items() if not n.startswith("_") and isinstance(value, plain)}
+        plain, counted = (bool, int, float, str, list), "fits"
+        given = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != counted}
+        return {name: value for name, value in given.items() if isinstance(value, plain)}
 
     @property
     def module(self) -> L.LightningModule:

@@ -75,11 +75,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tensor]:
-    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient."""
+    """``predict(state, x)``: the module's output with another state, in evaluation mode, without gradient.
+
+    What the state holds beside the module's entries, the server's of a method, is left out.
+    """
+    known = module.state_dict(keep_vars=True).keys()
 
     def predict(state: Mapping[str, Tensor], x: Any) -> Tensor:
         with torch.no_grad(), evaluating(module):
-            output: Tensor = functional_call(module, dict(state), (x,))
+            own = {name: value for name, value in state.items() if name in known}
+            output: Tensor = functional_call(module, own, (x,))
         return output
 
     return predict
@@ -100,6 +105,11 @@ def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Te
     """
     predict = teacher_of(module)
     return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
+
+
+def embeddings(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The features of many samples by a module with another state, as `predictions` gives outputs."""
+    return predictions(Embedding(module), {f"{Embedding.prefix}{name}": value for name, value in state.items()}, x)
 
 
 def gradient_of(module: L.LightningModule, params: Mapping[str, nn.Parameter]) -> GradientOf:

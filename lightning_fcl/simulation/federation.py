@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -21,7 +20,7 @@ from lightning_fcl.federation.aggregation import Reduction, Rules, State, entrie
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds, LocalTrainer, TrainerRequest
-from lightning_fcl.federation.server import FederatedServer, RoundRecord, own_entries
+from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.randomness import start_randomness
@@ -165,7 +164,7 @@ class Federation:
         self.server.begin(self.module, self.rules, self.extra)
 
     @property
-    def extra(self) -> dict[str, tuple[Tensor, str]]:
+    def extra(self) -> Extra:
         """What the server keeps for methods, beside the module's entries, and how it comes together."""
         return {
             f"{method.section}.{name}": (value.to(self.module.device), method.reductions[name])
@@ -272,7 +271,7 @@ class Federation:
         """What the server keeps for a method, by name."""
         return {
             name.removeprefix(f"{section}."): value
-            for name, value in self.server.state.items()
+            for name, value in self.server.extra.items()
             if name.startswith(f"{section}.")
         }
 

@@ -87,7 +87,7 @@ def _contributions(federation: Federation, context: BatchContext, trained: Train
     sent: dict[str, list[Tensor]] = {}
     for i, method in enumerate(federation.methods):
         kept = federation.server_state(method.section)
-        neutral = {n: federation.reductions[f"{method.section}.{n}"].start(value) for n, value in kept.items()}
+        neutral = {n: federation.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
         for row, client in enumerate(context.client_rounds if kept else ()):
             given = dict(neutral)
             if method.applies_to(client):

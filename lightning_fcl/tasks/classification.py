@@ -133,12 +133,25 @@ class Classifier(L.LightningModule):
         Raises:
             ValueError: If the network has none.
         """
+        return self._body.embed(x)
+
+    @property
+    def features(self) -> int:
+        """How many features the network has.
+
+        Raises:
+            ValueError: If it has none.
+        """
+        return self._body.features
+
+    @property
+    def _body(self) -> EmbedsInputs:
         if not isinstance(self.model, EmbedsInputs):
             raise ValueError(
-                f"Expected a `model` with `embed(x)`, its features, but got a `{type(self.model).__name__}`. Use one "
-                "of `lightning_fcl.models`, or define it."
+                f"Expected a `model` with `embed(x)` and `features`, their number, but got a "
+                f"`{type(self.model).__name__}`. Use one of `lightning_fcl.models`, or define them."
             )
-        return self.model.embed(x)
+        return self.model
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Mean cross-entropy of a batch."""

@@ -12,7 +12,23 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl import Classifier, FederatedStream
-from lightning_fcl.callbacks import AGEM, APFL, EWC, GEM, MAS, FedKNOW, FedProx, FedViT, FLwF2T, LVTMethod, LwF, Replay
+from lightning_fcl.callbacks import (
+    AGEM,
+    APFL,
+    EWC,
+    GEM,
+    MAS,
+    DERpp,
+    FedKNOW,
+    FedProto,
+    FedProx,
+    FedViT,
+    FLwF2T,
+    ICaRL,
+    LVTMethod,
+    LwF,
+    Replay,
+)
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.swarm import Swarm
@@ -28,6 +44,9 @@ METHODS = {
     "MAS": lambda: [MAS(0.5)],
     "Replay": lambda: [Replay(6, "class-balanced", "round")],
     "GEM": lambda: [GEM(6)],
+    "DER++": lambda: [DERpp(6, batch_size=4)],
+    "FedProto": lambda: [FedProto(0.5)],
+    "iCaRL": lambda: [ICaRL(6)],
     "A-GEM": lambda: [AGEM(0.3)],
     "all": lambda: [FLwF2T(0.4, 0.3), LwF(2.0), FedProx(0.1), Replay(6, "reservoir", "round"), GEM(0.3)],
 }

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, FedProx, FLwF2T, Replay
+from lightning_fcl.callbacks import ContinualMetrics, DERpp, FedProto, FedProx, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 
@@ -51,6 +51,23 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
         records = [[r["correct"] for r in c[3].record["rounds"]] for c in (parts, metrics)]
         assert records[0] == records[1]
         assert trainer.current_epoch == 6
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("make", [lambda: DERpp(9, batch_size=4), lambda: FedProto(0.5), lambda: ICaRL(9)])
+def test_methods_with_a_memory_or_state_on_the_server_are_resumed(
+    fit, make_stream, make_task, tmp_path, cohort_size, make
+):
+    whole, parts, records = make_task(), make_task(seed=9), [ContinualMetrics(), ContinualMetrics()]
+    saving, options = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"cohort_size": cohort_size, "seed": 5}
+    stream, checkpointing = {"rounds_per_experience": 2}, {"enable_checkpointing": True}
+    first = fit(whole, make_stream(**stream), [make(), records[0], saving], trainer_args=checkpointing, **options)
+    path = tmp_path / "epoch=1.ckpt"
+    second = fit(parts, make_stream(**stream), [make(), records[1]], ckpt_path=path, **options)
+    assert equal(whole.state_dict(), parts.state_dict())
+    assert equal(first.strategy.server.extra, second.strategy.server.extra)
+    left, right = ([entry["correct"] for entry in metrics.record["rounds"]] for metrics in records)
+    assert left == right
 
 
 def test_checkpoints_hold_no_pickled_objects(fit, make_stream, make_task, tmp_path):
@@ -152,6 +169,17 @@ def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
     trainer.fit_loop.max_epochs = 4
     trainer.fit(parts, datamodule=stream)
     assert equal(whole.state_dict(), parts.state_dict())
+
+
+def test_a_checkpoint_of_a_second_fit_is_continued(fit, make_stream, make_task, tmp_path):
+    task, stream = make_task(), make_stream(rounds_per_experience=2)
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    trainer = fit(task, stream, [FedProx(0.1), saver], max_epochs=1, trainer_args={"enable_checkpointing": True})
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(task, datamodule=stream)
+    again = make_task(seed=9)
+    fit(again, make_stream(rounds_per_experience=2), [FedProx(0.1)], ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert equal(task.state_dict(), again.state_dict())
 
 
 def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):

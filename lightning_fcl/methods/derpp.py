@@ -1,0 +1,95 @@
+"""DER++: remembered samples are rehearsed with the logits that the model had for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.declaration import Clients
+from lightning_fcl.methods.episodic import labelled
+from lightning_fcl.methods.functional import predictions
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.step import Step
+
+
+class DERpp(Method):
+    """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
+
+    ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
+    what the client remembers, each anew in every step; z' are the logits of the client's own model when x' came in. As
+    in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+
+    A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
+    round once, after its local training, with the logits of the model that it has just trained. The authors offer every
+    batch right after its step, with the logits from before it, so that their first rehearsals are in the first epoch
+    and their logits those of a model on its way. Samples are drawn with replacement; nothing remembered travels.
+
+    Args:
+        max_size: Samples that a client remembers, at least 1.
+        alpha: Weight of the distance from the remembered logits, at least 0.
+        beta: Weight of the remembered samples' task loss, at least 0.
+        batch_size: Samples in each of the two draws of a step, at least 1.
+        clients: Who uses it. See `Method`.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_fcl import Classifier, FederatedStrategy
+        >>> trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[DERpp(alpha=0.1, beta=0.5)], barebones=True)
+        >>> DERpp(batch_size=16).recall_size
+        32
+    """
+
+    needs_sample_loss: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        max_size: int = 200,
+        alpha: float = 0.1,
+        beta: float = 0.5,
+        batch_size: int = 32,
+        clients: Clients = "all",
+    ) -> None:
+        super().__init__(clients)
+        at_least(1, max_size=max_size, batch_size=batch_size)
+        at_least(0, alpha=alpha, beta=beta)
+        self.max_size = max_size
+        self.alpha = alpha
+        self.beta = beta
+        self.recall_size = 2 * batch_size
+
+    def recall(self, memory: Memory) -> Mapping[str, Tensor]:
+        """The remembered samples, their labels and logits."""
+        return {name: memory[name] for name in ("x", "y", "logits") if name in memory}
+
+    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+        """The weighted distance from remembered logits, on half of the draw, and task loss, on the other."""
+        if not step.recalled:
+            return 0.0
+        (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
+        output = step.outputs(first)
+        distance = F.mse_loss(output, logits.to(output.device))
+        return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
+
+    def end_round(
+        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+    ) -> Memory:
+        """Offer the round's samples to the reservoir: of all that were ever offered, the highest lots stay."""
+        x, y = labelled(data)
+        lots = torch.rand(len(y), generator=generator).to(x.device)
+        new = {"x": x, "y": y, "logits": predictions(self.module, own, x).to(x.device), "lot": lots}
+        if memory:
+            new = {name: torch.cat([memory[name].to(x.device), value]) for name, value in new.items()}
+        kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
+        return {name: value[kept] for name, value in new.items()}

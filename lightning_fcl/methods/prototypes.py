@@ -1,0 +1,105 @@
+"""Class means that clients add up: one sum of features and one count for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
+from lightning_fcl.federation.reductions import Accumulator, SparseMean
+
+
+class ClassSums(SparseMean):
+    """The reduction of sums by class: those of a round's clients are added up, in place of the server's.
+
+    Entries have the shape (classes, 1 + features): a count, and a sum of features. Their quotient is the mean over the
+    samples of all clients, whatever the clients weigh elsewhere. A class that no client of the round has keeps the
+    server's row; nothing is added up over rounds. Zeros do not travel.
+
+    Example:
+        >>> accumulator = ClassSums().accumulator()
+        >>> accumulator.add({"sums": torch.tensor([[[2.0, 6.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])}, [1.0, 1.0])
+        >>> accumulator.result({"sums": torch.tensor([[1.0, 9.0], [4.0, 8.0]])})
+        {'sums': tensor([[3., 6.],
+                [4., 8.]])}
+    """
+
+    name = "class_sums"
+
+    def accumulator(self) -> Accumulator:
+        """The sum of a round's uploads."""
+        return _Sums()
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self._sums: State = {}
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0) + value.sum(dim=0)
+
+    def result(self, server: Mapping[str, Tensor]) -> State:
+        return {name: torch.where(total[:, :1] > 0, total, server[name]) for name, total in self._sums.items()}
+
+
+def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
+    """The count and the sum of the features of each class, shape (classes, 1 + features).
+
+    Args:
+        module: It tells the number of classes.
+        features: Shape (n, features).
+        y: Labels, shape (n,).
+    """
+    counted = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
+    return no_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
+
+
+def no_sums(module: L.LightningModule) -> Tensor:
+    """The sums of no samples, shape (classes, 1 + features).
+
+    Raises:
+        ValueError: If the module does not tell how many classes and features there are.
+    """
+    if not (isinstance(module, HasClasses) and isinstance(module, EmbedsInputs)):
+        raise ValueError(
+            f"Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
+            f"`{type(module).__name__}`. Use a `Classifier`, or define them."
+        )
+    return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
+
+
+def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each class, shape (classes, features), and which classes have one, shape (classes,).
+
+    Example:
+        >>> class_means(torch.tensor([[2.0, 6.0], [0.0, 0.0]]))
+        (tensor([[3.],
+                [0.]]), tensor([ True, False]))
+    """
+    return sums[:, 1:] / sums[:, :1].clamp(min=1), sums[:, 0] > 0
+
+
+def nearest_mean(features: Tensor, means: Tensor, known: Tensor, output: Tensor) -> Tensor:
+    """Scores of classes: minus the distance from each mean, -inf for classes that have none.
+
+    Args:
+        features: Shape (batch, features).
+        means: Shape (classes, features).
+        known: Which classes have a mean, shape (classes,).
+        output: The scores where no class has one, shape (batch, classes).
+
+    Example:
+        >>> means, known = torch.tensor([[3.0], [5.0], [0.0]]), torch.tensor([True, True, False])
+        >>> nearest_mean(torch.tensor([[1.0]]), means, known, torch.zeros(1, 3))
+        tensor([[-2., -4., -inf]])
+    """
+    if not known.any():
+        return output
+    # Not by products of matrices, whose rounding depends on the number of samples.
+    distance = torch.cdist(features.to(means), means, compute_mode="donot_use_mm_for_euclid_dist")
+    return -distance.masked_fill(~known, torch.inf)

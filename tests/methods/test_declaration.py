@@ -1,0 +1,277 @@
+"""What methods declare, how they go together, and the driver's small parts."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_fcl.callbacks import EWC, GEM, FedProto, FLwF, FLwF2T, ICaRL, Replay
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.compose import check_compatible, compose, methods_of
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.methods.freezing import Freezer
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.step import Part, Step
+
+
+class Penalised(Method):
+    def penalty(self, memory, step):
+        return memory["strength"] * step.output.sum()
+
+
+class Halved(Method):
+    def task_weight(self, memory):
+        return 0.5
+
+
+class Both(Halved, Penalised):
+    pass
+
+
+class Projecting(Method):
+    def project(self, memory, gradient, gradient_of):
+        return 2 * gradient
+
+
+class Uploading(Method):
+    def upload(self, memory, own):
+        return own
+
+
+class Rehearsing(Method):
+    def rehearse(self, memory):
+        return None
+
+
+class Recalling(Method):
+    recall_size = 3
+
+    def recall(self, memory):
+        return memory
+
+
+class Further(Projecting):
+    pass
+
+
+def test_a_method_overrides_what_it_or_its_parents_define():
+    assert overrides(Penalised, "penalty") and overrides(Penalised(), "penalty") and overrides(Both, "penalty")
+    assert overrides(Further(), "project") and not overrides(Further, "penalty")
+    functions = [name for name in vars(Declaration) if not name.startswith("_")]
+    assert not any(overrides(kind, name) for kind in (Method, Declaration) for name in functions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        (Declaration, (True, False, False, False)),
+        (Method, (True, False, False, False)),
+        (Penalised, (True, False, False, False)),
+        (Projecting, (False, True, True, True)),
+        (Further, (False, True, True, True)),
+        (Uploading, (False, False, False, False)),
+        (Rehearsing, (True, False, True, True)),
+        (Recalling, (True, False, True, True)),
+        (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),
+        (type("Labels", (Method,), {"needs_labels": True}), (True, False, False, True)),
+        (type("Samples", (Penalised,), {"needs_samples": True}), (True, False, True, True)),
+    ],
+)
+def test_what_a_method_overrides_says_what_it_needs(kind, flags):
+    assert (kind.vectorizable, kind.needs_sample_loss, kind.needs_samples, kind.needs_labels) == flags
+
+
+def step_of(output):
+    return Step({}, {}, None, output, lambda state, x: x)
+
+
+def test_factors_multiply_and_penalties_add_up():
+    methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
+    memories = [{"strength": torch.tensor(value)} for value in (1.0, 7.0, 10.0)]
+    steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
+    scale, extra = compose(methods, memories, steps, zero)
+    assert (scale, float(extra)) == (0.25, 33.0)
+    assert compose([], [], [], zero) == (1.0, zero)
+
+
+@pytest.mark.parametrize("uses", [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 0)])
+def test_methods_go_together_side_by_side_as_one_at_a_time(uses):
+    methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
+    memories = [{"strength": torch.tensor(value)} for value in (1.0, 7.0, 10.0)]
+    steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
+    scale, extra = compose(methods, memories, steps, zero, [torch.tensor(float(on)) for on in uses])
+    used = [[part for part, on in zip(parts, uses, strict=True) if on] for parts in (methods, memories, steps)]
+    alone_scale, alone = compose(*used, zero)
+    assert float(scale) == alone_scale and torch.equal(extra, alone)
+
+
+def test_who_shapes_the_loss():
+    assert shapes_loss(Penalised(), {}) and shapes_loss(Halved(), {})
+    assert not shapes_loss(Projecting(), {}) and not shapes_loss(Method(), {})
+
+
+def test_a_part_is_a_pattern_or_all_others():
+    part, rest = Part("*.head.*"), Part("*.head.*", inverse=True)
+    for name in ("model.head.weight", "model.body.weight", "head"):
+        assert (name in part) != (name in rest)
+    assert "model.head.weight" in part and "model.body.weight" in rest
+
+
+def test_who_uses_a_method():
+    balanced = ClientRound("a", 0, labels=torch.tensor([0, 1]), num_classes=2)
+    one_class = ClientRound("b", 0, labels=torch.tensor([0, 0]), num_classes=2)
+    for clients, uses, remembers in (
+        ("all", (True, True), (True, True)),
+        ("unbalanced", (False, True), (True, True)),
+        (["a"], (True, False), (True, False)),
+    ):
+        method = Method(clients)
+        assert (method.applies_to(balanced), method.applies_to(one_class)) == uses
+        assert (method.remembers(balanced), method.remembers(one_class)) == remembers
+    with pytest.raises(
+        ValueError, match='Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`'
+    ):
+        Method("some")
+
+
+def test_a_method_outside_of_a_trainer_has_no_module():
+    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `Penalised`"):
+        _ = Penalised().module
+
+
+CONFLICTS = [
+    ([FLwF(0.3), Halved()], "at most one method that weighs the task loss but got FLwF and Halved"),
+    ([GEM(3), Projecting()], "at most one method that changes the gradient but got GEM and Projecting"),
+    ([FedProto(), ICaRL(3)], "at most one method that predicts by a rule of its own but got FedProto and ICaRL"),
+]
+TWICE = [
+    ([EWC(1.0), EWC(2.0)], "each method once but got `EWC` 2 times"),
+    ([GEM(3), GEM(3)], "each method once but got `GEM` 2 times"),
+]
+
+
+@pytest.mark.parametrize(("methods", "message"), [*CONFLICTS, *TWICE])
+def test_methods_that_cannot_work_together_are_refused(methods, message):
+    with pytest.raises(ValueError, match=message):
+        check_compatible(methods)
+
+
+@pytest.mark.parametrize(("methods", "message"), CONFLICTS)
+def test_they_are_refused_before_a_fit(fit, make_stream, make_task, methods, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), methods)
+
+
+def test_others_go_together():
+    check_compatible([])
+    check_compatible([FLwF2T(0.3, 0.3), EWC(1.0), GEM(3), Replay(3), FedProto()])
+
+
+def test_methods_are_found_in_their_order():
+    methods = [Halved(), Penalised()]
+    assert methods_of(SimpleNamespace(callbacks=[methods[0], Callback(), methods[1]])) == methods
+
+
+# The driver's parts.
+
+
+def pool(number):
+    return {"x": torch.arange(number)[:, None].float(), "y": torch.arange(number)}
+
+
+def test_recalls_draw_rows_that_belong_together():
+    recalls = Recalls.of([Recalling()], [pool(5)], torch.Generator().manual_seed(3))
+    rows = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        drawn = recalls.draw("Recalling")
+        assert torch.equal(drawn["y"], torch.randint(5, (3,), generator=rows))
+        assert torch.equal(drawn["x"][:, 0].long(), drawn["y"])
+
+
+def test_who_recalls_nothing_draws_nothing():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    recalls = Recalls.of([Recalling(), Penalised()], [{}, pool(4)], generator)
+    step = step_of(torch.zeros(1))
+    drawn = recalls.step(Recalling(), step)
+    assert drawn.recalled == {} and drawn.recalled_weight == 0
+    assert recalls.step(Penalised(), step) is step and recalls.draw("Penalised") == {}
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_step_has_what_was_drawn_for_its_method():
+    step = Recalls.of([Recalling()], [pool(5)], torch.Generator()).step(Recalling(), step_of(torch.zeros(1)))
+    assert step.recalled_weight == 1 and len(step.recalled["y"]) == 3
+
+
+def network():
+    torch.manual_seed(0)
+    layers = {"body": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), "head": nn.Linear(5, 4)}
+    module = nn.Sequential()
+    for name, layer in layers.items():
+        module.add_module(name, layer)
+    module.body[0].bias.requires_grad_(False)
+    return module.train()
+
+
+def learn(module):
+    """Three steps with momentum and weight decay; the entries that have changed."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
+BODY = {f"body.{name}" for name in ("0.weight", "1.weight", "1.bias")}
+STATISTICS = {f"body.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+HEAD = {"head.weight", "head.bias"}
+
+
+def test_what_is_frozen_stays_to_the_bit():
+    module, freezer = network(), Freezer()
+    assert learn(module) == BODY | STATISTICS | HEAD
+    freezer.train(module, Part("head.*"))
+    assert learn(module) == HEAD
+    freezer.train(module, Part("head.*", inverse=True))
+    assert learn(module) == BODY | STATISTICS
+    freezer.train(module, None)
+    assert learn(module) == BODY | STATISTICS | HEAD
+    assert not module.body[0].bias.requires_grad and all(layer.training for layer in module.modules())
+
+
+class Stages(Method):
+    """The head in the first local epoch, then all of it."""
+
+    def trains(self, memory, local_epoch):
+        return Part("model.head.*") if local_epoch == 0 else None
+
+
+@pytest.mark.parametrize("local_epochs", [1, 2])
+def test_a_part_learns_in_a_local_epoch(fit, make_stream, make_task, local_epochs):
+    task = make_task(model=network())
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit(task, make_stream(batch_size=100), [Stages()], cohort_size=1, max_epochs=1, local_epochs=local_epochs)
+    changed = {name for name, value in task.state_dict().items() if not torch.equal(value, before[name])}
+    learnt = HEAD if local_epochs == 1 else HEAD | BODY | STATISTICS
+    assert changed == {f"model.{name}" for name in learnt}
+
+
+def test_other_clients_learn_all(fit, make_stream, make_task):
+    changed = {}
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            now = pl_module.state_dict()
+            changed[client_round.client] = {name for name in before if not torch.equal(now[name], before[name])}
+
+    task = make_task(model=network())
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit(task, make_stream(batch_size=100), [Stages(clients=["1"]), Watch()], cohort_size=1, max_epochs=1)
+    everything = {f"model.{name}" for name in HEAD | BODY | STATISTICS}
+    assert changed == {"0": everything, "1": {f"model.{name}" for name in HEAD}, "2": everything}

@@ -1,0 +1,86 @@
+"""DER++: what is remembered, and the penalty on it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.callbacks import DERpp
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.functional import predictions
+from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.step import Step
+
+
+def step_of(task, x, y, **kwargs):
+    """A step of a task as its driver makes it, without one."""
+    nothing = {"params": dict(task.named_parameters()), "server": {}, "predict": lambda state, x: x}
+    return Step(
+        **nothing, x=x, y=y, output=task(x), outputs=task, loss_of=lambda x, y: F.cross_entropy(task(x), y), **kwargs
+    )
+
+
+def test_without_weights_it_is_fine_tuning(fit, make_stream, make_task, assert_same):
+    tasks = [make_task(), make_task()]
+    fit(tasks[0], make_stream(), [DERpp(9, alpha=0, beta=0, batch_size=4)], cohort_size=1)
+    fit(tasks[1], make_stream(), cohort_size=1)
+    assert_same(*tasks, 0)
+
+
+def test_a_buffer_of_one_sample_is_a_penalty_by_hand(make_task, samples):
+    task, method, (x, y) = make_task(), DERpp(1, alpha=0.3, beta=0.7, batch_size=5), samples()
+    memory = {"x": x[:1], "y": y[:1], "logits": torch.randn(1, 4)}
+    step = Recalls.of([method], [memory], torch.Generator()).step(method, step_of(task, x, y))
+    assert len(step.recalled["x"]) == 10
+    expected = 0.3 * (task(x[:1]) - memory["logits"]).square().mean() + 0.7 * F.cross_entropy(task(x[:1]), y[:1])
+    names = list(task.parameters())
+    for value, hand in zip(
+        torch.autograd.grad(method.penalty(memory, step), names), torch.autograd.grad(expected, names), strict=True
+    ):
+        torch.testing.assert_close(value, hand)
+    nothing = Recalls.of([method], [{}], torch.Generator()).step(method, step_of(task, x, y))
+    assert method.penalty({}, nothing) == 0
+
+
+def test_distance_and_loss_are_of_two_draws(make_task, samples):
+    task, (x, y), logits = make_task(), samples(), torch.randn(20, 4)
+    step = step_of(task, x, y, recalled={"x": x[:6], "y": y[:6], "logits": logits[:6]}, recalled_weight=1.0)
+    expected = F.mse_loss(task(x[:3]), logits[:3]) + 2 * F.cross_entropy(task(x[3:6]), y[3:6])
+    torch.testing.assert_close(DERpp(alpha=1, beta=2, batch_size=3).penalty({}, step), expected)
+
+
+def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, samples, train):
+    method, task, data = DERpp(6, batch_size=4), make_task(), samples()
+    train(task, [method], data, epochs=1)
+    first = method.memory
+    assert len(first["y"]) == 6
+    torch.testing.assert_close(first["logits"], predictions(task, task.state_dict(), first["x"]))
+    rows = [int((data[0] == x).all(dim=1).nonzero()) for x in first["x"]]
+    assert torch.equal(first["y"], data[1][rows]) and len(set(rows)) == 6
+    train(task, [method], samples(seed=1), epochs=1)
+    stayed = [(i, j) for i, x in enumerate(first["x"]) for j, z in enumerate(method.memory["x"]) if torch.equal(x, z)]
+    assert 0 < len(stayed) < 6
+    for i, j in stayed:  # with the logits of their own time
+        assert torch.equal(method.memory["logits"][j], first["logits"][i])
+
+
+def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, samples):
+    counts, method, task = torch.zeros(20), DERpp(5), make_task()
+    method.running = type("Here", (), {"module": task})
+    x = torch.arange(20.0)[:, None].expand(20, 6)
+    for seed in range(400):
+        generator, memory = torch.Generator().manual_seed(seed), {}
+        for part in x.split(4):
+            data = [part, torch.zeros(len(part), dtype=torch.long)]
+            memory = method.end_round(memory, task.state_dict(), data, ClientRound("a", 0), generator)
+        counts[memory["x"][:, 0].long()] += 1
+    assert counts.sum() == 2000
+    assert (counts - 100).abs().max() < 4.5 * (400 * 0.25 * 0.75) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"max_size": 0}, "`max_size`"), ({"alpha": -1.0}, "`alpha`"), ({"batch_size": 0}, "`batch_size`")],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=f"Expected {message} to be at least"):
+        DERpp(**arguments)

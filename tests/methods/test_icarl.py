@@ -1,0 +1,120 @@
+"""iCaRL: herding, exemplars, distillation, and prediction by the nearest mean."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.callbacks import ICaRL, LwF, Replay
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.functional import embeddings
+from lightning_fcl.methods.icarl import herd
+
+
+def unit(v):
+    return v / np.linalg.norm(v)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_herding_is_greedy(seed):
+    features = F.normalize(torch.randn(9, 3, generator=torch.Generator().manual_seed(seed)).double())
+    rows, chosen = features.numpy(), []
+    target = unit(rows.mean(axis=0))
+    for _ in range(6):
+        rest = [i for i in range(9) if i not in chosen]
+        chosen.append(min(rest, key=lambda i: np.linalg.norm(unit(rows[[*chosen, i]].mean(axis=0)) - target)))
+    assert herd(features, 6).tolist() == chosen
+    assert sorted(herd(features, 20).tolist()) == list(range(9))
+    assert herd(features[:0], 3).tolist() == herd(features, 0).tolist() == []
+
+
+def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, samples, train):
+    method, task = ICaRL(9), make_task()
+    train(task, [method], samples([0, 1]), epochs=1)
+    first = method.memory
+    assert torch.bincount(first["y"]).tolist() == [4, 4]
+    x, y = samples([0, 1])
+    features = F.normalize(embeddings(task, task.state_dict(), x))
+    for label in (0, 1):
+        own = (y == label).nonzero()[:, 0]
+        assert torch.equal(first["x"][first["y"] == label], x[own[herd(features[own], 4)]])
+    train(task, [method], samples([2, 3], seed=1), epochs=1)
+    assert torch.bincount(method.memory["y"]).tolist() == [2, 2, 2, 2]
+    for label in (0, 1):
+        kept = method.memory["x"][method.memory["y"] == label]
+        assert torch.equal(kept, first["x"][first["y"] == label][:2])
+
+
+def test_distils_nothing_before_the_second_experience(fit, make_stream, make_task, assert_same):
+    for experiences in (1, 2):
+        tasks = [make_task() for _ in range(3)]
+        for task, methods in zip(tasks, ([ICaRL(9, strength=5.0)], [ICaRL(9, strength=0.0)], []), strict=True):
+            fit(task, make_stream(experiences=2), methods, max_epochs=experiences, cohort_size=1)
+        if experiences == 1:
+            assert_same(tasks[0], tasks[2], 0)
+            assert_same(tasks[1], tasks[2], 0)
+        else:
+            for pair in ((0, 1), (1, 2)):
+                with pytest.raises(AssertionError):
+                    assert_same(tasks[pair[0]], tasks[pair[1]])
+
+
+def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, assert_same):
+    class Given(Replay):
+        def end_round(self, memory, own, data, client_round, generator):
+            return {name: exemplars[name] for name in ("x", "y")}
+
+    tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
+    train(tasks[0], [method], samples([0, 1]), epochs=1)
+    exemplars = method.memory
+    train(tasks[0], [method], samples([2, 3], seed=1), epochs=1)
+    others = [LwF(2.0), Given(8, "reservoir", "round")]
+    train(tasks[1], others, samples([0, 1]), epochs=1)
+    train(tasks[1], others, samples([2, 3], seed=1), epochs=1)
+    assert_same(*tasks, 0)
+
+
+class Trained(Callback):
+    def __init__(self):
+        self.states = {}
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        self.states[client_round.client] = state
+
+
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, cohort_size):
+    stream, task, trained = make_stream(partition="dirichlet"), make_task(), Trained()
+    trainer = fit(task, stream, [ICaRL(12), trained], cohort_size=cohort_size)
+    features, labels = [], []
+    for client, state in trained.states.items():
+        memory = trainer.strategy.federation.memory(client, "ICaRL")
+        features.append(F.normalize(embeddings(task, state, memory["x"])))
+        labels.append(memory["y"])
+    features, labels = torch.cat(features), torch.cat(labels)
+    sums = trainer.strategy.federation.server_state("ICaRL")["sums"]
+    assert torch.equal(sums[:, 0], torch.bincount(labels, minlength=4).float())
+    means = [unit(features[labels == label].mean(dim=0).numpy()) for label in range(4)]
+    x, y = stream.take(stream.plan.test)
+    right = 0
+    for sample, label in zip(task.embed(x).detach().numpy(), y.tolist(), strict=True):
+        right += int(np.argmin([np.linalg.norm(unit(sample) - mean) for mean in means])) == label
+    (measured,) = trainer.test(task, datamodule=stream, verbose=False)
+    assert measured["test/accuracy"] == pytest.approx(right / len(y))
+
+
+def test_a_client_that_was_not_drawn_chooses_exemplars_if_it_has_taken_part(make_task, samples):
+    method, task = ICaRL(4), make_task()
+    method.running = type("Here", (), {"module": task})
+    undrawn, data = ClientRound("a", 1, labels=samples()[1], num_classes=4, drawn=False), list(samples())
+    assert method.end_round({}, task.state_dict(), data, undrawn, torch.Generator()) == {}
+    memory = method.on_download({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4))
+    ended = method.end_round(memory, task.state_dict(), data, undrawn, torch.Generator())
+    assert len(ended["y"]) == 4 and not ended["seen"].any()
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="Expected `max_size` to be at least 1 but got 0"):
+        ICaRL(0)
