@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
 
+@dataclass
 class PlasticityOfLayer:
     """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
 
@@ -30,24 +33,21 @@ class PlasticityOfLayer:
         (torch.Size([2, 1, 1]), [[[2.0]], [[-0.0]]])
     """
 
-    def __init__(
-        self,
-        drive: Tensor,
-        recurrent: Tensor,
-        gain: Tensor,
-        bias: Tensor,
-        constant: Tensor,
-        leak: float,
-        state: Tensor,
-        mu: float,
-        sigma: float,
-    ) -> None:
-        self.drive, self.recurrent = drive.t(), recurrent.t()
-        self.gain, self.bias, self.constant, self.leak = gain, bias, constant, leak
-        self.state, self.mu, self.variance = state, mu, sigma**2
+    drive: Tensor
+    recurrent: Tensor
+    gain: Tensor
+    bias: Tensor
+    constant: Tensor
+    leak: float
+    state: Tensor
+    mu: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        self.drive, self.recurrent, self.variance = self.drive.t(), self.recurrent.t(), self.sigma**2
         self.steps = 0
         # Sums of -s2 db and -s2 net db.
-        self.shift, self.product = torch.zeros_like(state), torch.zeros_like(state)
+        self.shift, self.product = torch.zeros_like(self.state), torch.zeros_like(self.state)
 
     def run(self, u: Tensor, skip: int) -> Tensor:
         """Add a block of inputs (steps, batch, inputs), but for the first ``skip`` steps; the layer's states."""

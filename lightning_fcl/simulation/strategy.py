@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -296,7 +296,3 @@ class _Rounds(Callback):
         self.federation.restore_server()
         if self.federation.loaded:
             self.strategy.use_optimizer()
-
-
-if "federated" not in StrategyRegistry:
-    StrategyRegistry.register("federated", FederatedStrategy, description="Rounds of many clients in one Trainer")
