@@ -72,7 +72,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path):
     assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
     assert list(out.glob("events.out.tfevents.*"))
     config = yaml.safe_load((out / "config.yaml").read_text())
-    assert config["data"]["clients"] == 3
+    assert config["data"]["partition"]["init_args"]["clients"] == 3
     # The resolved recipe runs as it is, to the same result.
     main(["fit", "--config", str(out / "config.yaml"), "--out", str(tmp_path / "again")])
     again = json.loads((tmp_path / "again" / "results.json").read_text())
