@@ -18,7 +18,7 @@ RECIPES = recipes_folder()
 TINY = {
     "trainer": {"max_epochs": 2, "enable_progress_bar": False},
     "data": {
-        "scenario": {"init_args": {"experiences": 2}},
+        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
         "partition": {"class_path": "IID", "init_args": {"clients": 3}},
     },
 }
@@ -256,7 +256,10 @@ trainer:
   enable_progress_bar: false
   enable_checkpointing: false
   logger: false
-data: {data: rows, clients: 2, experiences: 2}
+data:
+  data: rows
+  scenario: {class_path: ClassIncremental, init_args: {experiences: 2}}
+  partition: {class_path: IID, init_args: {clients: 2}}
 recipe: {paper: toy, row: one}
 """
 FIGURES = """

@@ -11,7 +11,7 @@ from lightning_fcl.cli.reproduce import recipes_folder
 RECIPE = {
     "trainer": {"max_epochs": 1, "enable_progress_bar": False},
     "data": {
-        "scenario": {"init_args": {"experiences": 2}},
+        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
         "partition": {"class_path": "IID", "init_args": {"clients": 2}},
         "split": {"validation": 0.3},
     },
