@@ -28,6 +28,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
+from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
 from lightning_fcl.evaluation.metrics import summarize
@@ -197,7 +198,8 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
             args=list(arguments),
         )
     except ArgumentError as error:
-        raise ValueError(f"the recipe or command line is not understood: {error}") from error
+        hint = new_name(str(error))
+        raise ValueError(f"the recipe or command line is not understood: {error}{hint}") from error
 
 
 def resolve(arguments: Sequence[str]) -> dict[str, Any]:

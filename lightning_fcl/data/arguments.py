@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -49,6 +50,18 @@ def refuse_renamed(name: str, old: Mapping[str, object], known: Iterable[str]) -
     for argument in old:
         hint = f" Write {RENAMED[argument]}." if argument in RENAMED else did_you_mean(argument, known)
         raise TypeError(f"Expected an argument of `{name}` but got `{argument}`.{hint}")
+
+
+def new_name(message: str) -> str:
+    """The end of a parser's message about an argument of the data that has another name now; empty for others.
+
+    Example:
+        >>> new_name("Group 'data' does not accept option 'owners'")
+        ' Instead of `data.owners` write split=Split(train_clients=...).'
+    """
+    found = re.search(r"(?:'data' does not accept option '|option 'data\.|--data\.)(\w+)", message)
+    name = found[1] if found else ""
+    return f" Instead of `data.{name}` write {RENAMED[name]}." if name in RENAMED else ""
 
 
 def scenario_named(given: Scenario | str) -> Scenario:

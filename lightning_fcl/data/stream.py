@@ -38,9 +38,9 @@ class FederatedStream(L.LightningDataModule):
         data: What the samples are: the name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with
             arguments of its loader, its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule,
             whose own test and validation sets then are the `split`. See also `from_arrays` and `from_avalanche`.
-        scenario: Which classes or domains come when: an object such as `ClassIncremental`, or the name of its class.
-        partition: How samples go to clients: an object such as `Dirichlet`, or the name of its class. Default: `IID`;
-            none for scenarios that deal the samples to clients themselves, such as those of papers.
+        scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
+        partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
+            deal the samples to clients themselves, such as those of papers.
         split: What is tested and validated on. None for scenarios that draw test samples themselves.
         batch_size: Samples per batch.
         shuffle: Whether each client's samples are shuffled every local epoch.
@@ -48,7 +48,7 @@ class FederatedStream(L.LightningDataModule):
         num_workers: Processes that read the items of a data set; the result does not depend on it.
         collate_fn: Makes a batch of a data set's items; default: that of the data module, or torch's.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
-        old: None: what there was under other names is refused with the new one.
+        old: Refused, with the new name.
 
     Raises:
         ValueError: If the data cannot be split as asked.
@@ -65,7 +65,8 @@ class FederatedStream(L.LightningDataModule):
     def __init__(
         self,
         data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule = "digits",
-        scenario: Scenario | str = "ClassIncremental",
+        # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
+        scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
         batch_size: int = 32,
@@ -81,7 +82,7 @@ class FederatedStream(L.LightningDataModule):
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
         self.data = data
-        self.scenario: Scenario = scenario_named(scenario)
+        self.scenario: Scenario = scenario_named(scenario or "ClassIncremental")
         self.partition = partition_named(partition)
         self.split = split
         for argument, given, own in (
@@ -174,18 +175,13 @@ class FederatedStream(L.LightningDataModule):
         return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
-        return f"{type(self).__name__} of {self._name}, scenario {self.scenario}"
+        data = self.data.name if isinstance(self.data, PublicData) else self.data
+        return f"{type(self).__name__} of {data if isinstance(data, str) else 'the data'}, scenario {self.scenario}"
 
     @property
     def seed(self) -> int:
         """The seed of every draw."""
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-    @property
-    def _name(self) -> str:
-        if isinstance(self.data, PublicData):
-            return self.data.name
-        return self.data if isinstance(self.data, str) else "the data"
 
     @property
     def y(self) -> IntArray:

@@ -105,6 +105,7 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ({"data": {"data": "ucihr"}}, "ucihar"),
         ({"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}}, "'alhpa' is not accepted"),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
+        ({"data": {"owners": ["a"]}}, "Instead of `data.owners` write split=Split(train_clients=...)"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 3}}}},
             "`experiences` to divide the number of classes, 10, but got 3",
