@@ -19,7 +19,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Clients, overrides
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import at_task, balanced, knows_task, past_tasks, remember_task
+from lightning_fcl.methods.episodic import at_task, balanced, checked_size, knows_task, past_tasks, remember_task
 from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.method import Method, remember, section, with_classes
 from lightning_fcl.methods.step import Step, is_labelled
@@ -86,7 +86,13 @@ class DyToxTraining(Method):
         clients: Clients = "all",
     ) -> None:
         super().__init__(clients)
-        _check_arguments(max_size, distillation, temperature, divergence, balanced_epochs)
+        if max_size:
+            checked_size(max_size)
+        if isinstance(distillation, str) and distillation != "auto":
+            raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{distillation}".')
+        at_least(0, distillation=0 if isinstance(distillation, str) else distillation)
+        at_least(0, divergence=divergence, balanced_epochs=balanced_epochs)
+        above(0, temperature=temperature)
         self.max_size = max_size
         self.distillation = distillation
         self.temperature = temperature
@@ -119,10 +125,8 @@ class DyToxTraining(Method):
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
         """The remembered samples of all past tasks."""
         tasks = past_tasks(memory)
-        if not tasks:
-            return None
-        x, y = (torch.cat(column) for column in zip(*tasks, strict=True))
-        return x, y
+        x, y = ([task[part] for task in tasks] for part in (0, 1))
+        return (torch.cat(x), torch.cat(y)) if tasks else None
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """Distillation and divergence, and what is taken from the task's loss for the former."""
@@ -313,8 +317,6 @@ class DyToxTraining(Method):
         chosen = balanced(memory["y"].cpu(), generator).to(memory["y"].device)
         return memory["x"][chosen], memory["y"][chosen]
 
-    # The end.
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -346,18 +348,3 @@ def _told(stream: FederatedStream) -> tuple[tuple[int, ...], ...]:
             f'{stream}. Use `scenario="fedvit"`, or "class-incremental" without `order_per_client`.'
         )
     return blocks
-
-
-def _check_arguments(
-    max_size: int | float, distillation: float | str, temperature: float, divergence: float, balanced_epochs: int
-) -> None:
-    if max_size < 0 or (isinstance(max_size, float) and max_size > 1):
-        raise ValueError(
-            f"Expected `max_size` to be a number of samples, 0 for none, or a share of up to 1.0, but got {max_size}."
-        )
-    if isinstance(distillation, str) and distillation != "auto":
-        raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{distillation}".')
-    if not isinstance(distillation, str):
-        at_least(0, distillation=distillation)
-    above(0, temperature=temperature)
-    at_least(0, divergence=divergence, balanced_epochs=balanced_epochs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.protocol import TrainerRequest, federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -66,10 +67,8 @@ class ReservoirTask(L.LightningModule):
         min_samples: int | None = None,
     ) -> None:
         super().__init__()
-        if readout not in ("steps", "last", "mean"):
-            raise ValueError(f'Expected `readout` to be "steps", "last" or "mean" but got "{readout}".')
-        if share not in ("statistics", "weights"):
-            raise ValueError(f'Expected `share` to be "statistics" or "weights" but got "{share}".')
+        one_of(get_args(Features), readout=readout)
+        one_of(get_args(Share), share=share)
         if outputs < 1:
             raise ValueError(f"Expected the number of outputs to be at least 1 but got {outputs}.")
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
@@ -336,13 +335,8 @@ class ReservoirTask(L.LightningModule):
         """Warn, once for each client, of statistics that may reveal their data."""
         if samples < self.min_samples and client not in self._warned:
             self._warned.add(client)
-            log.warning(
-                "The statistics of client %s are of %d samples, below `min_samples`=%d: they can reveal its data. Wait "
-                "for more, or add them up under secure aggregation.",
-                client,
-                samples,
-                self.min_samples,
-            )
+            what = f"of client {client} are of {samples} samples, below `min_samples`={self.min_samples}"
+            log.warning("The statistics %s: they can reveal its data. Wait for more, or use secure aggregation.", what)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the regulariser that was chosen."""

@@ -436,7 +436,7 @@ def test_wrong_arguments():
     for options, message in (
         (
             {"max_size": -1},
-            "Expected `max_size` to be a number of samples, 0 for none, or a share of up to 1.0, but got",
+            "Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got",
         ),
         ({"max_size": 1.5}, "but got 1.5."),
         ({"distillation": "no"}, 'Expected `distillation` to be "auto" or a number but got "no".'),

@@ -456,7 +456,7 @@ def test_clients_with_few_samples_are_warned_of_once(fit, make_series_stream, ma
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_fcl")]
     assert messages == [
         f"The statistics of client 0 are of {sizes[0]['0']} samples, below `min_samples`={limit}: they can reveal its "
-        "data. Wait for more, or add them up under secure aggregation."
+        "data. Wait for more, or use secure aggregation."
     ]
     caplog.clear()
     fit(make_reservoir_task(min_samples=limit, share="weights"), stream)  # they do not travel
