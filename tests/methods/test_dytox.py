@@ -17,7 +17,7 @@ from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
-from lightning_fcl.methods.gem import balanced, past_tasks
+from lightning_fcl.methods.episodic import balanced, past_tasks
 from lightning_fcl.methods.method import section
 from lightning_fcl.models import MLP, DyTox
 

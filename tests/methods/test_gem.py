@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.methods.gem import labelled, past_tasks, remember_task, stratified
+from lightning_fcl.methods.episodic import labelled, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
