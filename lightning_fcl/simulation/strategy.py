@@ -244,7 +244,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         known = entries(module)
         reductions = reductions_of(module, self.federation.rules)
         for name, tensor in known.items():
-            if reductions[name] == "cat" and name in state:
+            if reductions[name].resizes and name in state:
                 tensor.data = state[name].to(tensor.device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()

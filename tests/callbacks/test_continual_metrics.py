@@ -263,7 +263,7 @@ def test_a_base_session_is_experience_0(fit, make_task):
 class Doubles(Method):
     """Client 1 predicts with twice the weights of its head."""
 
-    def personal(self, memory, state):
+    def personalize(self, memory, state):
         return {**state, "model.2.weight": 2 * state["model.2.weight"]} if memory else state
 
     def end_round(self, memory, own, data, client_round, generator):

@@ -143,7 +143,7 @@ def test_server_optimizers_step_gain_and_bias_where_they_are_averaged(fit, make_
 
     def run(**kwargs):
         task, watch = make_reservoir_task(), Watch()
-        fit(task, make_series_stream(experiences=1, rounds_per_experience=3), [IntrinsicPlasticity(), watch], **kwargs)
+        fit(task, make_series_stream(rounds_per_experience=3), [IntrinsicPlasticity(), watch], **kwargs)
         return task, watch.rounds
 
     def sgd(lr, **kwargs):
@@ -497,7 +497,7 @@ def test_wrong_arguments(options, message):
 
 
 def test_clients_that_change_experience_at_different_rounds_are_refused(fit, make_series_stream, make_reservoir_task):
-    stream = make_series_stream(experiences=2, rounds_per_experience=2)
+    stream = make_series_stream(increments=2, rounds_per_experience=2)
     stream.setup("fit")
     first = next(iter(stream.plan.experiences))
     stream.plan.experiences[first] = (0, 1, 1, 1)
@@ -508,5 +508,5 @@ def test_clients_that_change_experience_at_different_rounds_are_refused(fit, mak
 def test_a_stream_without_a_round_to_adapt_in_is_refused(fit, make_series_stream, make_reservoir_task):
     for experiences in (1, 2):
         with pytest.raises(ValueError, match=re.escape("Expected at least two rounds (epochs) for each experience")):
-            stream = make_series_stream(experiences=experiences, rounds_per_experience=1)
+            stream = make_series_stream(increments=experiences, rounds_per_experience=1)
             fit(make_reservoir_task(), stream, [IntrinsicPlasticity()])
