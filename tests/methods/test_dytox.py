@@ -17,6 +17,7 @@ from lightning_fcl.callbacks import EWC, ContinualMetrics, DyToxTraining, FedRep
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.episodic import balanced, past_tasks
 from lightning_fcl.methods.method import section
 from lightning_fcl.models import MLP, DyTox
@@ -55,9 +56,10 @@ def fedvit(**kwargs):
     return stream
 
 
-def incremental(**kwargs):
+def incremental(clients=2, batch_size=8, **kwargs):
     scenario = ClassIncremental(**{"experiences": 3, **kwargs})
-    stream = FederatedStream.from_arrays(*arrays(), scenario=scenario, partition=IID(2), batch_size=8, seed=0)
+    options = {"partition": IID(clients), "batch_size": batch_size, "seed": 0}
+    stream = FederatedStream.from_arrays(*arrays(), scenario=scenario, **options)
     stream.setup("fit")
     return stream
 
@@ -92,7 +94,8 @@ class Watch(Callback):
         self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if not getattr(trainer.strategy, "last_batch", False):  # then the module holds another client's state
+        federation = federation_of(trainer)
+        if federation is None or not federation.last_batch:  # then the module holds another client's state
             *now, before = self.now
             self.steps.append((*now, parts_changed(before, module.state_dict())))
 
