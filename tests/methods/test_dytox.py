@@ -18,6 +18,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.episodic import balanced, past_tasks
 from lightning_fcl.methods.method import section
 from lightning_fcl.models import MLP, DyTox
@@ -286,7 +287,7 @@ def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
 
 def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     stream, method = incremental(clients=1), DyToxTraining(0.3)
-    inner = Method.on_before_backward
+    inner = MethodDriver.on_before_backward
 
     def watched(self, trainer, module, loss):
         before = loss.detach().clone()
@@ -296,7 +297,7 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
         )
 
     epochs = []
-    monkeypatch.setattr(Method, "on_before_backward", watched)
+    monkeypatch.setattr(MethodDriver, "on_before_backward", watched)
     fit(make_task(), stream, [method], seed=0)
     assert {same for round, epoch, same in epochs if round == 0 or epoch == 1} == {True}
     assert {same for round, epoch, same in epochs if round and epoch == 0} == {False}
