@@ -379,7 +379,10 @@ def test_a_recipe_names_it(tmp_path):
     }
     tiny = {
         "trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": strategy},
-        "data": {"clients": 3, "experiences": 2, "rounds_per_experience": 1},
+        "data": {
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
+            "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+        },
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     recipe = ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(tmp_path / "tiny.yaml")]
