@@ -42,7 +42,7 @@ class Compression(ABC):
         """Whether the code of a tensor is shorter than the tensor; others travel as they are."""
         return self.nbytes(value.numel(), value.element_size()) < value.nbytes
 
-    def settings(self) -> dict[str, Any]:
+    def hparams(self) -> dict[str, Any]:
         """What makes this compression the one that it is, for checkpoints."""
         return {"class": type(self).__name__, **vars(self)}
 

@@ -66,6 +66,6 @@ class Swarm:
         """Who brings the uploads together: the first of the nodes in reach, if there is any."""
         return in_reach[0] if in_reach else None
 
-    def settings(self) -> dict[str, Any]:
+    def hparams(self) -> dict[str, Any]:
         """The arguments, for checkpoints."""
         return {"dropout": self.dropout, "missing": dict(self.missing), "leaves": self.leaves}

@@ -35,8 +35,8 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "robust": {"trim": server.trim, "byzantine": server.byzantine},
         "server_optimizer": server.has_server_optimizer,
         "keep_optimizer": federation.keep_optimizer,
-        "swarm": swarm.settings() if swarm else None,
-        "compression": server.compression.settings() if server.compression else None,
+        "swarm": swarm.hparams() if swarm else None,
+        "compression": server.compression.hparams() if server.compression else None,
         "seed": federation.seed,
     }
 

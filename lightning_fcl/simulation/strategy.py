@@ -108,7 +108,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         drawn = Participation(participation, 0, swarm)
         if compression is not None and swarm is not None and drawn.may_miss:
             raise ValueError(
-                f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.settings()}: "
+                f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
                 "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
             )
         store = ClientStore(client_store)
@@ -118,7 +118,6 @@ class FederatedStrategy(SingleDeviceStrategy):
         )
         self._seed = seed
         self._parallel_devices: list[torch.device] = []
-        self._base_optimizers: list[Optimizer] = []
         self._rounds = _Rounds(self)
 
     @property
