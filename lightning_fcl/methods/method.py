@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.driver import MethodDriver
@@ -35,10 +36,12 @@ class Method(Declaration, Callback):
         ['client1']
     """
 
+    _federated = False
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """See to it that a driver runs the Trainer's methods."""
-        methods = methods_of(trainer)
-        if methods[0] is self:
+        self._federated = federation_of(trainer) is not None
+        if methods_of(trainer)[0] is self:
             driver_of(trainer).setup(trainer, pl_module, stage)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -47,8 +50,9 @@ class Method(Declaration, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What a plain Trainer's checkpoint keeps; a federation keeps the memories of all clients itself."""
-        federated = self.running is not None and self.running.federation is not None
-        return {} if federated else {"memory": self.memory, "fits": self.fits, "server": self.server_entries}
+        if self._federated:
+            return {}
+        return {"memory": self.memory, "fits": self.fits, "server": self.server_entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a checkpoint's memory."""
