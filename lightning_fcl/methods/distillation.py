@@ -58,7 +58,7 @@ class FLwF2T(Method):
         ValueError: If an argument is outside its range.
 
     Example:
-        >>> FLwF2T(alpha=0.001, beta=0.7).task_weight()
+        >>> FLwF2T(alpha=0.001, beta=0.7).task_weight({})
         0.001
     """
 
@@ -155,7 +155,7 @@ class LwF(Method):
         ValueError: If ``strength`` or ``temperature`` is outside its range.
 
     Example:
-        >>> LwF(strength=0.0).task_weight()
+        >>> LwF(strength=0.0).task_weight({})
         1.0
     """
 

@@ -84,6 +84,7 @@ def section(memory: Mapping[str, Tensor], prefix: str) -> State:
     """The entries of a memory below ``prefix``, without it.
 
     Example:
+        >>> import torch
         >>> section({"own.w": torch.zeros(1), "count": torch.ones(1)}, "own")
         {'w': tensor([0.])}
     """
@@ -99,6 +100,7 @@ def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
     """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it.
 
     Example:
+        >>> import torch
         >>> with_classes(torch.tensor([True, False]), torch.tensor([2]))
         tensor([ True, False,  True])
     """
