@@ -135,7 +135,7 @@ class MethodDriver(Callback):
             server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
         rounds = [self._client_round(trainer, method) for method in self.methods]
         memories = [m.on_download(m.memory, server, at) for m, at in zip(self.methods, rounds, strict=True)]
-        recalls = Recalls.of(self.methods, memories, torch.Generator().manual_seed(trainer.current_epoch))
+        recalls = Recalls.of(self.methods, memories, lambda: trainer.current_epoch)
         self.begin(memories, server, [True] * len(memories), recalls)
 
     def on_train_batch_start(

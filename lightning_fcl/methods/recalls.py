@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,13 +33,13 @@ class Recalls:
         self.generator = generator
 
     @classmethod
-    def of(cls, methods: Sequence[Declaration], memories: Sequence[Memory], generator: torch.Generator) -> Recalls:
-        """The recalls of a client with some memories."""
+    def of(cls, methods: Sequence[Declaration], memories: Sequence[Memory], seed: Callable[[], int]) -> Recalls:
+        """The recalls of a client with some memories; the seed is asked for where a method recalls any samples."""
         pools, sizes = {}, {}
         for method, memory in zip(methods, memories, strict=True):
             if method.recall_size and overrides(method, "recall"):
                 pools[method.section], sizes[method.section] = method.recall(memory), method.recall_size
-        return cls(pools, sizes, generator)
+        return cls(pools, sizes, torch.Generator().manual_seed(seed())) if pools else cls()
 
     def draw(self, section: str) -> dict[str, Tensor]:
         """The samples of one step of a section, by name; none where nothing is remembered yet."""

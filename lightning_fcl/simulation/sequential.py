@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -68,7 +67,7 @@ class SequentialTrainer:
         restore_optimizer(self._optimizer, optimizers[0])
         if self._methods:
             active = [method.applies_to(client_rounds[0]) for method in self._methods]
-            recalls = Recalls.of(self._methods, memories[0], recall_generator(self._seed, client_rounds[0]))
+            recalls = Recalls.of(self._methods, memories[0], lambda: recall_seed(self._seed, client_rounds[0]))
             driver_of(self._module.trainer).begin(memories[0], received[0], active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
@@ -100,6 +99,6 @@ class SequentialTrainer:
         self._client_round = None
 
 
-def recall_generator(seed: int, client_round: ClientRound) -> torch.Generator:
-    """Draws what a client's methods recall in a round."""
-    return torch.Generator().manual_seed(seed_of(seed, client_round.client, client_round.round, "recall"))
+def recall_seed(seed: int, client_round: ClientRound) -> int:
+    """The seed of what a client's methods recall in a round."""
+    return seed_of(seed, client_round.client, client_round.round, "recall")

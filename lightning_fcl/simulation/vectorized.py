@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
-from lightning_fcl.simulation.sequential import recall_generator
+from lightning_fcl.simulation.sequential import recall_seed
 
 
 class VectorizedTrainer:
@@ -83,7 +84,7 @@ class VectorizedTrainer:
         device = next(iter(self._params.values())).device
         self._applies = [torch.tensor([float(row[i]) for row in applies], device=device) for i in used]
         self._recalls = [
-            Recalls.of(self._methods, [row[i] for i in used], recall_generator(self._seed, client_round))
+            Recalls.of(self._methods, [row[i] for i in used], partial(recall_seed, self._seed, client_round))
             for row, client_round in zip(memories, client_rounds, strict=True)
         ]
 
@@ -168,6 +169,8 @@ class VectorizedTrainer:
 
     def _recalled(self, weight: Tensor) -> tuple[list[Mapping[str, Tensor]], list[Tensor]]:
         """The remembered samples of this step, method by method and stacked, and for which clients they are real."""
+        if not any(recalls.pools for recalls in self._recalls):
+            return [{} for _ in self._methods], [weight.new_zeros(len(weight)) for _ in self._methods]
         busy = (weight > 0).any(dim=1).tolist()
         recalled: list[Mapping[str, Tensor]] = []
         there: list[Tensor] = []

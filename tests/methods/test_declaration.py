@@ -183,7 +183,7 @@ def pool(number):
 
 
 def test_recalls_draw_rows_that_belong_together():
-    recalls = Recalls.of([Recalling()], [pool(5)], torch.Generator().manual_seed(3))
+    recalls = Recalls.of([Recalling()], [pool(5)], lambda: 3)
     rows = torch.Generator().manual_seed(3)
     for _ in range(4):
         drawn = recalls.draw("Recalling")
@@ -192,18 +192,18 @@ def test_recalls_draw_rows_that_belong_together():
 
 
 def test_who_recalls_nothing_draws_nothing():
-    generator = torch.Generator().manual_seed(3)
-    before = generator.get_state()
-    recalls = Recalls.of([Recalling(), Penalised()], [{}, pool(4)], generator)
+    recalls = Recalls.of([Recalling(), Penalised()], [{}, pool(4)], lambda: 3)
+    before = recalls.generator.get_state()
     step = step_of(torch.zeros(1))
     drawn = recalls.step(Recalling(), step)
     assert drawn.recalled == {} and drawn.recalled_weight == 0
     assert recalls.step(Penalised(), step) is step and recalls.draw("Penalised") == {}
-    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(recalls.generator.get_state(), before)
+    assert Recalls.of([Penalised()], [pool(4)], lambda: 1 / 0).pools == {}  # no seed is asked for
 
 
 def test_a_step_has_what_was_drawn_for_its_method():
-    step = Recalls.of([Recalling()], [pool(5)], torch.Generator()).step(Recalling(), step_of(torch.zeros(1)))
+    step = Recalls.of([Recalling()], [pool(5)], lambda: 0).step(Recalling(), step_of(torch.zeros(1)))
     assert step.recalled_weight == 1 and len(step.recalled["y"]) == 3
 
 
