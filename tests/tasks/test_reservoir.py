@@ -616,11 +616,14 @@ import resource, sys, warnings
 warnings.filterwarnings("ignore")
 import lightning.pytorch as L, torch
 from lightning_fcl import FederatedStream, FederatedStrategy, ReservoirClassifier
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import EchoStateNetwork
 torch.set_num_threads(1)
 n = int(sys.argv[1])
 x, y = torch.randn(n, 30, 1), torch.arange(n) % 2
-stream = FederatedStream.from_arrays(x, y, clients=4, experiences=1, batch_size=16, seed=0)
+scenario, partition = ClassIncremental(experiences=1), IID(clients=4)
+stream = FederatedStream.from_arrays(x, y, scenario=scenario, partition=partition, batch_size=16, seed=0)
 task = ReservoirClassifier(EchoStateNetwork(1, 200, seed=0), 2)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, accelerator="cpu", **quiet)
