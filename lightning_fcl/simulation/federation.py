@@ -23,6 +23,7 @@ from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensTo
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.methods.method import section as section_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream
@@ -269,11 +270,7 @@ class Federation:
 
     def server_state(self, section: str) -> State:
         """What the server keeps for a method, by name."""
-        return {
-            name.removeprefix(f"{section}."): value
-            for name, value in self.server.extra.items()
-            if name.startswith(f"{section}.")
-        }
+        return section_of(self.server.extra, section)
 
     def forget(self, client: str) -> None:
         """Forget all that a client has kept; it takes part in no later round."""

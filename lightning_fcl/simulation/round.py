@@ -75,11 +75,17 @@ def upload(federation: Federation, context: BatchContext) -> None:
     missed = [federation.participation.misses(client.client, client.round) for client in clients]
     taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
     personal = federation.server.personal or federation.participation.swarm is not None
-    if not (federation.methods or federation.keep_optimizer or personal or federation.client_listeners):
+    listeners = federation.client_listeners  # once for all clients of a cohort
+    if not (federation.methods or federation.keep_optimizer or personal or listeners):
         return  # nothing stays with the clients, and nobody looks at them
     for row, client in enumerate(clients):
-        if taken[row]:
-            _end_client(federation, client, context, trained, row, missed[row])
+        if not taken[row]:
+            continue
+        _end_client(federation, client, context, trained, row, missed[row])
+        if listeners and trained.own is None:
+            load_entries(federation.module, trained.state(row))
+        for listener in listeners:
+            listener.on_client_end(federation.module.trainer, federation.module, client)
 
 
 def _contributions(federation: Federation, context: BatchContext, trained: Trained) -> State:
@@ -115,6 +121,7 @@ def _send(federation: Federation, clients: Sequence[ClientRound], states: State,
 def _end_client(
     federation: Federation, client: ClientRound, context: BatchContext, trained: Trained, row: int, missed: bool
 ) -> None:
+    """Keep what stays with a client."""
     state, kept = trained.state(row), {}
     for method, memory in zip(federation.methods, trained.memories[row], strict=True):
         if method.remembers(client):
@@ -123,11 +130,6 @@ def _end_client(
     if trained.optimizer is not None:
         kept["optimizer"] = trained.optimizer
     federation.server.keep(client.client, state, kept, missed)
-    listeners = federation.client_listeners
-    if listeners and trained.own is None:
-        load_entries(federation.module, state)
-    for listener in listeners:
-        listener.on_client_end(federation.module.trainer, federation.module, client)
 
 
 def _generator(federation: Federation, client: ClientRound, method: Declaration) -> torch.Generator:

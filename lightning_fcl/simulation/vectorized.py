@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,7 +66,7 @@ class VectorizedTrainer:
         optimizers: Sequence[Memory],
     ) -> None:
         """Stack the clients' states, memories and optimizers."""
-        own = {name for name in entries(self._module)}
+        own = set(entries(self._module))
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
         self._received = stack(received)
         self._params = {name: nn.Parameter(v.clone()) for name, v in self._received.items() if name in trainable}
@@ -161,8 +162,7 @@ class VectorizedTrainer:
         output, one = outputs(x), torch.ones((), device=weight.device)
         step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
         steps = [
-            Step(**{**vars(step), "recalled": samples, "recalled_weight": real})
-            for samples, real in zip(recalled, there, strict=True)
+            replace(step, recalled=samples, recalled_weight=real) for samples, real in zip(recalled, there, strict=True)
         ]
         scale, extra = compose(self._methods, memories, steps, one * 0, applies)
         return output, one * scale, extra
