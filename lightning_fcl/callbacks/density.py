@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.reservoir import ReservoirTask
@@ -41,8 +42,7 @@ class ActivationDensity(Callback):
     """
 
     def __init__(self, bins: int = 100) -> None:
-        if bins < 1:
-            raise ValueError(f"Expected `bins` to be at least 1 but got {bins}.")
+        at_least(1, bins=bins)
         self.edges = np.linspace(-1, 1, bins + 1)
         self.record: dict[str, Any] = {}
 

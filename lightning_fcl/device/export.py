@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import at_least, require
 from lightning_fcl.models.quantization import Int8Backbone, quietly
 
 
@@ -80,8 +80,7 @@ def export_executorch(
         True
     """
     _check_example(example)
-    if max_batch < 1:
-        raise ValueError(f"Expected `max_batch` to be at least 1 but got {max_batch}.")
+    at_least(1, max_batch=max_batch)
     module = copy.deepcopy(module).cpu().eval()
     batches = [example.detach().cpu()[torch.arange(size) % len(example)] for size in {1, max_batch}]
     content = _executorch_bytes(module, example.detach().cpu(), max_batch)

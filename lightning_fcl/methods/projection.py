@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.gram import Matrix, device_of, gram
 
@@ -56,8 +57,7 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
             f"Expected a gradient of shape (p,) and constraints of shape (k, p) but got {tuple(gradient.shape)} and "
             f"{tuple(constraints.shape)}. `flatten` makes one vector of a module's gradients."
         )
-    if not margin >= 0:
-        raise ValueError(f"Expected `margin` to be at least 0 but got {margin}.")
+    at_least(0, margin=margin)
     products = _gram(gradient, constraints)
     weights = _weights(products, margin)
     if weights is None:

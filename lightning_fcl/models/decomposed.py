@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_fcl.errors import at_least
 from lightning_fcl.models.vit import ViT
 
 State = dict[str, Tensor]
@@ -54,8 +55,7 @@ class Decomposed(nn.Module):
         super().__init__()
         if tasks < 1:
             raise ValueError(f"Expected `tasks` to be at least 1 but got {tasks}. Give the number of the stream's.")
-        if not threshold >= 0:
-            raise ValueError(f"Expected `threshold` to be at least 0 but got {threshold}.")
+        at_least(0, threshold=threshold)
         names = [f"{place}.weight" for place, layer in net.named_modules() if isinstance(layer, _WEIGHTED)]
         params = dict(net.named_parameters())
         self.names = tuple(name for name in names if fnmatchcase(name, layers) and name in params)
