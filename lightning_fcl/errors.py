@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import field, fields
 from difflib import get_close_matches
+from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
-__all__ = ["above", "at_least", "between", "did_you_mean", "one_of", "require"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["above", "argument", "at_least", "between", "check_fields", "did_you_mean", "one_of", "require", "share"]
+
+Value = TypeVar("Value")
 
 # What pip calls the packages that are imported by another name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
@@ -130,6 +138,57 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
         if value not in choices:
             hint = did_you_mean(value, filter(None, choices))
             raise ValueError(f"Expected `{name}` to be {words} but got {_quoted(value)}.{hint}")
+
+
+def share(**arguments: float) -> None:
+    """Refuse an argument that is no share: above 0 and at most 1.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+
+    Example:
+        >>> share(rho=0.0)
+        Traceback (most recent call last):
+        ValueError: Expected `rho` to be above 0 and at most 1 but got 0.0.
+    """
+    for name, value in arguments.items():
+        if not 0 < value <= 1:
+            raise ValueError(f"Expected `{name}` to be above 0 and at most 1 but got {value}.")
+
+
+def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
+    """A field of a dataclass whose values `check_fields` checks.
+
+    Args:
+        default: What it is where nothing is given. None is not checked.
+        check: One of the checks above: `at_least`, `above`, `between`, `one_of` or `share`.
+        bounds: What the check takes before the argument.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Momentum:
+        ...     mu: float = argument(0.9, between, 0, 1)
+        ...     def __post_init__(self) -> None:
+        ...         check_fields(self)
+        >>> Momentum(mu=1.5)
+        Traceback (most recent call last):
+        ValueError: Expected `mu` to be between 0 and 1 but got 1.5.
+    """
+    value: Value = field(default=default, metadata={"check": partial(check, *bounds)})
+    return value
+
+
+def check_fields(instance: DataclassInstance) -> None:
+    """Refuse a dataclass's values that are out of the ranges which its fields declare. See `argument`.
+
+    Raises:
+        ValueError: If one is; the message names it.
+    """
+    for one in fields(instance):
+        value = getattr(instance, one.name, None)
+        if "check" in one.metadata and not (value is None and one.default is None):
+            one.metadata["check"](**{one.name: value})
 
 
 def _quoted(value: object) -> str:

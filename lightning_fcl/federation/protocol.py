@@ -29,6 +29,23 @@ Batch = Any
 
 
 @dataclass(frozen=True)
+class ClientStart:
+    """What a client's local training begins with.
+
+    Args:
+        client_round: Its part in the round.
+        state: The state that it starts from: the server's, and its own entries.
+        memories: What it remembers for each method.
+        optimizer: What is left of its optimizer; empty where it begins afresh.
+    """
+
+    client_round: ClientRound
+    state: State
+    memories: Sequence[Memory] = ()
+    optimizer: Memory = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Trained:
     """What some clients' local training has come to.
 
@@ -68,21 +85,8 @@ class LocalTrainer(Protocol):
     def optimizer(self) -> Optimizer | None:
         """What Lightning steps in place of the module's own optimizer; None: that one."""
 
-    def begin(
-        self,
-        client_rounds: Sequence[ClientRound],
-        received: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
-        """Begin with some clients.
-
-        Args:
-            client_rounds: Their parts in the round.
-            received: The state that each starts from.
-            memories: For each client, the memory of each method.
-            optimizers: What is left of each client's optimizer; empty where it begins afresh.
-        """
+    def begin(self, starts: Sequence[ClientStart]) -> None:
+        """Begin with some clients."""
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
         """One step's loss.

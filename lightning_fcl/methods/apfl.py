@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
@@ -11,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import between
+from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer, with_parameters
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import flatten
 
 
+@dataclass(eq=False)
 class APFL(Method):
     """Every step: a personal model ``v`` and its weight ``alpha`` learn beside the shared ``w`` (Deng et al. 2020).
 
@@ -58,18 +59,11 @@ class APFL(Method):
     needs_sample_loss: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        alpha0: float = 0.5,
-        alpha_lr: float | None = None,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        between(0, 1, alpha0=alpha0)
-        if alpha_lr is not None and not alpha_lr >= 0:
-            raise ValueError(f"Expected `alpha_lr` to be at least 0, or None, but got {alpha_lr}.")
-        self.alpha0 = alpha0
-        self.alpha_lr = alpha_lr
+    alpha0: float = argument(0.5, between, 0, 1)
+    alpha_lr: float | None = argument(None, at_least, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._trainable: list[str] = []
         self._keeps = False
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now

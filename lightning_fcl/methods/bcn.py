@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import Episodic, past_tasks
 from lightning_fcl.methods.step import Step
 
@@ -64,6 +64,7 @@ def descended(
     return state
 
 
+@dataclass(eq=False)
 class BCN(Episodic):
     """Every step: rehearses, against the worst inputs and for the parameters that fit all tasks best.
 
@@ -107,27 +108,12 @@ class BCN(Episodic):
 
     vectorizable: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
-        beta: float = 0.99,
-        eps: float = 0.1,
-        x_steps: int = 2,
-        theta_steps: int = 5,
-        inner_lr: float = 0.001,
-        batch_size: int = 128,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(max_size, clients)
-        at_least(0, beta=beta, eps=eps, x_steps=x_steps, theta_steps=theta_steps)
-        above(0, inner_lr=inner_lr)
-        at_least(1, batch_size=batch_size)
-        self.beta = beta
-        self.eps = eps
-        self.x_steps = x_steps
-        self.theta_steps = theta_steps
-        self.inner_lr = inner_lr
-        self.batch_size = batch_size
+    beta: float = argument(0.99, at_least, 0)
+    eps: float = argument(0.1, at_least, 0)
+    x_steps: int = argument(2, at_least, 0)
+    theta_steps: int = argument(5, at_least, 0)
+    inner_lr: float = argument(0.001, above, 0)
+    batch_size: int = argument(128, at_least, 1)
 
     def task_weight(self, memory: Memory) -> float:
         """``beta``, once there are past tasks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView
@@ -19,12 +21,16 @@ from lightning_fcl.methods.step import Part, Running, Step, is_labelled
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 
+@dataclass(eq=False, init=False)
 class Declaration:
     """A method as pure functions: they get what a client remembers, and give what it remembers or does then.
 
     Subclass `Method`, which Lightning takes for a callback. The functions run in a plain Trainer (a round is an epoch,
     the server's model is the model at its start), in a federation one client at a time, and vectorised over a cohort of
     clients. What the functions leave in the method itself, `attach` forgets.
+
+    A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.errors.argument` declares them,
+    or has a constructor of its own.
 
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
@@ -52,7 +58,9 @@ class Declaration:
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
 
-    recall_size: int = 0
+    clients: Clients = field(default="all", kw_only=True)
+
+    recall_size: int = field(default=0, init=False, repr=False)
     """Remembered samples that are drawn for each step, with replacement. See `recall`."""
 
     reductions: ClassVar[Rules] = {}
@@ -67,10 +75,16 @@ class Declaration:
         cls.needs_labels = cls.needs_labels or cls.needs_samples
 
     def __init__(self, clients: Clients = "all") -> None:
-        super().__init__()
-        if isinstance(clients, str) and clients not in ("all", "unbalanced"):
-            raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{clients}`.')
-        self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
+        self.clients = clients
+        Declaration.__post_init__(self)
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and begin with no memory."""
+        check_fields(self)
+        if not isinstance(self.clients, str):
+            self.clients = [str(client) for client in self.clients]
+        elif self.clients not in ("all", "unbalanced"):
+            raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{self.clients}`.')
         self.memory: Memory = {}  # of the client that trains now
         self.fits = 0  # experiences of a plain Trainer
         self.server_entries: State = {}  # what the server keeps for the method, in a plain Trainer

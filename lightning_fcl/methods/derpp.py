@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import predictions
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
 
 
+@dataclass(eq=False)
 class DERpp(Method):
     """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
 
@@ -53,21 +54,14 @@ class DERpp(Method):
 
     needs_sample_loss: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        max_size: int = 200,
-        alpha: float = 0.1,
-        beta: float = 0.5,
-        batch_size: int = 32,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(1, max_size=max_size, batch_size=batch_size)
-        at_least(0, alpha=alpha, beta=beta)
-        self.max_size = max_size
-        self.alpha = alpha
-        self.beta = beta
-        self.recall_size = 2 * batch_size
+    max_size: int = argument(200, at_least, 1)
+    alpha: float = argument(0.1, at_least, 0)
+    beta: float = argument(0.5, at_least, 0)
+    batch_size: int = argument(32, at_least, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.recall_size = 2 * self.batch_size
 
     def recall(self, memory: Memory) -> Mapping[str, Tensor]:
         """The remembered samples, their labels and logits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import above, at_least, between, one_of
+from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.method import Method, remember, section, with_classes
 from lightning_fcl.methods.step import Step
 
@@ -35,6 +35,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
     return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
 
 
+@dataclass(eq=False)
 class FLwF2T(Method):
     """Every step: distils from the client's previous model and the server's (Usmanova et al. 2021, section 4.2).
 
@@ -62,30 +63,19 @@ class FLwF2T(Method):
         0.001
     """
 
-    def __init__(
-        self,
-        alpha: float = 0.001,
-        beta: float = 0.7,
-        temperature: float = 2.0,
-        mean_over: Literal["batch", "elements"] = "batch",
-        previous: Literal["kept", "live"] = "kept",
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        between(0, 1, alpha=alpha)
-        if not 0 <= beta <= 1 or alpha + beta > 1 + 1e-9:
+    alpha: float = argument(0.001, between, 0, 1)
+    beta: float = 0.7
+    temperature: float = argument(2.0, above, 0)
+    mean_over: Literal["batch", "elements"] = argument("batch", one_of, ("batch", "elements"))
+    previous: Literal["kept", "live"] = argument("kept", one_of, ("kept", "live"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta <= 1 or self.alpha + self.beta > 1 + 1e-9:
             raise ValueError(
-                f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={alpha}, beta={beta}. "
-                "The server model's weight is 1 - alpha - beta."
+                f"Expected `alpha + beta` to be at most 1 and `beta` at least 0 but got alpha={self.alpha}, "
+                f"beta={self.beta}. The server model's weight is 1 - alpha - beta."
             )
-        above(0, temperature=temperature)
-        one_of(("batch", "elements"), mean_over=mean_over)
-        one_of(("kept", "live"), previous=previous)
-        self.alpha = alpha
-        self.beta = beta
-        self.temperature = temperature
-        self.mean_over = mean_over
-        self.previous = previous
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Before the first round, the server's model is the client's previous model."""
@@ -112,6 +102,7 @@ class FLwF2T(Method):
         return remember(own, "own") if self.previous == "kept" else {}
 
 
+@dataclass(eq=False)
 class FLwF(FLwF2T):
     """Every step: distils from the client's own previous model alone (Usmanova et al. 2021, section 4.1).
 
@@ -129,17 +120,14 @@ class FLwF(FLwF2T):
         0.999
     """
 
-    def __init__(
-        self,
-        alpha: float = 0.001,
-        temperature: float = 2.0,
-        mean_over: Literal["batch", "elements"] = "batch",
-        previous: Literal["kept", "live"] = "kept",
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(alpha, 1 - alpha, temperature, mean_over, previous, clients)
+    beta: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beta = 1 - self.alpha
+        super().__post_init__()
 
 
+@dataclass(eq=False)
 class LwF(Method):
     """Every step: distils the classes of earlier experiences from the model at their end (Li and Hoiem 2016).
 
@@ -162,17 +150,8 @@ class LwF(Method):
     needs_labels: ClassVar[bool] = True
     """They tell the classes that were seen."""
 
-    def __init__(
-        self,
-        strength: float = 1.0,
-        temperature: float = 2.0,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(0, strength=strength)
-        above(0, temperature=temperature)
-        self.strength = strength
-        self.temperature = temperature
+    strength: float = argument(1.0, at_least, 0)
+    temperature: float = argument(2.0, above, 0)
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as L
@@ -13,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Clients, overrides
+from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.distillation import distillation_loss
-from lightning_fcl.methods.episodic import at_task, balanced, checked_size, knows_task, past_tasks, remember_task
+from lightning_fcl.methods.episodic import at_task, balanced, knows_task, memory_size, past_tasks, remember_task
 from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.method import Method, remember, section, with_classes
 from lightning_fcl.methods.step import Step, is_labelled
@@ -29,6 +30,7 @@ from lightning_fcl.randomness import seed_of
 _NEVER = -1e4  # the logit of a class that is not looked at: not -inf, which times 0 is no number
 
 
+@dataclass(eq=False)
 class DyToxTraining(Method):
     """Every step: trains `DyTox` on a new task, its token and its head (Douillard et al. 2022, sections 3.3 and 4.1).
 
@@ -76,28 +78,19 @@ class DyToxTraining(Method):
     needs_sample_loss: ClassVar[bool] = True
     ends_undrawn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
-        distillation: float | Literal["auto"] = "auto",
-        temperature: float = 1.0,
-        divergence: float = 0.1,
-        balanced_epochs: int = 1,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        if max_size:
-            checked_size(max_size)
-        if isinstance(distillation, str) and distillation != "auto":
-            raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{distillation}".')
-        at_least(0, distillation=0 if isinstance(distillation, str) else distillation)
-        at_least(0, divergence=divergence, balanced_epochs=balanced_epochs)
-        above(0, temperature=temperature)
-        self.max_size = max_size
-        self.distillation = distillation
-        self.temperature = temperature
-        self.divergence = divergence
-        self.balanced_epochs = balanced_epochs
+    max_size: int | float = 0.1
+    distillation: float | Literal["auto"] = "auto"
+    temperature: float = argument(1.0, above, 0)
+    divergence: float = argument(0.1, at_least, 0)
+    balanced_epochs: int = argument(1, at_least, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_size:
+            memory_size(max_size=self.max_size)
+        if isinstance(self.distillation, str) and self.distillation != "auto":
+            raise ValueError(f'Expected `distillation` to be "auto" or a number but got "{self.distillation}".')
+        at_least(0, distillation=0 if isinstance(self.distillation, str) else self.distillation)
         self._trainable: set[str] = set()
         self._local_epochs = 1
         self._fresh = self._tuning = False

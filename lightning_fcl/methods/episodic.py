@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import argument
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.method import Method
 
 log = logging.getLogger(__name__)
 
 
+def memory_size(**arguments: int | float) -> None:
+    """Refuse an argument that is neither a number of samples nor a share of them.
+
+    Example:
+        >>> memory_size(max_size=1.5)
+        Traceback (most recent call last):
+        ValueError: Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but \
+got 1.5.
+    """
+    for name, value in arguments.items():
+        if not value > 0 or (isinstance(value, float) and value > 1):
+            raise ValueError(
+                f"Expected `{name}` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
+                f"{value}."
+            )
+
+
+@dataclass(eq=False)
 class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which.
 
@@ -36,13 +55,7 @@ class Episodic(Method):
     needs_sample_loss: ClassVar[bool] = True
     ends_undrawn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        self.max_size = checked_size(max_size)
+    max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Note which task is the present one."""
@@ -178,24 +191,6 @@ def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
     order = torch.randperm(len(y), generator=generator)
     chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
     return chosen[torch.randperm(len(chosen), generator=generator)]
-
-
-def checked_size(max_size: int | float) -> int | float:
-    """``max_size`` itself: a number of samples, or a share of them.
-
-    Raises:
-        ValueError: If it is neither.
-
-    Example:
-        >>> checked_size(0.1)
-        0.1
-    """
-    if not max_size > 0 or (isinstance(max_size, float) and max_size > 1):
-        raise ValueError(
-            f"Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but got "
-            f"{max_size}."
-        )
-    return max_size
 
 
 def at_task(memory: Memory, client_round: ClientRound) -> Memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,20 +13,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import FedViT
 from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, states_loss, teacher_of
 from lightning_fcl.methods.method import remember, section
-from lightning_fcl.methods.projection import Kind
 
 _BATCH = 32  # samples of a step of tuning
 
 
+@dataclass(eq=False)
 class FedKNOW(FedViT):
     """Every step: rotates the gradient so that it undoes no signature task, known by its weights (Luopan et al. 2022).
 
@@ -62,30 +62,12 @@ class FedKNOW(FedViT):
         5
     """
 
-    def __init__(
-        self,
-        rho: float = 0.1,
-        k: int = 10,
-        distance: Kind = "wasserstein",
-        select_every: int = 10,
-        temperature: float = 2.0,
-        tune_epochs: int = 5,
-        tune_rate: float = 5e-4,
-        head_epochs: int = 2,
-        body_epochs: int = 4,
-        integration_epochs: int = 1,
-        head: str = "model.head.*",
-        integrate_last: bool = False,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(
-            rho, k, distance, select_every, head_epochs, body_epochs, integration_epochs, head, integrate_last, clients
-        )
-        above(0, temperature=temperature, tune_rate=tune_rate)
-        at_least(0, tune_epochs=tune_epochs)
-        self.temperature = temperature
-        self.tune_epochs = tune_epochs
-        self.tune_rate = tune_rate
+    temperature: float = argument(2.0, above, 0)
+    tune_epochs: int = argument(5, at_least, 0)
+    tune_rate: float = argument(5e-4, above, 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._networks: dict[int, State] = {}
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
 
@@ -25,6 +25,7 @@ def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) ->
     return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
 
 
+@dataclass(eq=False)
 class FedProx(Method):
     """Every step: adds ``mu / 2 * ||w - w_server||^2`` (Li et al. 2020, equation 2).
 
@@ -41,11 +42,8 @@ class FedProx(Method):
         0.1
     """
 
-    def __init__(self, mu: float = 0.1, part: str = "*", clients: Clients = "all") -> None:
-        super().__init__(clients)
-        at_least(0, mu=mu)
-        self.mu = mu
-        self.part = part
+    mu: float = argument(0.1, at_least, 0)
+    part: str = "*"
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """The weighted proximal term."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import lightning.pytorch as L
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Clients, overrides
+from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Part
 
 
+@dataclass(eq=False)
 class FedRep(Method):
     """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
 
@@ -41,18 +43,9 @@ class FedRep(Method):
 
     vectorizable: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        head_epochs: int = 2,
-        body_epochs: int = 4,
-        head: str = "model.head.*",
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(1, head_epochs=head_epochs, body_epochs=body_epochs)
-        self.head_epochs = head_epochs
-        self.body_epochs = body_epochs
-        self.head = head
+    head_epochs: int = argument(2, at_least, 1)
+    body_epochs: int = argument(4, at_least, 1)
+    head: str = "model.head.*"
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
         """Those of the head and of the body."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, get_args
 
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import at_task, labelled, with_task
 from lightning_fcl.methods.fedrep import check_stages
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
@@ -27,6 +27,7 @@ from lightning_fcl.methods.step import Part
 from lightning_fcl.randomness import seed_of, start_randomness
 
 
+@dataclass(eq=False)
 class FedViT(Method):
     """Every step: rotates the gradient so that it undoes no signature task (Zuo et al. 2024, "FedViT").
 
@@ -71,34 +72,18 @@ class FedViT(Method):
     vectorizable: ClassVar[bool] = False
     ends_undrawn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        rho: float = 0.1,
-        k: int = 10,
-        distance: Kind = "wasserstein",
-        select_every: int = 10,
-        head_epochs: int = 2,
-        body_epochs: int = 4,
-        integration_epochs: int = 1,
-        head: str = "model.head.*",
-        integrate_last: bool = False,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        if not 0 < rho <= 1:
-            raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
-        one_of(get_args(Kind), distance=distance)
-        at_least(1, head_epochs=head_epochs, body_epochs=body_epochs, k=k, select_every=select_every)
-        at_least(0, integration_epochs=integration_epochs)
-        self.head_epochs = head_epochs
-        self.body_epochs = body_epochs
-        self.head = head
-        self.rho = rho
-        self.k = k
-        self.distance = distance
-        self.select_every = select_every
-        self.integration_epochs = integration_epochs
-        self.integrate_last = integrate_last
+    rho: float = argument(0.1, share)
+    k: int = argument(10, at_least, 1)
+    distance: Kind = argument("wasserstein", one_of, get_args(Kind))
+    select_every: int = argument(10, at_least, 1)
+    head_epochs: int = argument(2, at_least, 1)
+    body_epochs: int = argument(4, at_least, 1)
+    integration_epochs: int = argument(1, at_least, 0)
+    head: str = "model.head.*"
+    integrate_last: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._trainable: set[str] = set()
         self._before: State | None = None  # the client's state before aggregation
         self._steps = 0  # of the body, with past tasks

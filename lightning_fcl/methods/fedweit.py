@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as L
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView, federation_of
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.methods.step import Step
@@ -25,6 +25,7 @@ from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
 
 
+@dataclass(eq=False)
 class FedWEIT(Method):
     """Every step: trains base, mask, adaptive and attention; every task: exchanges the adaptives (Yoon et al. 2021).
 
@@ -73,27 +74,19 @@ class FedWEIT(Method):
     vectorizable: ClassVar[bool] = False
     ends_undrawn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        l1: float = 1e-3,
-        l2: float = 100.0,
-        weight_decay: float = 1e-4,
-        sparsity: float = 0.3,
-        mask_l1: float | None = None,
-        kb_size: int | None = None,
-        retroactive: bool = True,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(0, l1=l1, l2=l2, weight_decay=weight_decay, mask_l1=mask_l1 or 0.0)
-        if not 0 <= sparsity < 1:
-            raise ValueError(f"Expected `sparsity` to be at least 0 and below 1 but got {sparsity}.")
-        if kb_size is not None and kb_size < 0:
-            raise ValueError(f"Expected `kb_size` to be at least 0, or None for all adaptives, but got {kb_size}.")
-        self.l1, self.l2, self.weight_decay, self.sparsity = l1, l2, weight_decay, sparsity
-        self.mask_l1 = l1 if mask_l1 is None else mask_l1
-        self.kb_size = kb_size
-        self.retroactive = retroactive
+    l1: float = argument(1e-3, at_least, 0)
+    l2: float = argument(100.0, at_least, 0)
+    weight_decay: float = argument(1e-4, at_least, 0)
+    sparsity: float = 0.3
+    mask_l1: float | None = argument(None, at_least, 0)
+    kb_size: int | None = argument(None, at_least, 0)
+    retroactive: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(f"Expected `sparsity` to be at least 0 and below 1 but got {self.sparsity}.")
+        self.mask_l1 = self.l1 if self.mask_l1 is None else self.mask_l1
         self.knowledge: dict[str, Memory] = {}  # the server's: each client's latest adaptive, packed
         self._arriving: dict[str, Memory] = {}  # in this round
         self._gates: list[Tensor] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import Episodic, past_tasks
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.projection import agem, project
 
 
+@dataclass(eq=False)
 class GEM(Episodic):
     """Every step: rotates the gradient until it raises the loss of no past task (Lopez-Paz and Ranzato 2017).
 
@@ -37,15 +39,7 @@ class GEM(Episodic):
         0.5
     """
 
-    def __init__(
-        self,
-        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
-        margin: float = 0.5,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(max_size, clients)
-        at_least(0, margin=margin)
-        self.margin = margin
+    margin: float = argument(0.5, at_least, 0)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that raises the loss of no past task."""
@@ -58,6 +52,7 @@ class GEM(Episodic):
         return project(gradient, constraints, self.margin)
 
 
+@dataclass(eq=False)
 class AGEM(Episodic):
     """Every step: takes from the gradient what raises the mean loss of the past tasks (Chaudhry et al. 2019).
 
@@ -78,16 +73,7 @@ class AGEM(Episodic):
         256
     """
 
-    def __init__(
-        self,
-        max_size: int | float = 0.1,  # jsonargparse takes the first type that fits: 20 is a number, 0.1 a share
-        batch_size: int | None = None,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(max_size, clients)
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"Expected `batch_size` to be at least 1, or None for all samples, but got {batch_size}.")
-        self.batch_size = batch_size
+    batch_size: int | None = argument(None, at_least, 1)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """The nearest gradient that does not raise the mean loss of the remembered samples of past tasks."""

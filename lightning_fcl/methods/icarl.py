@@ -84,7 +84,7 @@ class ICaRL(LwF):
     def __init__(
         self, max_size: int = 200, strength: float = 1.0, temperature: float = 2.0, clients: Clients = "all"
     ) -> None:
-        super().__init__(strength, temperature, clients)
+        super().__init__(strength, temperature, clients=clients)
         at_least(1, max_size=max_size)
         self.max_size = max_size
 

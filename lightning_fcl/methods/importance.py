@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least, between
+from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.step import Step
@@ -192,17 +192,14 @@ def mean_over_samples(
     return {name: value / len(x) for name, value in total.items()}
 
 
+@dataclass(eq=False)
 class _Consolidation(Method):
     """What EWC and MAS share: the penalty, and when the importance of the parameters is taken."""
 
     needs_samples: ClassVar[bool] = True
 
-    def __init__(self, strength: float, decay: float, clients: Clients = "all") -> None:
-        super().__init__(clients)
-        at_least(0, strength=strength)
-        between(0, 1, decay=decay)
-        self.strength = strength
-        self.decay = decay
+    strength: float = argument(1.0, at_least, 0)
+    decay: float = argument(1.0, between, 0, 1)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The importance of parameters for some samples."""
@@ -234,6 +231,7 @@ class _Consolidation(Method):
         return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
 
 
+@dataclass(eq=False)
 class EWC(_Consolidation):
     """Every step: holds what was important in the client's earlier experiences (Kirkpatrick et al. 2017, equation 3).
 
@@ -261,19 +259,14 @@ class EWC(_Consolidation):
     needs_sample_loss: ClassVar[bool] = True
     """Its gradients are the Fisher information."""
 
-    def __init__(
-        self,
-        strength: float = 40000.0,
-        decay: float = 1.0,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(strength, decay, clients)
+    strength: float = argument(40000.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The empirical Fisher information."""
         return fisher_information(module, state, x, y, names)
 
 
+@dataclass(eq=False)
 class MAS(_Consolidation):
     """Every step: holds what the client's output depended on in earlier experiences (Aljundi et al. 2018).
 
@@ -294,13 +287,7 @@ class MAS(_Consolidation):
         10.0
     """
 
-    def __init__(
-        self,
-        strength: float = 100.0,
-        decay: float = 1.0,
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(strength, decay, clients)
+    strength: float = argument(100.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The sensitivity of the output's squared norm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -12,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import above, at_least
+from lightning_fcl.errors import above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss
@@ -59,6 +59,7 @@ def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Ten
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
 
 
+@dataclass(eq=False)
 class LVTMethod(Method):
     """Every step: holds the attention of a lifelong vision transformer, and rehearses (Wang et al. 2022, "LVT").
 
@@ -104,31 +105,13 @@ class LVTMethod(Method):
     needs_sample_loss: ClassVar[bool] = True
     ends_undrawn: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        gamma: float = 1.0,
-        alpha: float = 1.0,
-        beta: float = 0.5,
-        rho: float = 0.1,
-        temperature: float = 2.0,
-        batch_size: int | None = None,
-        keys: str = "*.external_*",
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(0, gamma=gamma, alpha=alpha, beta=beta)
-        if not 0 < rho <= 1:
-            raise ValueError(f"Expected `rho` to be above 0 and at most 1 but got {rho}.")
-        above(0, temperature=temperature)
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"Expected `batch_size` to be at least 1, or None for the batch's, but got {batch_size}.")
-        self.gamma = gamma
-        self.alpha = alpha
-        self.beta = beta
-        self.rho = rho
-        self.temperature = temperature
-        self.batch_size = batch_size
-        self.keys = keys
+    gamma: float = argument(1.0, at_least, 0)
+    alpha: float = argument(1.0, at_least, 0)
+    beta: float = argument(0.5, at_least, 0)
+    rho: float = argument(0.1, share)
+    temperature: float = argument(2.0, above, 0)
+    batch_size: int | None = argument(None, at_least, 1)
+    keys: str = "*.external_*"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Refuse a module whose attention has no keys of its own."""

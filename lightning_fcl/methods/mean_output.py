@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -10,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least, one_of
+from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.method import Method, with_classes
 from lightning_fcl.methods.step import Step
 
@@ -72,6 +72,7 @@ def _mean(values: Tensor, chosen: Tensor) -> Tensor:
     return (values * chosen).sum(dim=-1) / chosen.sum(dim=-1).clamp(min=1)
 
 
+@dataclass(eq=False)
 class MeanOutputLoss(Method):
     """Every step: cross-entropy among the session's classes, and `mean_output_loss` (Kröger et al.: MOL).
 
@@ -101,23 +102,10 @@ class MeanOutputLoss(Method):
         2.0
     """
 
-    def __init__(
-        self,
-        mu: float = 2.0,
-        outputs: Outputs = "probabilities",
-        distance: Distance = "squared",
-        cross_entropy: Scope = "session",
-        clients: Clients = "all",
-    ) -> None:
-        super().__init__(clients)
-        at_least(0, mu=mu)
-        one_of(get_args(Outputs), outputs=outputs)
-        one_of(get_args(Distance), distance=distance)
-        one_of(get_args(Scope), cross_entropy=cross_entropy)
-        self.mu = mu
-        self.outputs: Outputs = outputs
-        self.distance: Distance = distance
-        self.cross_entropy = cross_entropy
+    mu: float = argument(2.0, at_least, 0)
+    outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))
+    distance: Distance = argument("squared", one_of, get_args(Distance))
+    cross_entropy: Scope = argument("session", one_of, get_args(Scope))
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Which classes are new, and which are old."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.buffers import Agent, check_buffer, make_buffer, select
-from lightning_fcl.methods.declaration import Clients
-from lightning_fcl.methods.episodic import checked_size
+from lightning_fcl.methods.episodic import memory_size
 from lightning_fcl.methods.method import Method
 from lightning_fcl.randomness import seed_of
 
@@ -28,6 +29,7 @@ Policy = Literal["reservoir", "class-balanced", "refresh"]
 _SAMPLE = "sample."
 
 
+@dataclass(eq=False)
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
@@ -64,34 +66,26 @@ class Replay(Method):
 
     takes_dicts: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        max_size: int | float = 200,  # jsonargparse takes the first type that fits: 20 is a number, 0.05 a share
-        policy: Policy = "class-balanced",
-        update: Literal["round", "experience"] = "experience",
-        repeat: bool = False,
-        base: bool = False,
-        clients: Clients = "all",
-        buffer: ExemplarsBuffer | None = None,
-    ) -> None:
-        super().__init__(clients)
-        if buffer is not None:
-            check_buffer(buffer)
-            if repeat:
+    max_size: int | float = argument(200, memory_size)  # jsonargparse takes the first type that fits
+    policy: Policy = argument("class-balanced", one_of, get_args(Policy))
+    update: Literal["round", "experience"] = argument("experience", one_of, ("round", "experience"))
+    repeat: bool = False
+    base: bool = False
+    buffer: ExemplarsBuffer | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buffer is not None:
+            check_buffer(self.buffer)
+            if self.repeat:
                 raise ValueError("Expected no `repeat` beside `buffer` but got both. Use `policy` and `max_size`.")
-            max_size = buffer.max_size
-        if policy not in ("reservoir", "class-balanced", "refresh"):
-            raise ValueError(f'Expected `policy` to be "reservoir", "class-balanced" or "refresh" but got "{policy}".')
-        if update not in ("round", "experience"):
-            raise ValueError(f'Expected `update` to be "round" or "experience" but got "{update}".')
-        if repeat and policy != "reservoir":
-            raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{policy}".')
-        self.max_size = checked_size(max_size)
-        self.repeat = repeat
-        self.policy = policy if buffer is None else type(buffer).__name__
-        self.update = update
-        self.base = base
-        self.buffer = buffer
+            self.max_size = self.buffer.max_size
+        if self.repeat and self.policy != "reservoir":
+            raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".')
+
+    def hparams(self) -> dict[str, Any]:
+        """The arguments, where a buffer is given with its kind."""
+        return super().hparams() | ({"policy": type(self.buffer).__name__} if self.buffer is not None else {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """In a federation, fill the buffers with the base session's samples, if they begin with these."""
@@ -149,7 +143,7 @@ class Replay(Method):
         labels = client_round.labels if len(client_round.labels) == len(first) else samples.get("y", first)
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
-        if self.policy == "refresh":
+        if self.buffer is None and self.policy == "refresh":
             chosen = torch.randperm(len(first), generator=generator)[:size]
             kept = memory["task"] != client_round.experience if memory else None
             picked = {name: value[chosen] for name, value in new.items()}

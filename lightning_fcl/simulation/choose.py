@@ -19,7 +19,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.optimizer_state import with_parameters
-from lightning_fcl.federation.protocol import BringsLocalTrainer, LocalTrainer, TrainerRequest, Vectorizable
+from lightning_fcl.federation.protocol import (
+    BringsLocalTrainer,
+    ClientStart,
+    LocalTrainer,
+    TrainerRequest,
+    Vectorizable,
+)
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.simulation.sequential import SequentialTrainer
@@ -162,7 +168,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         try:
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             trainer = VectorizedTrainer(copied, [], with_parameters(optimizer, twins), 2, seed=0)
-            trainer.begin([ClientRound("", 0)] * 2, [state, state], [[], []], [{}, {}])
+            trainer.begin([ClientStart(ClientRound("", 0), state)] * 2)
             trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, randomness="error")
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Batch, SolvesAtServer, Trained
+from lightning_fcl.federation.protocol import Batch, ClientStart, SolvesAtServer, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation, there
@@ -40,14 +40,15 @@ def download(federation: Federation, context: BatchContext) -> None:
     federation.between_rounds = federation.round_done = False
     clients = context.client_rounds
     start_randomness(federation.seed, *(client.client for client in clients), clients[0].round)
-    received, kept = zip(*(federation.server.download(client.client) for client in clients), strict=True)
-    memories = [
-        [_moved(federation, m.on_download(own.get(m.section, {}), state, client)) for m in federation.methods]
-        for client, state, own in zip(clients, received, kept, strict=True)
-    ]
+    starts = []
+    for client in clients:
+        state, kept = federation.server.download(client.client)
+        memories = [m.on_download(kept.get(m.section, {}), state, client) for m in federation.methods]
+        moved = [_moved(federation, memory) for memory in memories]
+        starts.append(ClientStart(client, state, moved, kept.get("optimizer", {})))
     trainer = there(federation.trainer, "a fit")
     federation.training = clients[0] if not trainer.stacked else None
-    trainer.begin(clients, received, memories, [own.get("optimizer", {}) for own in kept])
+    trainer.begin(starts)
 
 
 def _moved(federation: Federation, memory: Memory) -> Memory:

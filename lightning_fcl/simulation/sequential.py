@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
-from lightning_fcl.federation.protocol import Batch, Trained
+from lightning_fcl.federation.protocol import Batch, ClientStart, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.recalls import Recalls
@@ -53,22 +52,17 @@ class SequentialTrainer:
         self._seed = seed
         self._client_round: ClientRound | None = None
 
-    def begin(
-        self,
-        client_rounds: Sequence[ClientRound],
-        received: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
+    def begin(self, starts: Sequence[ClientStart]) -> None:
         """Load a client's state into the module, and its optimizer's."""
-        (self._client_round,) = client_rounds
-        load_entries(self._module, received[0])
+        (start,) = starts
+        self._client_round = start.client_round
+        load_entries(self._module, start.state)
         self._optimizer.state.clear()
-        restore_optimizer(self._optimizer, optimizers[0])
+        restore_optimizer(self._optimizer, start.optimizer)
         if self._methods:
-            active = [method.applies_to(client_rounds[0]) for method in self._methods]
-            recalls = Recalls.of(self._methods, memories[0], lambda: recall_seed(self._seed, client_rounds[0]))
-            driver_of(self._module.trainer).begin(memories[0], received[0], active, recalls)
+            active = [method.applies_to(start.client_round) for method in self._methods]
+            recalls = Recalls.of(self._methods, start.memories, lambda: recall_seed(self._seed, start.client_round))
+            driver_of(self._module.trainer).begin(start.memories, start.state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
         """The module's own step."""

@@ -12,11 +12,10 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import with_parameters
-from lightning_fcl.federation.protocol import Batch, Trained, Vectorizable
+from lightning_fcl.federation.protocol import Batch, ClientStart, Trained, Vectorizable
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
@@ -58,23 +57,17 @@ class VectorizedTrainer:
         self._seed = seed
         self._params: dict[str, nn.Parameter] = {}
 
-    def begin(
-        self,
-        client_rounds: Sequence[ClientRound],
-        received: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
+    def begin(self, starts: Sequence[ClientStart]) -> None:
         """Stack the clients' states, memories and optimizers."""
         own = set(entries(self._module))
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        self._received = stack(received)
+        self._received = stack([start.state for start in starts])
         self._params = {name: nn.Parameter(v.clone()) for name, v in self._received.items() if name in trainable}
         self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in trainable}
         twins = {id(p): self._params[name] for name, p in self._module.named_parameters() if name in self._params}
         self.optimizer = with_parameters(self._template, twins)
-        self._kept = memories
-        applies = [[method.applies_to(client_round) for method in self._all_methods] for client_round in client_rounds]
+        self._kept = memories = [start.memories for start in starts]
+        applies = [[method.applies_to(start.client_round) for method in self._all_methods] for start in starts]
         used = [
             i
             for i, method in enumerate(self._all_methods)
@@ -85,8 +78,10 @@ class VectorizedTrainer:
         device = next(iter(self._params.values())).device
         self._applies = [torch.tensor([float(row[i]) for row in applies], device=device) for i in used]
         self._recalls = [
-            Recalls.of(self._methods, [row[i] for i in used], partial(recall_seed, self._seed, client_round))
-            for row, client_round in zip(memories, client_rounds, strict=True)
+            Recalls.of(
+                self._methods, [start.memories[i] for i in used], partial(recall_seed, self._seed, start.client_round)
+            )
+            for start in starts
         ]
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor:

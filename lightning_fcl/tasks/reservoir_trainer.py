@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Batch, Trained
+from lightning_fcl.federation.protocol import Batch, ClientStart, Trained
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, solve, square
 
@@ -75,15 +75,11 @@ class ReservoirTrainer:
         self._received: Sequence[State] = ()
         self._memories: Sequence[Sequence[Memory]] = ()
 
-    def begin(
-        self,
-        client_rounds: Sequence[ClientRound],
-        received: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
+    def begin(self, starts: Sequence[ClientStart]) -> None:
         """Stack the clients' gains and biases, or begin their sums."""
-        self.client_rounds, self._received, self._memories = client_rounds, received, memories
+        self.client_rounds = [start.client_round for start in starts]
+        self._received = received = [start.state for start in starts]
+        self._memories = [start.memories for start in starts]
         if self.module.adapting:
             self.gain, self.bias = (
                 torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")

@@ -1,14 +1,19 @@
 """What methods declare, how they go together, and the driver's small parts."""
 
+import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+import lightning.pytorch as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from lightning_fcl.callbacks import EWC, GEM, FedProto, FLwF, FLwF2T, ICaRL, Replay
+from lightning_fcl.callbacks import AGEM, BCN, EWC, GEM, DERpp, FedProto, FLwF, FLwF2T, ICaRL, LVTMethod, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.freezing import Freezer
@@ -275,3 +280,60 @@ def test_other_clients_learn_all(fit, make_stream, make_task):
     fit(task, make_stream(batch_size=100), [Stages(clients=["1"]), Watch()], cohort_size=1, max_epochs=1)
     everything = {f"model.{name}" for name in HEAD | BODY | STATISTICS}
     assert changed == {"0": everything, "1": {f"model.{name}" for name in HEAD}, "2": everything}
+
+
+class Bare(L.LightningModule):
+    """A module that does not state its loss apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [AGEM, BCN, DERpp, EWC, GEM, LVTMethod])
+def test_a_module_must_state_its_loss_apart(samples, train, kind):
+    message = (
+        f"Expected a module that states its loss apart for `{kind.__name__}`, as `Classifier` does in "
+        "`sample_loss(output, y)`, but got a `Bare`. Use a `Classifier`, or define it."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Bare(), [kind()], samples())
+
+
+@dataclass(eq=False)
+class Declared(Method):
+    strength: float = argument(1.0, at_least, 0)
+    size: int | None = argument(None, at_least, 1)
+
+
+class Constructed(Method):
+    def __init__(self, strength, clients="all"):
+        super().__init__(clients)
+        self.strength = strength
+
+
+def test_arguments_are_fields_or_those_of_a_constructor():
+    declared, constructed = Declared(2.0, clients=[3, 4]), Constructed(2.0, [3, 4])
+    assert declared.hparams() == constructed.hparams() == {"strength": 2.0, "clients": ["3", "4"]}
+    assert declared.memory == constructed.memory == {} and declared != Declared(2.0, clients=[3, 4])
+    assert repr(Declared(size=2)) == "Declared(clients='all', strength=1.0, size=2)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": -1.0}, "Expected `strength` to be at least 0 but got -1.0."),
+        ({"strength": float("nan")}, "Expected `strength` to be at least 0 but got nan."),
+        ({"size": 0}, "Expected `size` to be at least 1 but got 0."),
+        ({"clients": "some"}, 'Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`.'),
+    ],
+)
+def test_fields_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Declared(**arguments)

@@ -395,7 +395,7 @@ def test_refusals(fit, quiet, make_stream, make_task):
         ({"mask_l1": -2.0}, "Expected `mask_l1` to be at least 0 but got -2.0."),
         ({"weight_decay": float("nan")}, "Expected `weight_decay` to be at least 0 but got nan."),
         ({"sparsity": 1.0}, "Expected `sparsity` to be at least 0 and below 1 but got 1.0."),
-        ({"kb_size": -1}, "Expected `kb_size` to be at least 0, or None for all adaptives, but got -1."),
+        ({"kb_size": -1}, "Expected `kb_size` to be at least 0 but got -1."),
     ],
 )
 def test_wrong_arguments(arguments, message):

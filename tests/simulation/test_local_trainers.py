@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import State, entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import BringsLocalTrainer, LocalTrainer, SolvesAtServer, Trained, TrainerRequest
+from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.protocol import (
+    BringsLocalTrainer,
+    ClientStart,
+    LocalTrainer,
+    SolvesAtServer,
+    Trained,
+    TrainerRequest,
+)
 from lightning_fcl.methods.method import Method
 
 
@@ -63,17 +68,11 @@ class NormalEquations:
         self.module, self.clients_at_once = module, clients_at_once
         self.began = self.finished = 0
 
-    def begin(
-        self,
-        client_rounds: Sequence[ClientRound],
-        received: Sequence[State],
-        memories: Sequence[Sequence[Memory]],
-        optimizers: Sequence[Memory],
-    ) -> None:
-        self.began += len(client_rounds)
-        self.memories = memories
-        self.gram = torch.zeros(len(received), 7, 7, dtype=torch.float64)
-        self.moment = torch.zeros(len(received), 7, dtype=torch.float64)
+    def begin(self, starts: Sequence[ClientStart]) -> None:
+        self.began += len(starts)
+        self.memories = [start.memories for start in starts]
+        self.gram = torch.zeros(len(starts), 7, 7, dtype=torch.float64)
+        self.moment = torch.zeros(len(starts), 7, dtype=torch.float64)
 
     def training_step(self, batch: list[Tensor], batch_idx: int, weight: Tensor | None) -> None:
         x, y = with_one(batch[0]), batch[1].double()
