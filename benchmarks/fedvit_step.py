@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
-from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, FedWEIT, fedvit
+from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, FedWEIT
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.methods import fedvit
 from lightning_fcl.models import Decomposed, ViT
 
 TASKS, BATCH = 10, 32  # past tasks, images of a batch and of a task
