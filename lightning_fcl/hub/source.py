@@ -2,12 +2,17 @@
 
 import os
 import re
+import sys
+import tarfile
+import tempfile
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fcl.hub.fetch import retrieve, unpack
+from lightning_fcl.errors import require
 
-__all__ = ["Layout", "Source", "data_root"]
+_BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -147,8 +152,40 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         if self.folder and (there := self.layouts[0].find(root)):
             return there
         archive = root / self.archive
-        retrieve(self.url, self.digest, archive, f" and run {self.command} to unpack it" if self.folder else "")
-        return unpack(archive, self.folder, self.command) if self.folder else archive
+        self._retrieve(archive)
+        return self._unpack(archive) if self.folder else archive
+
+    def _retrieve(self, path: Path) -> None:
+        """Download the file and verify it; one that is there and verifies is not downloaded again."""
+        pooch = require("pooch", "downloads files and verifies them")
+        show = sys.stderr.isatty()
+        try:
+            pooch.retrieve(self.url, known_hash=self.digest, path=path.parent, fname=path.name, progressbar=show)
+        except OSError as error:
+            then = f" and run {self.command} to unpack it" if self.folder else ""
+            raise ConnectionError(
+                f"Expected to download {self.url} but got: {error}. Try again, or download it by hand to {path}{then}."
+            ) from error
+
+    def _unpack(self, archive: Path) -> Path:
+        """Unpack the wanted folder beside its archive, whole or not at all, and delete the archive."""
+        target = archive.parent / self.folder
+        try:
+            with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
+                if archive.suffix == ".zip":
+                    with zipfile.ZipFile(archive) as content:
+                        content.extractall(scratch)  # strips what would lead out of the folder
+                else:
+                    with tarfile.open(archive) as content:
+                        content.extractall(scratch, filter="data")
+                (Path(scratch) / self.folder).rename(target)
+        except _BROKEN as error:
+            raise OSError(
+                f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
+                f"way, and run {self.command} again."
+            ) from error
+        archive.unlink()
+        return target
 
     @property
     def command(self) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fcl.hub.fetch import retrieve
 from lightning_fcl.hub.source import Layout, Source
 
 FILES = {f"original/images/{n}.png": bytes(range(n, n + 200)) * 20 for n in range(10)} | {"original/train.csv": b"1,0"}
@@ -99,4 +98,4 @@ def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archi
 def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ModuleNotFoundError, match=r"Expected `pooch`, which downloads .* `pip install pooch`"):
-        retrieve("https://x.invalid/x.zip", "0" * 64, tmp_path / "x.zip")
+        source("x.zip", url="https://x.invalid/x.zip", digest="0" * 64).fetch(tmp_path)

@@ -110,13 +110,12 @@ def test_an_archive_is_kept_where_no_folder_of_it_is_wanted(tmp_path):
 
 def test_the_original_folder_is_not_downloaded_again_but_our_npz_file_does_not_stand_for_it(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("lightning_fcl.hub.source.retrieve", lambda *args: asked.append(args))
-    monkeypatch.setattr("lightning_fcl.hub.source.unpack", lambda archive, folder, command: archive.parent / folder)
+    monkeypatch.setattr(Source, "_retrieve", lambda source, path: asked.append((source.url, source.digest, path)))
+    monkeypatch.setattr(Source, "_unpack", lambda source, archive: archive.parent / source.folder)
     source = replace(SOURCE, digest="0" * 64, archive="x/x.zip", folder="original")
     put(tmp_path / "x.npz")
     assert source.fetch(tmp_path) == tmp_path / "x" / "original"
-    then = " and run `lightning-fcl data fetch x` to unpack it"
-    assert asked == [(source.url, source.digest, tmp_path / "x" / "x.zip", then)]
+    assert asked == [(source.url, source.digest, tmp_path / "x" / "x.zip")]
     folder = put_folder(tmp_path / "original")
     assert source.fetch(tmp_path) == folder and len(asked) == 1
 
@@ -128,7 +127,7 @@ def test_the_hub_needs_the_standard_library_alone():
         "package = types.ModuleType('lightning_fcl')\n"
         f"package.__path__ = [{str(Path(lightning_fcl.__file__).parent)!r}]\n"
         "sys.modules['lightning_fcl'] = package\n"
-        "import lightning_fcl.hub.source, lightning_fcl.hub.fetch\n"
+        "import lightning_fcl.hub.source\n"
         "print(sorted({'torch', 'lightning', 'numpy', 'pooch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
