@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class ClientData:
     """One client's samples of a round: read when they are first asked for, and kept as long as this lives.
 
     Args:
-        read: Reads them.
+        read: Reads them: ``[x, y]``, stacked, or what a data set's items hold.
 
     Example:
         >>> ClientData(lambda: [torch.zeros(3, 2), torch.tensor([0, 1, 0])]).samples()[1]
@@ -32,15 +32,7 @@ class ClientData:
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def samples(self) -> Any:
-        """The samples, stacked: ``[x, y]``, or what a data set's items hold."""
-        return self._samples
-
-    @cached_property
-    def _samples(self) -> Any:
-        return self._read()
+        self.samples = cache(read)
 
 
 def round_half_up(value: float) -> int:
@@ -234,26 +226,3 @@ def joined(parts: Sequence[Any]) -> Any:
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
         raise ValueError(f"Expected samples of one shape to join but got {shapes}. Pad them to one, in `collate_fn`.")
     return torch.cat(list(parts))
-
-
-def side_by_side(parts: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Batches of several clients in one, padded where they are unequal.
-
-    Args:
-        parts: ``[x, y]`` of each client.
-
-    Returns:
-        ``[x, y]`` of shapes (clients, batch, ...) and (clients, batch); the share of every sample in its client's
-        mean, shape (clients, batch), 0 for padding.
-
-    Example:
-        >>> [x, y], share = side_by_side([[torch.zeros(2, 1), torch.ones(2)], [torch.zeros(1, 1), torch.ones(1)]])
-        >>> x.shape, share.tolist()
-        (torch.Size([2, 2, 1]), [[0.5, 0.5], [1.0, 0.0]])
-    """
-    sizes = torch.tensor([len(y) for _, y in parts])
-    places = torch.arange(int(sizes.max()))
-    real = places < sizes[:, None]
-    chosen = [torch.where(own, places, 0) for own in real]
-    columns = ([part[i][index] for part, index in zip(parts, chosen, strict=True)] for i in (0, 1))
-    return [torch.stack(column) for column in columns], real / sizes[:, None]

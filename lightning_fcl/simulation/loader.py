@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_fcl.data.batches import (
@@ -23,7 +24,6 @@ from lightning_fcl.data.batches import (
     orders,
     plan_batches,
     read,
-    side_by_side,
 )
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.scenarios import IntArray, Plan
@@ -162,7 +162,8 @@ class RoundLoader:
                     yield number, group, step, own[0], 1, None
                     continue
                 done = len(group) - len(own)
-                batch, weight = side_by_side([*own, *(own[:1] * done)])
+                padded = [*own, *(own[:1] * done)]
+                batch, _, weight = next(cohort_batches(padded, [[torch.arange(len(y))] for _, y in padded]))
                 weight[len(own) :] = 0
                 yield number, group, step, batch, len(own), weight
 
