@@ -9,14 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["IID", "ClassSubsets", "Dirichlet", "Natural", "Partition", "Shards"]
-
-IntArray: TypeAlias = NDArray[np.int64]
+from lightning_fcl.data.scenarios import IntArray
 
 _ATTEMPTS = 1000
 
@@ -83,8 +81,8 @@ class IID(Partition):
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's share of a random permutation."""
-        _require_clients(len(y), self.clients)
-        return _named(np.array_split(rng.permutation(len(y)), self.clients))
+        samples = len(_labels(y, self.clients))
+        return _named([np.array_split(rng.permutation(samples), self.clients)])
 
 
 @dataclass(frozen=True)
@@ -124,17 +122,21 @@ class Dirichlet(Partition):
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's share of every class."""
-        labels = _column("y", y, "iu", "integers")
-        _require_clients(len(labels), self.clients)
+        labels = _labels(y, self.clients)
         if not 0 <= self.min_size <= len(labels) // self.clients:
             raise ValueError(
                 f"Expected `min_size` to be between 0 and {len(labels) // self.clients}, what {len(labels)} samples "
                 f"allow {self.clients} clients, but got {self.min_size}. Lower it, or take fewer clients."
             )
         for _ in range(_ATTEMPTS):
-            parts = _dirichlet_once(labels, self.clients, self.alpha, rng)
-            if min(len(part) for part in parts) >= self.min_size:
-                return _named(parts)
+            pieces = []
+            for label in np.unique(labels):
+                members = rng.permutation(np.flatnonzero(labels == label))
+                ends = np.cumsum(rng.dirichlet(np.full(self.clients, self.alpha)))[:-1]
+                pieces.append(_cut(members, ends))
+            parts = _named(pieces)
+            if min(map(len, parts.values())) >= self.min_size:
+                return parts
         raise ValueError(
             f"Expected a division with `min_size`={self.min_size} samples per client but {_ATTEMPTS} draws with "
             f"`alpha`={self.alpha} and {self.clients} clients gave none. Raise `alpha`, or lower `min_size` or "
@@ -168,8 +170,7 @@ class Shards(Partition):
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's shards."""
-        labels = _column("y", y, "iu", "integers")
-        _require_clients(len(labels), self.clients)
+        labels = _labels(y, self.clients)
         most = len(labels) // self.clients
         if not 1 <= self.shards_per_client <= most:
             raise ValueError(
@@ -178,7 +179,7 @@ class Shards(Partition):
             )
         pieces = np.array_split(np.argsort(labels, kind="stable"), self.clients * self.shards_per_client)
         dealt = rng.permutation(len(pieces)).reshape(self.clients, self.shards_per_client)
-        return _named([np.concatenate([pieces[shard] for shard in hand]) for hand in dealt])
+        return _named([[pieces[shard] for shard in hand] for hand in dealt.T])
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,7 @@ class ClassSubsets(Partition):
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's part of each of its classes."""
-        labels = _column("y", y, "iu", "integers")
-        _require_clients(len(labels), self.clients)
+        labels = _labels(y, self.clients)
         classes = np.unique(labels)
         fewest, most = _range(self.classes_per_client)
         if not 1 <= fewest <= most <= len(classes):
@@ -232,8 +232,7 @@ class ClassSubsets(Partition):
         for client in range(self.clients):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
             asked[client, own] = rng.uniform(*_range(self.fraction))
-        pieces = [_divide(labels, label, asked[:, column], rng) for column, label in enumerate(classes)]
-        return _named([np.concatenate([piece[client] for piece in pieces]) for client in range(self.clients)])
+        return _named([_divide(labels, label, asked[:, column], rng) for column, label in enumerate(classes)])
 
 
 def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
@@ -243,11 +242,9 @@ def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
 
 
 def _divide(labels: IntArray, label: np.int64, asked: NDArray[np.float64], rng: np.random.Generator) -> list[IntArray]:
+    """A class's samples for each client, in the shares that they ask for."""
     members = rng.permutation(np.flatnonzero(labels == label))
-    # Rounding the running sum, not each share, keeps the total within the class and uses it up when all of it is
-    # asked for.
-    ends = np.rint(np.cumsum(asked) / max(1.0, asked.sum()) * len(members)).astype(np.int64)
-    parts = np.split(members, ends)[:-1]
+    *parts, _ = _cut(members, np.cumsum(asked) / max(1.0, asked.sum()))
     for client, part in enumerate(parts):
         if asked[client] > 0 and len(part) == 0:
             raise ValueError(
@@ -258,17 +255,27 @@ def _divide(labels: IntArray, label: np.int64, asked: NDArray[np.float64], rng: 
     return parts
 
 
-def _dirichlet_once(labels: IntArray, n_clients: int, alpha: float, rng: np.random.Generator) -> list[IntArray]:
-    pieces = []
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        shares = rng.dirichlet(np.full(n_clients, alpha))
-        pieces.append(np.split(members, np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)))
-    return [np.concatenate([piece[client] for piece in pieces]) for client in range(n_clients)]
+def _cut(members: IntArray, ends: NDArray[np.float64]) -> list[IntArray]:
+    """Samples cut at running sums of shares, and the rest of them."""
+    # Rounding the running sum, not each share, keeps the total within the class and uses it up when all of it is
+    # asked for.
+    return np.split(members, np.rint(ends * len(members)).astype(np.int64))
 
 
-def _named(parts: list[IntArray]) -> dict[str, IntArray]:
-    return {str(client): np.sort(part).astype(np.int64) for client, part in enumerate(parts)}
+def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
+    """Clients by number; each has its part of every piece."""
+    parts = (np.sort(np.concatenate(own)).astype(np.int64) for own in zip(*pieces, strict=True))
+    return {str(client): part for client, part in enumerate(parts)}
+
+
+def _labels(y: ArrayLike, clients: int) -> NDArray[Any]:
+    labels = _column("y", y, "iu", "integers")
+    if not 1 <= clients <= len(labels):
+        raise ValueError(
+            f"Expected `clients` to be between 1 and {len(labels)}, the number of samples, but got {clients}. Take "
+            "fewer clients."
+        )
+    return labels
 
 
 def _column(name: str, values: ArrayLike, kinds: str, words: str) -> NDArray[Any]:
@@ -279,11 +286,3 @@ def _column(name: str, values: ArrayLike, kinds: str, words: str) -> NDArray[Any
             "Pass one entry per sample."
         )
     return column
-
-
-def _require_clients(n: int, n_clients: int) -> None:
-    if not 1 <= n_clients <= n:
-        raise ValueError(
-            f"Expected `clients` to be between 1 and {n}, the number of samples, but got {n_clients}. Take fewer "
-            "clients."
-        )
