@@ -1,35 +1,15 @@
 """Scenarios: which client sees which samples in which round. Each is an object that makes a `Plan` of a `Pool`."""
 
-from lightning_fcl.data.scenarios.fedvit import FedViTScenario
-from lightning_fcl.data.scenarios.flwf import FLwFScenario
-from lightning_fcl.data.scenarios.incremental import (
-    ClassIncremental,
-    DomainIncremental,
-    Indices,
-    class_experiences,
-    domain_experiences,
-    rounds_of,
-)
-from lightning_fcl.data.scenarios.odfcl import ODFCLScenario
-from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan, split, with_history
-from lightning_fcl.data.scenarios.scenario import Pool, Scenario
-
-__all__ = [
-    "EMPTY",
-    "ClassIncremental",
-    "DomainIncremental",
-    "FLwFScenario",
-    "FedViTScenario",
-    "History",
-    "Indices",
-    "IntArray",
-    "ODFCLScenario",
-    "Plan",
-    "Pool",
-    "Scenario",
-    "class_experiences",
-    "domain_experiences",
-    "rounds_of",
-    "split",
-    "with_history",
-]
+from lightning_fcl.data.scenarios.fedvit import FedViTScenario as FedViTScenario
+from lightning_fcl.data.scenarios.flwf import FLwFScenario as FLwFScenario
+from lightning_fcl.data.scenarios.incremental import ClassIncremental as ClassIncremental
+from lightning_fcl.data.scenarios.incremental import DomainIncremental as DomainIncremental
+from lightning_fcl.data.scenarios.odfcl import ODFCLScenario as ODFCLScenario
+from lightning_fcl.data.scenarios.scenario import EMPTY as EMPTY
+from lightning_fcl.data.scenarios.scenario import History as History
+from lightning_fcl.data.scenarios.scenario import IntArray as IntArray
+from lightning_fcl.data.scenarios.scenario import Plan as Plan
+from lightning_fcl.data.scenarios.scenario import Pool as Pool
+from lightning_fcl.data.scenarios.scenario import Scenario as Scenario
+from lightning_fcl.data.scenarios.scenario import split as split
+from lightning_fcl.data.scenarios.scenario import with_history as with_history

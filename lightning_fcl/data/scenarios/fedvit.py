@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.plan import IntArray, Plan
-from lightning_fcl.data.scenarios.scenario import Pool, Scenario, numbered
+from lightning_fcl.data.scenarios.scenario import IntArray, Plan, Pool, Scenario, numbered
 
 Blocks = tuple[tuple[int, ...], ...]
 
@@ -77,7 +76,8 @@ class FedViTScenario(Scenario):
         blocks = _blocks(y[members], self.tasks, self.class_order, pool.classes, seed)
         _require_classes(self.classes_per_client, len(blocks[0]))
         _require_share(self.share, y[members])
-        orders = [_order(self.tasks, client, self.order_per_client, seed) for client in clients]
+        draws = (np.random.default_rng([seed, 5, client]).permutation(self.tasks).tolist() for client in clients)
+        orders = list(draws) if self.order_per_client else [list(range(self.tasks))] * self.clients
         asked = [
             [_asked(block, b, c, self.classes_per_client, self.share, seed) for b, block in enumerate(blocks)]
             for c in clients
@@ -144,12 +144,6 @@ def _require_share(given: Sequence[float], y: IntArray) -> None:
             f"Expected the smallest `share` to leave a client one sample of every class but got {given[0]} of the "
             f"{counts[rarest]} training samples of class {labels[rarest]}. Raise `share`."
         )
-
-
-def _order(tasks: int, client: int, own: bool, seed: int) -> list[int]:
-    """The blocks in the order in which a client learns them."""
-    order: list[int] = np.random.default_rng([seed, 5, client]).permutation(tasks).tolist() if own else [*range(tasks)]
-    return order
 
 
 def _asked(

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import TensorDataset
 
-from lightning_fcl.data.scenarios.plan import History, IntArray, Plan, with_history
-from lightning_fcl.data.scenarios.scenario import Pool, Scenario, numbered
+from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, numbered, with_history
 from lightning_fcl.errors import at_least, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
@@ -71,10 +72,10 @@ class ClassIncremental(Scenario):
             order = _order_of(client, self.class_order, pool.classes, "class_order")
             if self.order_per_client or isinstance(self.class_order, Mapping):
                 own = seed + 1 + position
-                parts[client], tasks[client] = class_experiences(indices, pool.y, self.experiences, order, own)
+                parts[client], tasks[client] = _class_experiences(indices, pool.y, self.experiences, order, own)
                 continue
             everything = np.sort(np.concatenate(list(pool.clients.values())))
-            shared = shared or class_experiences(everything, pool.y, self.experiences, order, seed)
+            shared = shared or _class_experiences(everything, pool.y, self.experiences, order, seed)
             parts[client] = [np.intersect1d(indices, whole, assume_unique=True) for whole in shared[0]]
             tasks[client] = shared[1]
         return _plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
@@ -124,43 +125,14 @@ class DomainIncremental(Scenario):
             order = _order_of(client, self.domain_order, pool.domains, "domain_order") or np.unique(pool.group).tolist()
             if self.order_per_client:
                 order = rng.permutation(np.unique(pool.group[indices])).tolist()
-            parts[client], tasks[client] = domain_experiences(indices, pool.group, order)
+            parts[client], tasks[client] = _domain_experiences(indices, pool.group, order)
         return _plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
-class Indices:
-    """A data set for Avalanche: labels, and samples that are nothing but their own indices."""
-
-    def __init__(self, indices: IntArray, y: IntArray) -> None:
-        self.indices = indices
-        self.targets = [int(label) for label in y[indices]]
-
-    def __getitem__(self, item: int) -> tuple[int, int]:
-        return int(self.indices[item]), self.targets[item]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-
-def class_experiences(
+def _class_experiences(
     indices: IntArray, y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int
 ) -> tuple[list[IntArray], Groups]:
-    """Class-incremental experiences of some samples, built by Avalanche.
-
-    Args:
-        indices: The samples, as indices into ``y``.
-        y: Labels of the whole data set.
-        experiences: Number of experiences, which must divide the number of classes among the samples; or the number of
-            classes of each.
-        order: Order of the classes; None draws one from ``seed``.
-        seed: Seed of the class order.
-
-    Returns:
-        The samples and the classes of each experience.
-
-    Raises:
-        ValueError: If the classes cannot be divided so or ``order`` is not an order of the classes.
-    """
+    """The samples and the classes of each experience, as Avalanche cuts the classes, in an order or one it draws."""
     require("avalanche", "cuts classes into experiences")
     from avalanche.benchmarks import nc_benchmark
 
@@ -176,10 +148,10 @@ def class_experiences(
         )
     if order is not None and (len(set(order)) < len(order) or not set(classes.tolist()) <= set(order)):
         raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
-    rank = {int(c): i for i, c in enumerate(classes)}  # Avalanche wants classes 0..C-1
-    compact = np.array([rank[int(label)] for label in y[indices]], dtype=np.int64)
-    # Avalanche decides over classes but looks at every sample: one of each class is enough for it.
-    data = Indices(np.unique(compact, return_index=True)[1], compact)
+    # Avalanche wants classes 0..C-1, and looks at every sample: one of each class is enough to decide over them.
+    numbers = torch.arange(len(classes))
+    data = TensorDataset(numbers, numbers)
+    given = None if order is None else [int(np.searchsorted(classes, c)) for c in order if c in classes]
     with warnings.catch_warnings(), isolate_rng():  # Avalanche seeds torch's global generator
         warnings.simplefilter("ignore")
         benchmark = nc_benchmark(
@@ -188,71 +160,22 @@ def class_experiences(
             n_experiences=experiences if sizes is None else len(sizes),
             task_labels=False,
             seed=seed,
-            fixed_class_order=[rank[c] for c in order if c in rank] if order is not None else None,
+            fixed_class_order=given,
             per_exp_classes=dict(enumerate(sizes)) if sizes is not None else None,
         )
-    samples, groups = [], []
-    for experience in benchmark.train_stream:
-        members = np.isin(compact, experience.classes_in_this_experience)
-        samples.append(indices[members])
-        groups.append(tuple(sorted(int(classes[c]) for c in experience.classes_in_this_experience)))
-    return samples, groups
+    groups = [
+        tuple(sorted(classes[list(experience.classes_in_this_experience)].tolist()))
+        for experience in benchmark.train_stream
+    ]
+    return [indices[np.isin(y[indices], group)] for group in groups], groups
 
 
-def domain_experiences(
-    indices: IntArray, group: IntArray, order: Sequence[int] | None
-) -> tuple[list[IntArray], Groups]:
-    """Domain-incremental experiences: one per value of ``group``, in ``order`` (default: ascending).
-
-    Raises:
-        ValueError: If ``order`` leaves out a domain of the samples or has one twice.
-    """
+def _domain_experiences(indices: IntArray, group: IntArray, order: Sequence[int]) -> tuple[list[IntArray], Groups]:
+    """The samples and the domain of each experience, in an order."""
     present = np.unique(group[indices]).tolist()
-    domains = present if order is None else list(order)
-    if len(set(domains)) < len(domains) or not set(present) <= set(domains):
-        raise ValueError(f"Expected `domain_order` to order all domains {present} but got {domains}.")
-    return [indices[group[indices] == d] for d in domains], [(int(d),) for d in domains]
-
-
-def rounds_of(
-    experiences: Mapping[str, Sequence[IntArray]],
-    rounds_per_experience: int,
-    samples_per_round: int | None,
-    history: History,
-    rng: np.random.Generator,
-) -> tuple[dict[str, IntArray], ...]:
-    """Spread each client's experiences over rounds.
-
-    Args:
-        experiences: For every client, the samples of each of its experiences.
-        rounds_per_experience: Rounds that each experience lasts.
-        samples_per_round: New samples of a round, never used again; None: all of the experience's samples, every round.
-        history: As for `ClassIncremental`.
-        rng: Draws the samples of each round.
-
-    Raises:
-        ValueError: If an experience has too few samples for its rounds.
-    """
-    rounds: list[dict[str, IntArray]] = []
-    shuffled = {client: [rng.permutation(samples) for samples in parts] for client, parts in experiences.items()}
-    for r in range(rounds_per_experience * max(len(parts) for parts in experiences.values())):
-        e, within = divmod(r, rounds_per_experience)
-        current: dict[str, IntArray] = {}
-        for client, parts in shuffled.items():
-            if e >= len(parts):
-                continue
-            samples = parts[e]
-            if samples_per_round is not None:
-                samples = samples[within * samples_per_round : (within + 1) * samples_per_round]
-                if len(samples) < samples_per_round and len(parts[e]):
-                    raise ValueError(
-                        f"Expected `samples_per_round` to leave enough samples for {rounds_per_experience} rounds of "
-                        f"experience {e} of client {client}, which has {len(parts[e])}, but got {samples_per_round}."
-                    )
-            if len(samples):
-                current[client] = np.sort(samples)
-        rounds.append(current)
-    return with_history(rounds, history)
+    if len(set(order)) < len(order) or not set(present) <= set(order):
+        raise ValueError(f"Expected `domain_order` to order all domains {present} but got {list(order)}.")
+    return [indices[group[indices] == d] for d in order], [(int(d),) for d in order]
 
 
 def _plan(
@@ -264,10 +187,13 @@ def _plan(
     of_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
+    """Each client's experiences, spread over rounds."""
     each = scenario.rounds_per_experience
-    train = rounds_of(parts, each, scenario.samples_per_round, scenario.history, rng)
+    shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
+    last = max(len(own) for own in parts.values())
+    train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
     return Plan(
-        train=train,
+        train=with_history(train, scenario.history),
         experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
         tasks={client: tuple(own) for client, own in tasks.items()},
         groups=groups,
@@ -276,6 +202,28 @@ def _plan(
         of_classes=of_classes,
         history=scenario.history,
     )
+
+
+def _round(
+    scenario: ClassIncremental | DomainIncremental,
+    shuffled: Mapping[str, Sequence[IntArray]],
+    experience: int,
+    within: int,
+) -> dict[str, IntArray]:
+    """The samples of every client in a round of an experience."""
+    number = scenario.samples_per_round
+    current = {}
+    for client, parts in shuffled.items():
+        whole = parts[experience] if experience < len(parts) else EMPTY
+        samples = whole if number is None else whole[within * number : (within + 1) * number]
+        if number is not None and len(samples) < number and len(whole):
+            raise ValueError(
+                f"Expected `samples_per_round` to leave enough samples for {scenario.rounds_per_experience} rounds of "
+                f"experience {experience} of client {client}, which has {len(whole)}, but got {number}."
+            )
+        if len(samples):
+            current[client] = np.sort(samples)
+    return current
 
 
 def _check(rounds_per_experience: int, samples_per_round: int | None, history: str) -> None:

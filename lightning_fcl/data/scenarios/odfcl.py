@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.plan import EMPTY, History, IntArray, Plan, with_history
-from lightning_fcl.data.scenarios.scenario import Pool, Scenario
+from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, with_history
 from lightning_fcl.errors import at_least
 
 

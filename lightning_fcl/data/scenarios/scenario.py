@@ -1,14 +1,112 @@
-"""What every scenario is: `Scenario`, which makes a `Plan` of a `Pool` of samples."""
+"""What every scenario is: `Scenario`, which makes a `Plan` of a `Pool` of samples; and what they share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, Literal
 
-from lightning_fcl.data.scenarios.plan import EMPTY, IntArray, Plan
+import numpy as np
+import numpy.typing as npt
+
 from lightning_fcl.errors import did_you_mean
+
+IntArray = npt.NDArray[np.int64]
+History = Literal["round", "seen", "all"]
+
+EMPTY: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sees which samples when, as indices into the data set.
+
+    Args:
+        train: For every round, the samples of every client that has any.
+        experiences: For every client, its experience in every round.
+        tasks: For every client, the test groups (classes, or domains) of each of its experiences.
+        groups: The test group of every sample of the data set, shape (n,).
+        test: The test samples.
+        validation: The validation samples.
+        pretrain: Samples for the server before the first round.
+        base: Samples of a base session, which the server learns before the first round.
+        order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
+        outputs: Number of classes to tell apart, the first ones of ``order``.
+        of_classes: Whether the test groups are classes.
+        task_classes: For every client, all classes of the task of each of its experiences, see `classes_of_task`; empty
+            where experiences are not told apart.
+        history: Whether a round has its own samples, or also those that its clients have seen, or will ever see.
+    """
+
+    train: tuple[dict[str, IntArray], ...]
+    experiences: dict[str, tuple[int, ...]]
+    tasks: dict[str, tuple[tuple[int, ...], ...]]
+    groups: IntArray
+    test: IntArray
+    validation: IntArray = field(default_factory=lambda: EMPTY)
+    pretrain: IntArray = field(default_factory=lambda: EMPTY)
+    base: IntArray = field(default_factory=lambda: EMPTY)
+    order: IntArray | None = None
+    outputs: int | None = None
+    of_classes: bool = True
+    task_classes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    history: History = "round"
+
+    def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The classes that are new to the whole federation in a round, and those of earlier experiences."""
+        if not self.of_classes:
+            return (), ()
+        if round not in self._classes:
+            new: set[int] = set()
+            old: set[int] = set()
+            for client, parts in self.tasks.items():
+                number = self.experiences[client][round]
+                new.update(parts[number])
+                old.update(group for groups in parts[:number] for group in groups)
+            self._classes[round] = tuple(sorted(new - old)), tuple(sorted(old))
+        return self._classes[round]
+
+    @cached_property
+    def _classes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What `classes` has found: it goes through all clients, and every client of a round asks."""
+        return {}
+
+    def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
+        """The classes among which a sample of a client's experience is classified, if it is told which experience.
+
+        These are the outputs to which a task-incremental method slices the logits; ``tasks`` has the classes of which
+        the client has samples. Empty where experiences are not told apart: all classes then compete.
+        """
+        return self.task_classes[client][experience] if self.task_classes else ()
+
+    @property
+    def common_tasks(self) -> tuple[tuple[int, ...], ...]:
+        """The classes of each task that all clients have in common, each in its order, by their first label.
+
+        Empty where tasks are not of classes, or two of them overlap in part.
+        """
+        parts = self.task_classes or (self.tasks if self.of_classes else {})
+        blocks = tuple(sorted({block for own in parts.values() for block in own}))
+        labels = [label for block in blocks for label in block]
+        return blocks if len(set(labels)) == len(labels) else ()
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The clients' ids, in order."""
+        return tuple(self.experiences)
+
+    @cached_property
+    def samples(self) -> dict[str, int]:
+        """The number of different samples that each client sees in all rounds."""
+        seen = {client: [current[client] for current in self.train if client in current] for client in self.clients}
+        return {client: len(np.unique(np.concatenate(rows))) if rows else 0 for client, rows in seen.items()}
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return len(self.train)
 
 
 @dataclass(frozen=True)
@@ -64,6 +162,39 @@ class Scenario(ABC):
 
     def __str__(self) -> str:
         return type(self).__name__
+
+
+def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+    """Split samples into the rest and a stratified random ``fraction`` of each class.
+
+    Example:
+        >>> rest, part = split(np.array([0, 0, 0, 0, 1, 1, 1, 1]), 0.25, np.random.default_rng(0))
+        >>> len(rest), len(part)
+        (6, 2)
+    """
+    if not 0 <= fraction < 1:
+        raise ValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
+    part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
+    chosen = np.sort(np.concatenate(part)) if part else EMPTY
+    return np.setdiff1d(np.arange(len(y)), chosen), chosen
+
+
+def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
+    """Add to each round what its clients have seen before (``"seen"``) or will ever see (``"all"``).
+
+    Example:
+        >>> with_history([{"a": np.array([1])}, {"a": np.array([0])}], "seen")[1]
+        {'a': array([0, 1])}
+    """
+    if history == "round":
+        return tuple(rounds)
+    if history not in ("seen", "all"):
+        raise ValueError(f'Expected `history` to be "round", "seen" or "all" but got `{history}`.')
+    result = []
+    for r, current in enumerate(rounds):
+        window = rounds[: r + 1] if history == "seen" else rounds
+        result.append({c: np.unique(np.concatenate([past[c] for past in window if c in past])) for c in current})
+    return tuple(result)
 
 
 def numbered(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:

@@ -11,10 +11,8 @@ from lightning_fcl.data.scenarios import (
     FLwFScenario,
     ODFCLScenario,
     Pool,
-    class_experiences,
-    domain_experiences,
-    rounds_of,
     split,
+    with_history,
 )
 
 
@@ -60,6 +58,13 @@ def test_wrong_fraction(fraction):
         split(np.array([0, 1]), fraction, rng())
 
 
+def class_experiences(indices, y, experiences, order, seed):
+    """The samples and the classes of each experience of one client."""
+    pool = Pool(y, clients={"a": indices}, classes=tuple(map(str, range(y.max() + 1))))
+    plan = ClassIncremental(experiences, class_order=order).plan(pool, seed)
+    return [current["a"] for current in plan.train], list(plan.tasks["a"])
+
+
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4, 5], [2, 3, 5, 7, 11, 13]])
 def test_class_experiences_share_out_the_samples_by_class(labels):
     y = rng().permutation(np.repeat(labels, 7))
@@ -100,11 +105,18 @@ def test_class_order_that_is_none(order):
         class_experiences(np.arange(3), np.arange(3), 3, order, 0)
 
 
+def domain_experiences(indices, group, order):
+    """The samples and the domain of each experience of one client."""
+    pool = Pool(np.zeros_like(group), clients={"a": indices}, group=group)
+    plan = DomainIncremental(domain_order=order).plan(pool)
+    return [current.get("a", indices[:0]) for current in plan.train], list(plan.tasks["a"])
+
+
 def test_domain_experiences():
     group = np.array([3, 1, 3, 2, 1, 3])
     indices = np.array([0, 1, 2, 4, 5])
     samples, groups = domain_experiences(indices, group, None)
-    assert [s.tolist() for s in samples] == [[1, 4], [0, 2, 5]] and groups == [(1,), (3,)]
+    assert [s.tolist() for s in samples] == [[1, 4], [], [0, 2, 5]] and groups == [(1,), (2,), (3,)]
     samples, groups = domain_experiences(indices, group, [3, 2, 1])
     assert [s.tolist() for s in samples] == [[0, 2, 5], [], [1, 4]] and groups == [(3,), (2,), (1,)]
 
@@ -116,11 +128,21 @@ def test_domain_order_that_is_none(order):
         domain_experiences(np.arange(2), np.array([1, 3]), order)
 
 
+# Two experiences of one client, of another one.
 PARTS = {"a": [np.arange(10), np.arange(10, 20)], "b": [np.arange(20, 26), np.arange(26, 26)]}
 
 
+def rounds_of(rounds_per_experience, samples_per_round, history):
+    pool = Pool(
+        np.zeros(26, int),
+        clients={client: np.concatenate(parts) for client, parts in PARTS.items()},
+        group=np.repeat([0, 1, 0], [10, 10, 6]),
+    )
+    return DomainIncremental(rounds_per_experience, samples_per_round, history=history).plan(pool).train
+
+
 def test_every_round_has_all_samples_of_its_experience():
-    rounds = rounds_of(PARTS, 2, None, "round", rng())
+    rounds = rounds_of(2, None, "round")
     assert [sorted(current) for current in rounds] == [["a", "b"], ["a", "b"], ["a"], ["a"]]
     for r, current in enumerate(rounds):
         for client, indices in current.items():
@@ -128,7 +150,7 @@ def test_every_round_has_all_samples_of_its_experience():
 
 
 def test_samples_per_round_are_never_reused():
-    rounds = rounds_of(PARTS, 2, 3, "round", rng())
+    rounds = rounds_of(2, 3, "round")
     used = [i for current in rounds for indices in current.values() for i in indices]
     assert [{c: len(i) for c, i in current.items()} for current in rounds] == [{"a": 3, "b": 3}] * 2 + [{"a": 3}] * 2
     assert len(used) == len(set(used)) == 18
@@ -142,7 +164,7 @@ def test_too_few_samples_for_the_rounds():
         "but got 3."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        rounds_of(PARTS, 3, 3, "round", rng())
+        rounds_of(3, 3, "round")
 
 
 @pytest.mark.parametrize("samples", [0, -2])
@@ -153,8 +175,8 @@ def test_wrong_samples_per_round(samples):
 
 
 def test_history():
-    single = rounds_of(PARTS, 2, 3, "round", rng())
-    seen, everything = (rounds_of(PARTS, 2, 3, history, rng()) for history in ("seen", "all"))
+    single = rounds_of(2, 3, "round")
+    seen, everything = (rounds_of(2, 3, history) for history in ("seen", "all"))
     for r in range(4):
         assert seen[r].keys() == everything[r].keys() == single[r].keys()
         for client in single[r]:
@@ -167,7 +189,7 @@ def test_wrong_history():
     with pytest.raises(
         ValueError, match=exactly('Expected `history` to be "round", "seen" or "all" but got `future`.')
     ):
-        rounds_of(PARTS, 1, None, "future", rng())
+        with_history([], "future")
 
 
 def stream(scenario, y, group=None):
