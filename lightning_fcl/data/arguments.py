@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from lightning_fcl.data.partition import Partition
-from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.errors import did_you_mean
 
 T = TypeVar("T")
@@ -64,38 +62,28 @@ def new_name(message: str) -> str:
     return f" Instead of `data.{name}` write {RENAMED[name]}." if name in RENAMED else ""
 
 
-def scenario_named(given: Scenario | str) -> Scenario:
-    """A scenario, or that of a class's name with its own defaults.
+def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
+    """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental".
+
+    Args:
+        argument: What the argument is called.
+        given: An object, or the name of a class, which is made with its own defaults.
+        kinds: The classes that there are.
 
     Raises:
         ValueError: If there is no such class.
 
     Example:
-        >>> scenario_named("domain-incremental").history
-        'round'
-    """
-    return _find("scenario", Scenario.__subclasses__(), given)() if isinstance(given, str) else given
-
-
-def partition_named(given: Partition | str | None) -> Partition | None:
-    """A partition, or that of a class's name with its own defaults.
-
-    Raises:
-        ValueError: If there is no such class.
-
-    Example:
-        >>> partition_named("iid")
+        >>> from lightning_fcl.data.partition import Partition
+        >>> named("partition", "iid", Partition.__subclasses__())
         IID(clients=10)
     """
-    return _find("partition", Partition.__subclasses__(), given)() if isinstance(given, str) else given
-
-
-def _find(argument: str, kinds: Iterable[type[T]], name: str) -> type[T]:
-    """The class of a name, as in "class-incremental" or "ClassIncremental"."""
+    if not isinstance(given, str):
+        return given
     known = {kind.__name__: kind for kind in kinds}
-    wanted = name.replace("-", "").lower()
+    wanted = given.replace("-", "").lower()
     for full, kind in known.items():
         if wanted in (full.lower(), full.lower().removesuffix("scenario")):
-            return kind
-    hint = did_you_mean(name, known)
-    raise ValueError(f"Expected `{argument}` to be one of {', '.join(known)} but got {name}.{hint}")
+            return kind()
+    hint = did_you_mean(given, known)
+    raise ValueError(f"Expected `{argument}` to be one of {', '.join(known)} but got {given}.{hint}")

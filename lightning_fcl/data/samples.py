@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning.pytorch as L
 import numpy as np
@@ -18,6 +18,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.scenarios import IntArray
 
+if TYPE_CHECKING:
+    from avalanche.benchmarks import CLScenario
+    from avalanche.benchmarks.utils import AvalancheDataset
+
+Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 Collate = Callable[[list[Any]], Any]
 
 # What data sets of dicts call the targets.
@@ -99,27 +104,14 @@ def samples_of(data: str | PublicData | Arrays | Samples | Dataset[Any] | L.Ligh
         return _of_module(data)
     if isinstance(data, Dataset):
         return of_anything(data)
-    if isinstance(data, Arrays):
-        return of_arrays(data)
-    wanted = PublicData(data) if isinstance(data, str) else data
-    return of_arrays(load(wanted.name, wanted.root, **wanted.options), wanted.name)
-
-
-def of_arrays(arrays: Arrays, name: str = "the data") -> Samples:
-    """Samples in memory."""
-    scale = None
-    if arrays.mean is not None and arrays.std is not None:
-        scale = (torch.from_numpy(arrays.mean), torch.from_numpy(arrays.std))
-    return Samples(
-        torch.from_numpy(np.ascontiguousarray(arrays.x)),
-        arrays.y,
-        arrays.classes,
-        arrays.client,
-        arrays.group,
-        arrays.official_test,
-        scale=scale,
-        name=name,
-    )
+    name, scale = "the data", None
+    if not isinstance(data, Arrays):
+        wanted = PublicData(data) if isinstance(data, str) else data
+        data, name = load(wanted.name, wanted.root, **wanted.options), wanted.name
+    if data.mean is not None and data.std is not None:
+        scale = (torch.from_numpy(data.mean), torch.from_numpy(data.std))
+    x = torch.from_numpy(np.ascontiguousarray(data.x))
+    return Samples(x, data.y, data.classes, data.client, data.group, data.official_test, scale=scale, name=name)
 
 
 def of_anything(
@@ -132,15 +124,7 @@ def of_anything(
 ) -> Samples:
     """Samples of arrays, tensors, or a map-style data set, checked.
 
-    Args:
-        x: Samples, shape (n, ...): float32, or whole numbers of any type; or a data set, whose items may be anything
-            that ``collate_fn`` makes a batch of.
-        y: Targets, shape (n, ...); default: the data set's ``targets``, or what its items hold: the second entry of a
-            tuple, or that of a dict called labels, label, targets, target or y.
-        client: Owner of each sample, shape (n,), or None.
-        group: Domain of each sample, shape (n,), or None.
-        classes: Names of the classes; default: their numbers. ``()`` says that targets are no classes.
-        collate_fn: Makes a batch of a data set's items.
+    The arguments are those of `FederatedStream.from_arrays`.
 
     Raises:
         ValueError: If there are no targets, or the columns do not fit together.
@@ -148,7 +132,7 @@ def of_anything(
     dataset = x if isinstance(x, Dataset) else None
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
-    targets, names = targets_of(_targets(dataset) if y is None and dataset is not None else y, classes)
+    targets, names = _labelled(_targets(dataset) if y is None and dataset is not None else y, classes)
     values = np.zeros((0,)) if dataset is not None else np.asarray(x)
     size = len(dataset) if dataset is not None else len(values)  # type: ignore[arg-type]  # a map-style data set
     owner, domain = (None if column is None else np.asarray(column) for column in (client, group))
@@ -161,15 +145,8 @@ def of_anything(
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
 
 
-def targets_of(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Targets as an array, and the names of their classes: none, if they are not whole numbers, one for each sample.
-
-    Example:
-        >>> targets_of([0.0, 2.0], None)
-        (array([0, 2]), ('0', '1', '2'))
-        >>> targets_of([0.5, 2.0], None)
-        (array([0.5, 2. ], dtype=float32), ())
-    """
+def _labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Targets as an array, and the names of their classes: none, if they are not whole numbers, one for each sample."""
     given = np.asarray(y)
     if given.ndim == 1 and given.size and given.dtype.kind in "biuf" and (classes is None or len(classes)):
         labels = given.astype(np.int64)
@@ -234,3 +211,48 @@ def _loader_of(module: L.LightningDataModule, stage: str) -> Any:
             f"{type(loader).__name__}. Pass its data set to `FederatedStream.from_arrays`."
         )
     return loader
+
+
+class _Pairs(Dataset[tuple[Any, Any]]):
+    """The samples and labels of a data set, without Avalanche's task labels."""
+
+    def __init__(self, data: AvalancheDataset) -> None:
+        self.data = data
+        self.targets = [int(label) for label in data.targets]
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.data[index][0], self.targets[index]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | None]:
+    """The samples of an Avalanche benchmark, and the classes of its experiences if no class comes in two of them.
+
+    Args:
+        benchmark: A benchmark, whose test stream becomes the data's own test set, or a list of data sets.
+
+    Returns:
+        The samples, their ``group`` being the number of their experience; and the classes of each, or None.
+
+    Raises:
+        ValueError: If there is no experience.
+    """
+    if isinstance(benchmark, Sequence):
+        train, test = [_Pairs(data) for data in benchmark], []
+    else:
+        train, test = (
+            [_Pairs(experience.dataset) for experience in stream]
+            for stream in (benchmark.train_stream, benchmark.test_stream)
+        )
+    if not train:
+        raise ValueError("Expected at least one experience but got none.")
+    group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
+    samples = of_anything(ConcatDataset([*train, *test]), group=group)
+    if test:
+        learnt = sum(map(len, train))
+        samples = replace(samples, test=np.arange(len(samples)) >= learnt)
+    classes = [sorted(set(data.targets)) for data in train]
+    alone = len({label for labels in classes for label in labels}) == sum(map(len, classes))
+    return samples, classes if alone else None

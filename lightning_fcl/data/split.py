@@ -79,29 +79,29 @@ def _set_aside(
     return indices[~among_them], indices[among_them]
 
 
-def default_split(samples: Samples, own: bool) -> Split:
-    """What is tested and validated on if nobody says: a fifth is tested on.
-
-    Args:
-        samples: All samples.
-        own: Whether the data's own test and validation sets are taken where there are such.
-    """
-    return Split(
-        test="official" if own and samples.test is not None else 0.2,
-        validation="official" if own and samples.validation is not None else 0.0,
-    )
-
-
-def draw(samples: Samples, scenario: Scenario, partition: Partition | None, division: Split, seed: int) -> Plan:
+def draw(
+    samples: Samples,
+    scenario: Scenario,
+    partition: Partition | None,
+    division: Split | None,
+    seed: int,
+    own_sets: bool = False,
+) -> Plan:
     """A stream's plan: the samples split, divided among clients, and dealt out over rounds.
 
     Args:
         samples: All samples.
         scenario: Deals them out.
         partition: Divides them, if the scenario does not; None: `IID`.
-        division: Sets some aside, if the scenario does not.
+        division: Sets some aside, if the scenario does not; None: a fifth to test on.
         seed: Seed of all draws.
+        own_sets: Whether the data's own test and validation sets, where there are such, go before that fifth.
     """
+    if division is None:
+        division = Split(
+            test="official" if own_sets and samples.test is not None else Split.test,
+            validation="official" if own_sets and samples.validation is not None else Split.validation,
+        )
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
     pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))

@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from lightning_fcl.data.arguments import partition_named, refuse_renamed, scenario_named
+from lightning_fcl.data.arguments import named, refuse_renamed
 from lightning_fcl.data.batches import Request, batches, orders, plan_batches, read
-from lightning_fcl.data.benchmark import Benchmark, Experiences, experiences_of
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.partition import Natural, Partition
-from lightning_fcl.data.samples import Collate, PublicData, Samples, of_anything, samples_of
+from lightning_fcl.data.samples import Benchmark, Collate, PublicData, Samples, experiences_of, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
-from lightning_fcl.data.split import Split, default_split, draw
+from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
 
@@ -82,8 +81,9 @@ class FederatedStream(L.LightningDataModule):
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
         self.data = data
-        self.scenario: Scenario = scenario_named(scenario or "ClassIncremental")
-        self.partition = partition_named(partition)
+        self.scenario = named("scenario", scenario or "ClassIncremental", Scenario.__subclasses__())
+        kinds = Partition.__subclasses__()
+        self.partition = None if partition is None else named("partition", partition, kinds)
         self.split = split
         for argument, given, own in (
             ("partition", partition, self.scenario.own_clients),
@@ -119,7 +119,8 @@ class FederatedStream(L.LightningDataModule):
             x: Samples, shape (n, ...), float32 or whole numbers of any type; or a data set, whose items may be anything
                 that ``collate_fn`` makes a batch of.
             y: Targets, shape (n, ...): labels 0..C-1, or others where the scenario needs no classes. Default: the data
-                set's ``targets``, or those in its items.
+                set's ``targets``, or what its items hold: the second entry of a tuple, or that of a dict called labels,
+                label, targets, target or y.
             client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes; ``()``: targets are none, even if they are whole numbers.
@@ -148,9 +149,7 @@ class FederatedStream(L.LightningDataModule):
         return stream
 
     @classmethod
-    def from_avalanche(
-        cls, benchmark: Benchmark | Experiences, scenario: Scenario | None = None, **kwargs: Any
-    ) -> FederatedStream:
+    def from_avalanche(cls, benchmark: Benchmark, scenario: Scenario | None = None, **kwargs: Any) -> FederatedStream:
         """A stream of an Avalanche benchmark, or of a list of its data sets, split over clients.
 
         Args:
@@ -214,8 +213,8 @@ class FederatedStream(L.LightningDataModule):
         if len(self.samples):
             return
         samples = samples_of(self.data)
-        split = self.split or default_split(samples, isinstance(self.data, L.LightningDataModule))
-        self.plan = draw(samples, self.scenario, self.partition, split, self.seed)
+        own = isinstance(self.data, L.LightningDataModule)
+        self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed, own)
         reserved = {"server", "clients"} & set(self.plan.clients)
         if reserved:
             raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')

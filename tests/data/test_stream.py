@@ -346,6 +346,7 @@ def test_every_argument_that_there_was_is_there_or_has_a_name_now():
         assert type(FederatedStream(scenario=old).scenario).__name__.lower().startswith(old.replace("-", ""))
     for old in ("iid", "natural", "dirichlet", "shards", "class-subsets"):
         assert type(FederatedStream(partition=old).partition).__name__.lower() == old.replace("-", "")
+    assert FederatedStream(scenario="domain-incremental").scenario.history == "round"
     gone = {
         "clients": "IID(clients=", "experiences": "ClassIncremental(experiences=",
         "rounds_per_experience": "ClassIncremental(rounds_per_experience=",
