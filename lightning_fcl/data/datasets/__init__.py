@@ -96,9 +96,7 @@ def check(name: str, root: str | Path | None = None) -> str:
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
-    """Download a data set, verify it, and keep it below the folder of the data sets.
-
-    A file that is already there and verifies is not downloaded again.
+    """Download a data set, verify it, and keep it below the folder of the data sets, see `Source.fetch`.
 
     Args:
         name: One of the names that `describe` lists.
@@ -109,9 +107,6 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
 
     Raises:
         ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.
-        ConnectionError: If the download fails.
-        OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
-        FileNotFoundError: If the data set must be downloaded by hand; the message says from where and to which folder.
 
     Example:
         >>> fetch("digits").name

@@ -18,8 +18,6 @@ from lightning_fcl.data.datasets.images import Scale, check_photographs, photogr
 from lightning_fcl.data.datasets.pickles import read_pickle
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load", "read"]
-
 SOURCE = Source(
     name="cifar100",
     title="CIFAR-100",
@@ -47,8 +45,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     Args:
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels; other sizes than 32 are made by Pillow's antialiased bicubic filter.
-        normalize: ``"imagenet"``: by mean and deviation of ImageNet's red, green and blue; ``"channel"``: by those of
-            these training images; ``"none"``: 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
 
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` the 100 fine ones;

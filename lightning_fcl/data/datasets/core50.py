@@ -14,8 +14,6 @@ from lightning_fcl.data.datasets.files import numbered
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load"]
-
 _FOLDERS = {"core50_128x128": 128, "core50_32x32": 32}
 
 SOURCE = Source(
@@ -61,8 +59,7 @@ def load(
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels; other sizes than the files' are made by Pillow's antialiased bicubic filter.
             All 164866 frames of 128 x 128 take 8 GB and some minutes to read.
-        normalize: ``"imagenet"``: by mean and deviation of ImageNet's red, green and blue; ``"channel"``: by those of
-            these images, without the test set; ``"none"``: 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         by_session: Whether an object is another class in every session: 550 classes, session by session, so that
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.

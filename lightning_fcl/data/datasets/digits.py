@@ -9,8 +9,6 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.errors import require
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load"]
-
 _SKLEARN = find_spec("sklearn")
 _PACKAGE = Path(_SKLEARN.origin).parent if _SKLEARN and _SKLEARN.origin else Path()
 

@@ -16,8 +16,6 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
 from lightning_fcl.errors import one_of
 
-__all__ = ["SOURCE", "SUPERCLASSES", "load"]
-
 SOURCE = replace(
     cifar100.SOURCE,
     name="fc100",
@@ -57,7 +55,7 @@ def load(
     Args:
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: See `lightning_fcl.data.datasets.cifar100.load`.
-        normalize: See `lightning_fcl.data.datasets.cifar100.load`.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         part: ``"all"`` classes, or those of one part: 60 to ``"train"``, 20 for ``"validation"``, 20 to ``"test"``.
 
     Returns:

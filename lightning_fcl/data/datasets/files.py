@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AGAIN", "in_range", "numbered", "read_lines", "read_npz"]
-
 AGAIN = "Delete this copy and get the file again."
 
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}

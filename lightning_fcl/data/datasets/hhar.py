@@ -5,7 +5,6 @@ recognition", SenSys. Two layouts are read, in this order: the publishers' folde
 CSV files, and ``hhar_phone/windows.npz``, a part with the accelerometer of one phone in windows of 128 steps.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,14 +14,12 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range
-from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows
+from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows, stretches
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.hub.source import Layout, Source
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["DEVICES", "SOURCE", "load", "statistics"]
 
 _FOLDER = "Activity recognition exp"
 _SENSORS = ("accelerometer", "gyroscope")
@@ -88,10 +85,8 @@ def load(
         devices: Models among nexus4, s3, s3mini, samsungold, gear and lgwatch, in the order of the groups; None is
             nexus4, s3, s3mini, lgwatch, those of De Caro et al. 2023.
         features: ``"raw"``: accelerometer xyz, then gyroscope xyz. ``"statistics"``: 32 features, see `statistics`.
-        normalize: ``"user"`` is the paper's z-score per user, device and feature over all kept samples: it looks into
-            the future. ``"causal"`` takes mean and standard deviation of the chunks before a chunk; the first chunk
-            has no past and is scaled with its own. ``"none"`` leaves the units. A feature that has not varied is only
-            centred.
+        normalize: How each device of a user is scaled, see `lightning_fcl.data.datasets.series.normalized`; the
+            paper's is ``"user"``.
 
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the user, "a" to "i"; `group` the place of the model in
@@ -247,7 +242,7 @@ def _ordered(pieces: list[_Sensor]) -> _Sensor:
 def _together(acc: _Sensor, gyro: _Sensor, rate: float) -> list[tuple[NDArray[np.float32], int]]:
     """Both sensors on one grid, and the label, for each stretch in which both have the same one."""
     found = []
-    runs, others = _runs(acc), _runs(gyro)
+    runs, others = (stretches(label, np.diff(time) > _GAP * 1e9) for time, _, label in (acc, gyro))
     i = j = 0
     while i < len(runs) and j < len(others):
         (a, b), (c, d) = runs[i], others[j]
@@ -266,10 +261,3 @@ def _together(acc: _Sensor, gyro: _Sensor, rate: float) -> list[tuple[NDArray[np
         else:
             j += 1
     return found
-
-
-def _runs(sensor: _Sensor) -> list[tuple[int, int]]:
-    """First index, and the one past the last, of each stretch of one label without a gap."""
-    time, _, label = sensor
-    breaks = np.flatnonzero((np.diff(time) > _GAP * 1e9) | (np.diff(label) != 0)) + 1
-    return list(itertools.pairwise([0, *breaks.tolist(), len(time)]))

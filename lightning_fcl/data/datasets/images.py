@@ -13,11 +13,6 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import AGAIN
 from lightning_fcl.errors import one_of, require
 
-__all__ = [
-    *("IMAGENET", "FaceScale", "Scale", "centre", "check_faces", "check_photographs", "faces", "photographs"),
-    *("read_image", "resized", "stacked"),
-]
-
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
 
@@ -115,20 +110,7 @@ def read_image(
     return pixels
 
 
-def resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
-    """Resize an image by Pillow's bicubic filter, which is antialiased; the aspect ratio is not kept.
-
-    Args:
-        image: Pixels of shape (height, width) or (height, width, 3).
-        size: Height and width. None, or the size that the image has, leaves its pixels as they are.
-
-    Returns:
-        The pixels, of the new height and width.
-
-    Example:
-        >>> resized(np.zeros((6, 8, 3), np.uint8), (2, 4)).shape
-        (2, 4, 3)
-    """
+def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
     if size is None or image.shape[:2] == tuple(size):
         return image
     require("PIL.Image", "resizes images")
@@ -138,34 +120,12 @@ def resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def centre(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
-    """Cut the largest middle part that has the aspect ratio of a size, to the nearest whole pixel.
-
-    Args:
-        image: Pixels of shape (height, width).
-        size: Height and width whose ratio is wanted.
-
-    Returns:
-        The middle part, as high or as wide as the image. Where an odd number of lines is cut off, one more of them is
-        at the bottom or the right.
-
-    Example:
-        >>> centre(np.zeros((112, 92), np.uint8), (64, 48)).shape
-        (112, 84)
-    """
-    height, width = image.shape
-    scale = min(height / size[0], width / size[1])
-    kept = [max(1, round(scale * wanted)) for wanted in size]
-    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
-    return image[top : top + kept[0], left : left + kept[1]]
-
-
 def faces(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, normalize: FaceScale) -> NDArray[np.float32]:
     """Resize and scale grey images one by one and stack them.
 
     Args:
         images: Pixels of shape (height, width) each, at least one image.
-        size: Height and width to resize to, see `resized`.
+        size: Height and width to resize to, as `stacked` does; None: as they are.
         normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
             ``"none"`` scales 0..255 to 0..1.
 
@@ -176,7 +136,7 @@ def faces(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, norma
         >>> faces([np.array([[0, 255]], np.uint8)], None, "image").tolist()
         [[[[-1.0, 1.0]]]]
     """
-    return np.stack([_scaled(resized(image, size), normalize)[np.newaxis] for image in images])
+    return np.stack([_scaled(_resized(image, size), normalize)[np.newaxis] for image in images])
 
 
 def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float32]:
@@ -193,7 +153,7 @@ def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDAr
     Args:
         images: Pixels of shape (height, width, 3) each.
         number: How many there are.
-        size: Height and width to resize to, see `resized`.
+        size: Height and width to resize to by Pillow's antialiased bicubic filter, whatever the aspect ratio.
 
     Returns:
         The pixels, of shape (number, 3, size, size).
@@ -204,7 +164,7 @@ def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDAr
     """
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
-        row[...] = resized(image, (size, size)).transpose(2, 0, 1)
+        row[...] = _resized(image, (size, size)).transpose(2, 0, 1)
     return pixels
 
 

@@ -21,8 +21,6 @@ from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load"]
-
 _NPZ = "min35_gray_64x48.npz"
 _NPZ_SHAPE = (64, 48)
 _NPZ_FACES = 35
@@ -71,8 +69,7 @@ def load(
         min_faces: People with fewer images are left out. The npz file has nobody with fewer than 35.
         size: Height and width in pixels. The cut of 125 x 94, or the 64 x 48 of the npz file, is resized to it with
             Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
-        normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
-            ``"none"`` scales 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.faces`.
 
     Returns:
         `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order, as in ``Tony_Blair``.

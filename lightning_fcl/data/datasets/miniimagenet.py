@@ -17,8 +17,6 @@ from lightning_fcl.data.datasets.images import Scale, check_photographs, photogr
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load"]
-
 _FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
 
 SOURCE = Source(
@@ -62,8 +60,7 @@ def load(
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels; each image is resized to it by Pillow's antialiased bicubic filter, whatever
             its aspect ratio.
-        normalize: ``"imagenet"``: by mean and deviation of ImageNet's red, green and blue; ``"channel"``: by those of
-            all images that are loaded; ``"none"``: 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         part: ``"all"`` classes, or those of one file: 64 to ``"train"``, 16 for ``"validation"``, 20 to ``"test"``.
 
     Returns:

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, centre, check_faces, faces, read_image
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
-
-__all__ = ["SOURCE", "load"]
 
 SOURCE = Source(
     name="orl",
@@ -53,8 +51,7 @@ def load(
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels. The middle part of this aspect ratio (112 x 84 of 112 x 92 for 4:3) is resized
             to it with Pillow's antialiased bicubic filter. None keeps 112 x 92.
-        normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
-            ``"none"`` scales 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.faces`.
 
     Returns:
         `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
@@ -77,11 +74,20 @@ def load(
     pixels, number = _from_npz(path) if layout == "npz file" else _from_folders(path)
     people, y = np.unique(number, return_inverse=True)
     return Arrays(
-        x=faces(pixels if size is None else [centre(image, size) for image in pixels], size, normalize),
+        x=faces(pixels if size is None else [_middle(image, size) for image in pixels], size, normalize),
         y=y.astype(np.int64),
         client=None,
         classes=tuple(f"s{person}" for person in people),
     )
+
+
+def _middle(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
+    """The largest middle part of a size's aspect ratio; of an odd number of lines, one more is cut off at the end."""
+    height, width = image.shape
+    scale = min(height / size[0], width / size[1])
+    kept = [max(1, round(scale * wanted)) for wanted in size]
+    top, left = (height - kept[0]) // 2, (width - kept[1]) // 2
+    return image[top : top + kept[0], left : left + kept[1]]
 
 
 def _from_folders(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

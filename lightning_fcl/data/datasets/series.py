@@ -14,8 +14,6 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import AGAIN, read_npz
 from lightning_fcl.errors import one_of
 
-__all__ = ["Recording", "Scale", "check_options", "chunked", "normalized", "read_windows", "stretches", "z_score"]
-
 Scale = Literal["user", "causal", "none"]
 
 
@@ -134,11 +132,12 @@ example, 32, or use a layout with whole recordings.
     return {**arrays, "X": arrays["X"].transpose(0, 2, 1).astype(np.float32)}
 
 
-def stretches(labels: NDArray[np.int64]) -> list[tuple[int, int]]:
+def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
     """Return where uninterrupted stretches of one label start and stop.
 
     Args:
         labels: Labels in time order, shape ``(t,)``; below 0 means none.
+        gaps: Whether there is a gap between each and the next, shape ``(t - 1,)``; None: nowhere.
 
     Returns:
         First index and the one past the last of every stretch that has a label, in time order.
@@ -147,7 +146,9 @@ def stretches(labels: NDArray[np.int64]) -> list[tuple[int, int]]:
         >>> stretches(np.array([0, 0, -1, 0, 2, 2]))
         [(0, 2), (3, 4), (4, 6)]
     """
-    bounds = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    changes = np.diff(labels) != 0
+    breaks = changes if gaps is None else changes | gaps
+    bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(labels)]
     return [(start, stop) for start, stop in itertools.pairwise(bounds) if stop > start and labels[start] >= 0]
 
 

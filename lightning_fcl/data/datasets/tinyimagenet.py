@@ -17,8 +17,6 @@ from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, re
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SOURCE", "load"]
-
 _NPZ = "100classes.npz"
 
 SOURCE = Source(
@@ -58,8 +56,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels, such as 32 or the original 64; other sizes than the file's are made by
             Pillow's antialiased bicubic filter.
-        normalize: ``"imagenet"``: by mean and deviation of ImageNet's red, green and blue; ``"channel"``: by those of
-            these training images; ``"none"``: 0..255 to 0..1.
+        normalize: See `lightning_fcl.data.datasets.images.photographs`.
 
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet

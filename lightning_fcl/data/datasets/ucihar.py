@@ -25,8 +25,6 @@ from lightning_fcl.data.datasets.series import z_score
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
 
-__all__ = ["SENSORS", "SOURCE", "load"]
-
 _FOLDER = "UCI HAR Dataset"
 _INNER = "UCI HAR Dataset.zip"
 _OUTER = "human+activity+recognition+using+smartphones"

@@ -11,7 +11,7 @@ hours, the wrist device having been started first. The pickles are synchronised 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fcl.data.datasets import empatica
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
 from lightning_fcl.data.datasets.pickles import read_pickle
 from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows, stretches
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
-
-__all__ = ["SOURCE", "load"]
 
 _PLACES = ("wesad/WESAD", "WESAD", "wesad", ".")
 
@@ -52,10 +49,14 @@ SOURCE = Source(
 
 _CLASSES = ("baseline", "stress", "amusement", "meditation")
 _CONDITIONS = {"Base": 0, "TSST": 1, "Fun": 2, "Medi 1": 3, "Medi 2": 3}
+# Samples per second of the wristband, an Empatica E4; its acceleration has three axes, in 1/64 g.
+_WRIST = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
 _WINDOW = 320
 # The publishers' labels leave out the first and last seconds of every condition of the protocol.
 _MARGIN = 10.0
+
+_MISSING = "Unpack the publishers' archive, and the zip files in it."
 
 _Series = tuple[NDArray[np.float32], NDArray[np.int64]]
 
@@ -78,10 +79,8 @@ def load(
             pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
             ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
         chunk: Time steps per chunk. It must divide 320 for ``windows_10s.npz``.
-        normalize: ``"user"`` is the papers' z-score per subject and feature over all the subject's kept samples: it
-            looks into the future. ``"causal"`` takes mean and standard deviation of the chunks before a chunk; the
-            first chunk of a subject has no past and is scaled with its own. ``"none"`` leaves the units. A feature
-            that has not varied is only centred.
+        normalize: How each subject is scaled, see `lightning_fcl.data.datasets.series.normalized`; the papers' is
+            ``"user"``.
 
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
@@ -146,7 +145,7 @@ def _from_pickle(folder: Path, device: str) -> _Series:
     content = read_pickle(path, SOURCE.remedy)
     try:
         signals, label = content["signal"][device], np.asarray(content["label"])
-        columns = {name: np.asarray(signals[name]) for name in (_CHEST if device == "chest" else empatica.RATES)}
+        columns = {name: np.asarray(signals[name]) for name in (_CHEST if device == "chest" else _WRIST)}
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
             f"Expected {path} to hold the {device}'s signals but it lacks {error}. {SOURCE.remedy}"
@@ -158,7 +157,7 @@ def _from_pickle(folder: Path, device: str) -> _Series:
         )
     if device == "chest":
         for name, width in _CHEST.items():
-            empatica.require_signal(path, name, columns[name], width)
+            _require_signal(path, name, columns[name], width)
             if len(columns[name]) != len(label):
                 raise ValueError(
                     f"Expected `{name}` of {path} to have a row for each of the {len(label)} labels but got "
@@ -168,24 +167,24 @@ def _from_pickle(folder: Path, device: str) -> _Series:
             label, path
         )
     # The label at the time of each wrist sample: 700 Hz against 32 Hz.
-    x = empatica.at_32_hz(columns, path)
+    x = _at_32_hz(columns, path)
     at = np.arange(len(x)) * 175 // 8
     at = at[at < len(label)]
-    empatica.require_together(path, {"label": len(label) / 700, "signals": len(x) / 32})
+    _require_together(path, {"label": len(label) / 700, "signals": len(x) / 32})
     return x[: len(at)], _numbered(label[at], path)
 
 
 def _from_stream(path: Path) -> _Series:
     free = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
     arrays = read_npz(path, {**free, "label32": ("iu", ("l",))})
-    x = empatica.at_32_hz({name.upper(): arrays[name].reshape(len(arrays[name]), -1) for name in free}, path)
-    empatica.require_together(path, {"label32": len(arrays["label32"]) / 32, "signals": len(x) / 32})
+    x = _at_32_hz({name.upper(): arrays[name].reshape(len(arrays[name]), -1) for name in free}, path)
+    _require_together(path, {"label32": len(arrays["label32"]) / 32, "signals": len(x) / 32})
     n = min(len(x), len(arrays["label32"]))
     return x[:n], _numbered(arrays["label32"][:n], path)
 
 
 def _from_csv(folder: Path) -> _Series:
-    x, start = empatica.read_recording(folder / f"{folder.name}_E4_Data")
+    x, start = _read_recording(folder / f"{folder.name}_E4_Data")
     offset = (_chest_start(folder / f"{folder.name}_respiban.txt") - start) % 3600
     labels = np.full(len(x), -1)
     for label, first, last in _protocol(folder / f"{folder.name}_quest.csv"):
@@ -208,7 +207,7 @@ def _numbered(label: NDArray[Any], path: Path) -> NDArray[np.int64]:
 def _protocol(path: Path) -> list[tuple[int, float, float]]:
     """Label, start and end of each condition, in seconds since the start of the chest device."""
     rows: dict[str, list[str]] = {}
-    for line in read_lines(path, empatica.MISSING, errors="replace"):
+    for line in read_lines(path, _MISSING, errors="replace"):
         key, *values = (field.strip() for field in line.split(";"))
         rows.setdefault(key.lstrip("# "), values)
     order, starts, ends = (rows.get(key, []) for key in ("ORDER", "START", "END"))
@@ -233,7 +232,7 @@ def _seconds(text: str, path: Path) -> float:
 
 def _chest_start(path: Path) -> float:
     """Start of the chest device in seconds since a full hour of its clock."""
-    head = read_lines(path, empatica.MISSING, at_most=5, errors="replace")
+    head = read_lines(path, _MISSING, at_most=5, errors="replace")
     try:
         header = json.loads(next(line for line in head if line.startswith("# {"))[1:])
         _, minutes, seconds = next(iter(header.values()))["time"].split(":")
@@ -242,3 +241,59 @@ def _chest_start(path: Path) -> float:
         raise ValueError(
             f"Expected {path} to begin with a header that gives the start as `time` but got {head[:2]}. {SOURCE.remedy}"
         ) from error
+
+
+def _read_recording(folder: Path) -> tuple[NDArray[np.float32], float]:
+    """The signals at 32 Hz and their start, of CSV files that begin with the start (seconds since 1970) and the rate.
+
+    The recording starts with the last signal to start and ends with the first to end: the device does not stop them
+    together.
+    """
+    starts, signals = {}, {}
+    for name, rate in _WRIST.items():
+        path, width = folder / f"{name}.csv", 3 if name == "ACC" else 1
+        try:
+            table = np.loadtxt(read_lines(path, _MISSING, errors="replace"), delimiter=",", ndmin=2)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected {path} to hold {width} numbers a line but got: {error}. {SOURCE.remedy}"
+            ) from error
+        if len(table) < 3 or table.shape[1] != width or not (table[1] == rate).all() or not np.isfinite(table[0]).all():
+            raise ValueError(
+                f"Expected {path} to hold a start time, the rate {rate} and then samples of {width} but got "
+                f"{len(table)} lines of {table.shape[1]}, first {table[:2].tolist()}. {SOURCE.remedy}"
+            )
+        starts[name], signals[name] = float(table[0, 0]), table[2:]
+    start = max(starts.values())
+    late = {name: signal[round((start - starts[name]) * _WRIST[name]) :] for name, signal in signals.items()}
+    return _at_32_hz(late, folder, tolerance=np.inf), start
+
+
+def _at_32_hz(signals: Mapping[str, NDArray[Any]], path: Path, tolerance: float = 1.0) -> NDArray[np.float32]:
+    """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), cut to the shortest of them."""
+    for name in _WRIST:
+        _require_signal(path, name, signals[name], 3 if name == "ACC" else 1)
+    _require_together(path, {name: len(signals[name]) / rate for name, rate in _WRIST.items()}, tolerance)
+    acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
+    pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
+    columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]
+    n = min(map(len, columns))
+    return np.concatenate([column[:n] for column in columns], axis=1)
+
+
+def _require_signal(path: Path, name: str, signal: NDArray[Any], width: int) -> None:
+    if signal.ndim != 2 or signal.shape[1] != width or signal.dtype.kind not in "iuf":
+        raise ValueError(
+            f"Expected `{name}` of {path} to hold {width} numbers a sample but got {signal.dtype} of shape "
+            f"{signal.shape}. {SOURCE.remedy}"
+        )
+
+
+def _require_together(path: Path, seconds: Mapping[str, float], tolerance: float = 1.0) -> None:
+    """Refuse signals whose durations, in seconds, differ by more than a tolerance."""
+    short, long = min(seconds, key=lambda name: seconds[name]), max(seconds, key=lambda name: seconds[name])
+    if seconds[long] - seconds[short] > tolerance:
+        raise ValueError(
+            f"Expected the signals of {path} to last equally long but got {seconds[short]:.1f} s of `{short}` and "
+            f"{seconds[long]:.1f} s of `{long}`: the shorter one is truncated. {SOURCE.remedy}"
+        )
