@@ -35,6 +35,36 @@ def real(data_folder):
     return folder
 
 
+@pytest.fixture
+def put():
+    """Writes a file of some bytes, an npz file of arrays, those left out that are None, or the files of a folder."""
+
+    def write(path, content):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif path.suffix == ".npz":
+            np.savez(path, **{name: value for name, value in content.items() if value is not None})
+        else:
+            for name, part in content.items():
+                write(path / name, part)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def refused():
+    """Calls what must be refused, and gives the message."""
+
+    def message(call, *args, error=ValueError, **options):
+        with pytest.raises(error) as caught:
+            call(*args, **options)
+        return str(caught.value)
+
+    return message
+
+
 def python2(value) -> bytes:
     """A value as the C pickler of Python 2 wrote it, strings as bytes; lists, dicts, whole numbers, uint8 arrays."""
     if isinstance(value, dict):

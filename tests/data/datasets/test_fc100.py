@@ -16,7 +16,7 @@ def test_the_split_is_that_of_the_authors_code(cifar):
     assert {part: tuple(names.index(name) for name in own) for part, own in fc100.SUPERCLASSES.items()} == SPLIT
 
 
-def test_all_classes_superclass_by_superclass(tmp_path, cifar):
+def test_all_classes_superclass_by_superclass(tmp_path, cifar, put):
     cifar.put(tmp_path / "cifar100" / "cifar-100-python", cifar.contents)
     data, original = fc100.load(tmp_path), cifar100.load(tmp_path)
     order = [label for part in SPLIT.values() for number in part for label in list(cifar.superclasses.values())[number]]
@@ -28,7 +28,7 @@ def test_all_classes_superclass_by_superclass(tmp_path, cifar):
 
 
 @pytest.mark.parametrize(("part", "number"), [("train", 60), ("validation", 20), ("test", 20)])
-def test_a_part(tmp_path, cifar, part, number):
+def test_a_part(tmp_path, cifar, part, number, put):
     cifar.put(tmp_path, cifar.contents)
     whole, data = fc100.load(tmp_path, normalize="none"), fc100.load(tmp_path, normalize="none", part=part)
     first = {"train": 0, "validation": 60, "test": 80}[part]
@@ -40,7 +40,7 @@ def test_a_part(tmp_path, cifar, part, number):
     assert np.bincount(data.y).tolist() == [3] * number
 
 
-def test_a_superclass_that_is_called_otherwise(tmp_path, cifar):
+def test_a_superclass_that_is_called_otherwise(tmp_path, cifar, put):
     names = ["seaweed" if name == "fish" else name for name in cifar.superclasses]
     meta = {**cifar.contents["meta"], "coarse_label_names": names}
     cifar.put(tmp_path, {**cifar.contents, "meta": meta})
@@ -51,7 +51,7 @@ def test_a_superclass_that_is_called_otherwise(tmp_path, cifar):
         fc100.load(tmp_path)
 
 
-def test_a_class_of_two_superclasses(tmp_path, cifar):
+def test_a_class_of_two_superclasses(tmp_path, cifar, put):
     train = {**cifar.contents["train"], "coarse_labels": [1, *cifar.contents["train"]["coarse_labels"][1:]]}
     assert train["coarse_labels"] != cifar.contents["train"]["coarse_labels"]
     cifar.put(tmp_path, {**cifar.contents, "train": train})
@@ -59,6 +59,6 @@ def test_a_class_of_two_superclasses(tmp_path, cifar):
         fc100.load(tmp_path)
 
 
-def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar):
+def test_it_is_found_and_fetched_as_cifar100(tmp_path, cifar, put):
     folder = cifar.put(tmp_path / "cifar-100-python", cifar.contents)
     assert fc100.SOURCE.find(tmp_path) == cifar100.SOURCE.find(tmp_path) and fc100.SOURCE.fetch(tmp_path) == folder

@@ -264,10 +264,5 @@ def test_wrong_windows_are_named(tmp_path, case):
 
 
 @pytest.mark.data
-def test_the_real_windows_have_the_known_counts(real):
-    folder = real(hhar, "phone windows")
-    data = hhar.load(folder)
-    assert data.x.shape == (4436, 128, 3)
-    assert np.bincount(data.y).tolist() == [854, 630, 733, 736, 648, 835]
-    assert np.unique(data.client).tolist() == list("abcdefghi")
-    assert len(hhar.load(folder, chunk=32).y) == 4 * 4436
+def test_the_real_windows_are_cut(real):
+    assert len(hhar.load(real(hhar, "phone windows"), chunk=32).y) == 4 * 4436

