@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, numbered, with_history
-from lightning_fcl.errors import at_least, one_of, require
+from lightning_fcl.errors import argument, at_least, check_fields, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -46,14 +46,14 @@ class ClassIncremental(Scenario):
     """
 
     experiences: int | Sequence[int] = 5
-    rounds_per_experience: int = 1
-    samples_per_round: int | None = None
+    rounds_per_experience: int = argument(1, at_least, 1)
+    samples_per_round: int | None = argument(None, at_least, 1)
     class_order: Order = None
     order_per_client: bool = False
-    history: History = "round"
+    history: History = argument("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
-        _check(self.rounds_per_experience, self.samples_per_round, self.history)
+        check_fields(self)
         _require_one_order("class_order", self.class_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
@@ -103,14 +103,14 @@ class DomainIncremental(Scenario):
         [[1, 2], [0, 3]]
     """
 
-    rounds_per_experience: int = 1
-    samples_per_round: int | None = None
+    rounds_per_experience: int = argument(1, at_least, 1)
+    samples_per_round: int | None = argument(None, at_least, 1)
     domain_order: Order = None
     order_per_client: bool = False
-    history: History = "round"
+    history: History = argument("round", one_of, ("round", "seen", "all"))
 
     def __post_init__(self) -> None:
-        _check(self.rounds_per_experience, self.samples_per_round, self.history)
+        check_fields(self)
         _require_one_order("domain_order", self.domain_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
@@ -224,13 +224,6 @@ def _round(
         if len(samples):
             current[client] = np.sort(samples)
     return current
-
-
-def _check(rounds_per_experience: int, samples_per_round: int | None, history: str) -> None:
-    at_least(1, rounds_per_experience=rounds_per_experience)
-    if samples_per_round is not None:
-        at_least(1, samples_per_round=samples_per_round)
-    one_of(("round", "seen", "all"), history=history)
 
 
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:

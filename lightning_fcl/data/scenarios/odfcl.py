@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, with_history
-from lightning_fcl.errors import at_least
+from lightning_fcl.errors import argument, at_least, check_fields
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,18 @@ class ODFCLScenario(Scenario):
 
     own_split = own_clients = True
     people: int = 10
-    base: int = 4
-    sessions: int = 2
-    nodes: int = 3
+    base: int = argument(4, at_least, 1)
+    sessions: int = argument(2, at_least, 1)
+    nodes: int = argument(3, at_least, 1)
     train_per_class: int = 28
     test_per_class: int = 7
     validation_per_class: int = 0
-    pretrain_per_class: int = 100
-    rounds_per_session: int = 20
+    pretrain_per_class: int = argument(100, at_least, 0)
+    rounds_per_session: int = argument(20, at_least, 1)
     history: History = "round"
 
     def __post_init__(self) -> None:
-        at_least(1, base=self.base, sessions=self.sessions, nodes=self.nodes)
-        at_least(1, rounds_per_session=self.rounds_per_session)
-        at_least(0, pretrain_per_class=self.pretrain_per_class)
+        check_fields(self)
         if self.people <= self.base or (self.people - self.base) % self.sessions:
             raise ValueError(
                 f"Expected `people` to leave as many classes for each of {self.sessions} sessions but got "

@@ -65,6 +65,19 @@ def refused():
     return message
 
 
+@pytest.fixture
+def damaged(tmp_path, put, refused):
+    """Puts a damaged file where a data set is looked for, and gives the message, which must name the file."""
+
+    def message(module, name, content, **options):
+        path = put(tmp_path / name, content)
+        said = refused(module.load, tmp_path, **options)
+        assert str(path) in said
+        return said
+
+    return message
+
+
 def python2(value) -> bytes:
     """A value as the C pickler of Python 2 wrote it, strings as bytes; lists, dicts, whole numbers, uint8 arrays."""
     if isinstance(value, dict):
