@@ -19,12 +19,6 @@ def callbacks_of(trainer: L.Trainer) -> list[Callback]:
     return callbacks
 
 
-def datamodule_of(trainer: L.Trainer) -> L.LightningDataModule | None:
-    """A Trainer's data module, if it has one."""
-    datamodule: L.LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule
-
-
 def stream_of(trainer: L.Trainer) -> FederatedStream | None:
     """The federated stream that a Trainer trains on; None where it trains on other data.
 
@@ -32,7 +26,7 @@ def stream_of(trainer: L.Trainer) -> FederatedStream | None:
         >>> stream_of(L.Trainer(barebones=True, accelerator="cpu")) is None
         True
     """
-    datamodule = datamodule_of(trainer)
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if isinstance(datamodule, FederatedStream) else None
 
 
@@ -44,7 +38,6 @@ def need_stream(trainer: L.Trainer) -> FederatedStream:
     """
     stream = stream_of(trainer)
     if stream is None:
-        raise ValueError(
-            f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {datamodule_of(trainer)}."
-        )
+        given = trainer.datamodule  # type: ignore[attr-defined]
+        raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.")
     return stream

@@ -21,8 +21,7 @@ class FLwFScenario(Scenario):
         pretrain_per_class: Samples of each class for the initial model.
         tasks: For every client, the classes of each of its tasks. Default: client1 has class 1, then class 2;
             generalized has all classes.
-        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
-            (offline learning, an upper bound).
+        history: As for `ClassIncremental`.
 
     Raises:
         ValueError: If a class has too few samples, or a number does not divide as it must.

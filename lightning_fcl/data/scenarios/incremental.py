@@ -86,9 +86,8 @@ class DomainIncremental(Scenario):
     """Every experience is a domain of the data (a device, a place): the classes stay, their looks change.
 
     Args:
-        rounds_per_experience: Rounds that each experience lasts.
-        samples_per_round: New samples per client and round, never used again; None: all of its experience's, in each
-            of its rounds.
+        rounds_per_experience: As for `ClassIncremental`.
+        samples_per_round: As for `ClassIncremental`.
         domain_order: The domains in the order in which they come, by number (in ascending order of their names) or by
             name; or, for each client, an order of its own; None: ascending.
         order_per_client: Whether an order is drawn for each client, of the domains that it has samples of.
