@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -24,6 +22,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import replacing
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
@@ -184,10 +183,8 @@ class BaseSession(Callback):
             self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
-                pass  # a name of its own: other processes may be at the same session
-            save_file({name: value.contiguous() for name, value in network.state_dict().items()}, scratch.name)
-            os.replace(scratch.name, path)
+            with replacing(path) as scratch:  # other processes may be at the same session
+                save_file({name: value.contiguous() for name, value in network.state_dict().items()}, scratch)
 
     def _fit(
         self,

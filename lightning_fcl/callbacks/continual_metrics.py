@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.client_round import ClientRound, current_round
@@ -22,35 +21,6 @@ from lightning_fcl.tasks.classification import Classifier
 
 Counts = list[int | None]
 """Correct predictions of each group; None for a group that was not tested."""
-
-
-class GroupAccuracy(Metric):
-    """Number of correct predictions in each group of samples (a class, a domain).
-
-    Args:
-        groups: Number of groups.
-
-    Example:
-        >>> metric = GroupAccuracy(groups=2)
-        >>> metric.update(torch.tensor([1, 0, 2]), torch.tensor([1, 0, 0]), group=torch.tensor([0, 1, 1]))
-        >>> metric.compute()
-        tensor([1, 1])
-    """
-
-    full_state_update = False
-    correct: Tensor
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.add_state("correct", default=torch.zeros(groups, dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, prediction: Tensor, target: Tensor, group: Tensor) -> None:
-        """Count a batch: three tensors of shape (batch,)."""
-        self.correct += torch.bincount(group[prediction == target], minlength=len(self.correct))
-
-    def compute(self) -> Tensor:
-        """Correct predictions, shape (groups,)."""
-        return self.correct
 
 
 class ContinualMetrics(Callback):
@@ -256,7 +226,7 @@ class ContinualMetrics(Callback):
 @torch.no_grad()
 def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups: int) -> tuple[Counts, int]:
     """A model's correct predictions in each group of samples, and how many predictions it makes for each sample."""
-    metric, steps = GroupAccuracy(groups).to(module.device), 1
+    counts, steps = torch.zeros(groups, dtype=torch.long, device=module.device), 1
     precision = module.trainer.precision_plugin
     with evaluating(module), precision.forward_context(), predicting(module):
         for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
@@ -269,6 +239,6 @@ def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
-            metric.update(prediction.flatten(), label, where)
-    counts: Counts = metric.compute().flatten().tolist()  # torchmetrics makes one group a scalar
-    return counts, steps
+            counts += torch.bincount(where[prediction.flatten() == label], minlength=groups)
+    correct: Counts = counts.tolist()
+    return correct, steps

@@ -15,14 +15,10 @@ from lightning_fcl.evaluation.report import compare_plot, read_results
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Run the quickstart with its methods and without."""
+    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
     parser.description = "Run and compare the quickstart."
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
-    demo(parser.parse_args(words[1:]).out)
-
-
-def demo(out: Path) -> None:
-    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
+    out: Path = parser.parse_args(words[1:]).out
     recipe = recipes_folder() / "quickstart.yaml"
     finetuning = out / "fine-tuning.yaml"
     out.mkdir(parents=True, exist_ok=True)

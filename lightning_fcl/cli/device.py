@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fcl.cli.setting import Setting
+    from lightning_fcl.cli.run import Parts
 
 MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
@@ -34,7 +34,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--out", type=Path, help="folder for device.json and device.md (default: none)")
     options = vars(parser.parse_args(words[1:]))
     recipes, shape = [*options.pop("recipes"), *options.pop("config")], options.pop("input")
-    report_recipe(recipes, input_shape=None if shape is None else parse_shape(shape), **options)
+    report_recipe(recipes, input_shape=None if shape is None else _parse_shape(shape), **options)
 
 
 def report_recipe(
@@ -64,27 +64,28 @@ def report_recipe(
         ValueError: If a recipe or an argument is not understood.
         FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
     """
-    from lightning_fcl.cli.setting import read_setting
+    from lightning_fcl.callbacks.base_session import BaseSession
+    from lightning_fcl.cli.run import read_parts
     from lightning_fcl.device.report import device_report
     from lightning_fcl.device.table import render
-    from lightning_fcl.evaluation.report import write_whole
+    from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
 
-    setting = read_setting(recipes)
-    if any(callback["class_path"].endswith(".BaseSession") for callback in setting.callbacks):
-        fold_batchnorm(setting.module)  # as the callback does before the first round
+    parts = read_parts(recipes)
+    if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
+        fold_batchnorm(parts.model)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:
-        shape, seen, clients = _of_data(setting, required=input_shape is None)
+        shape, seen, clients = _of_data(parts, required=input_shape is None)
         input_shape = shape if input_shape is None else input_shape
         samples = seen if samples is None else samples
         nodes = clients if nodes is None else nodes
     report = device_report(
-        setting.module,
+        parts.model,
         input_shape,
-        reductions=setting.reductions,
+        reductions=parts.strategy.federation.rules,
         samples=samples,
         nodes=nodes,
-        local_epochs=setting.local_epochs,
+        local_epochs=parts.strategy.federation.local_epochs,
         profile=profile,
         link=link,
     )
@@ -98,12 +99,12 @@ def report_recipe(
     return report
 
 
-def _of_data(setting: Setting, required: bool) -> tuple[tuple[int, ...], int, int]:
+def _of_data(parts: Parts, required: bool) -> tuple[tuple[int, ...], int, int]:
     """Shape of a sample, mean samples of a client in a round, and clients of the fullest round."""
     from lightning_fcl.data.batches import round_half_up
     from lightning_fcl.device.report import NODES, SAMPLES
 
-    stream = setting.stream
+    stream = parts.datamodule
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -117,22 +118,14 @@ def _of_data(setting: Setting, required: bool) -> tuple[tuple[int, ...], int, in
         return (), SAMPLES, NODES
     rounds = stream.plan.train
     sizes = [len(indices) for current in rounds for indices in current.values() if len(indices)]
-    most, clients = setting.participation, max(len(current) for current in rounds)
+    most, clients = parts.strategy.participation, max(len(current) for current in rounds)
     most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
     sample = stream.take(rounds[0][next(iter(rounds[0]))][:1])[0]
     return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that a command line gives.
-
-    Raises:
-        ValueError: If it is none.
-
-    Example:
-        >>> parse_shape("1,64,48")
-        (1, 64, 48)
-    """
+def _parse_shape(text: str) -> tuple[int, ...]:
+    """The shape that a command line gives."""
     try:
         shape = tuple(int(size) for size in text.split(","))
     except ValueError:

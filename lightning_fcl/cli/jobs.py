@@ -6,7 +6,7 @@ import hashlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +40,15 @@ class Job:
     @property
     def arguments(self) -> list[str]:
         """The words of its command line."""
-        files = [word for path in self.configs for word in ("--config", str(path))]
-        return ["fit", *files, "--seed_everything", str(self.seed), "--out", str(self.out), *self.extra]
+        return [
+            "fit",
+            *config_words(self.configs),
+            "--seed_everything",
+            str(self.seed),
+            "--out",
+            str(self.out),
+            *self.extra,
+        ]
 
     @property
     def fingerprint(self) -> str:
@@ -50,13 +57,17 @@ class Job:
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
 
 
+def config_words(recipes: Iterable[str | Path]) -> list[str]:
+    """The words of a command line that name recipes, later ones over earlier ones."""
+    return [word for recipe in recipes for word in ("--config", str(recipe))]
+
+
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
-    """Run jobs side by side; each continues where an interruption left it."""
+    """Run jobs side by side, in a process per core or so many; each continues where an interruption left it."""
     todo = [job for job in jobs if not finished(job)]
     if len(todo) < len(jobs):
         print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
-    workers = min(workers or os.cpu_count() or 1, max(len(todo), 1))
-    if workers == 1:
+    if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
         for number, job in enumerate(todo, 1):
             print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
             run_job(job)
@@ -68,10 +79,11 @@ def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
 
 
 def side_by_side(
-    function: Callable[[Job], T], jobs: Sequence[Job], workers: int
+    function: Callable[[Job], T], jobs: Sequence[Job], workers: int | None
 ) -> Generator[tuple[Job, T], None, None]:
-    """Call a function on each job, here or in several processes, and hand back what is done first."""
-    if workers == 1:
+    """Call a function on each job, here or in several processes (None: one per core), what is done first first."""
+    workers = min(workers or os.cpu_count() or 1, len(jobs))
+    if workers <= 1:
         yield from ((job, function(job)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")

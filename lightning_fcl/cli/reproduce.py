@@ -13,24 +13,9 @@ from typing import Any
 import yaml
 
 from lightning_fcl.cli.jobs import Job, run_jobs
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.evaluation.figures import check_figures, write_figures
 from lightning_fcl.evaluation.report import read_results, table, write_table
-
-
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Run a paper's recipes."""
-    parser.description = "Run a paper's recipes."
-    add = parser.add_argument
-    add("paper", help="name of a folder of recipes, as in: flwf")
-    add("--rows", help="rows of the paper's table, separated by commas (default: all)")
-    add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
-    add("--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)")
-    add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
-    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    options = vars(parser.parse_args(words[1:]))
-    rows = [row.strip() for row in given.split(",")] if (given := options.pop("rows")) else None
-    reproduce(rows=rows, **options)
 
 
 def recipes_folder() -> Path:
@@ -120,9 +105,7 @@ def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def reproduce(
-    paper: str, rows: Sequence[str] | None, seeds: int, scale: str, out: Path | None, workers: int | None
-) -> None:
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
@@ -131,39 +114,54 @@ def reproduce(
     Raises:
         ValueError: If the paper, a row, a number or a figure is not known.
     """
+    parser.description = "Run a paper's recipes."
+    add = parser.add_argument
+    add("paper", help="name of a folder of recipes, as in: flwf")
+    add("--rows", help="rows of the paper's table, separated by commas (default: all)")
+    add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+    add("--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)")
+    add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
+    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    options = parser.parse_args(words[1:])
+    paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
     folder = recipes_folder() / paper
     if not (folder / "rows.yaml").is_file():
         papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
         names = ", ".join(papers)
         raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
-    for name, number in (("seeds", seeds), ("workers", 1 if workers is None else workers)):
-        if number < 1:
-            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
-    out = out or Path("runs") / f"{paper}-{scale}"
-    recipes = paper_rows(folder, rows, scale)
+    at_least(1, seeds=seeds, workers=1 if workers is None else workers)
+    out = options.out or Path("runs") / f"{paper}-{scale}"
+    rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
     check_figures(figures, expanded(content))
-    jobs = []
-    for row, recipe in recipes.items():
-        scaling = (recipe.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
-        extra = recipe.words
-        if recipe.expected is not None:
-            extra = (*extra, "--recipe.row", row, "--recipe.expected", json.dumps(recipe.expected))
-        place = out / re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
-        if recipe.expected is None:
-            place = out / recipe.configs[-1].stem
-        for seed in range(seeds):
-            jobs.append(Job(f"{row}, seed {seed}", (*recipe.configs, *scaling), seed, place / f"seed-{seed}", extra))
-    run_jobs(jobs, workers)
-    results = [read_results(job.out) for job in jobs]
-    told = [name for result in results for name in result["expected"]]
-    metrics = list(dict.fromkeys([*content.get("metrics", []), *told]))
-    rows_of = {row: {name: cells[name] for name in metrics if name in cells} for row, cells in table(results).items()}
-    _, markdown = write_table(out, rows_of, metrics)
-    results_by_row = {row: results[i * seeds : (i + 1) * seeds] for i, row in enumerate(recipes)}
-    drawn = write_figures(out, figures, results_by_row)
+    jobs = {name: _jobs(name, row, scale, seeds, out) for name, row in rows.items()}
+    run_jobs([job for runs in jobs.values() for job in runs], workers)
+    results = {name: [read_results(job.out) for job in runs] for name, runs in jobs.items()}
+    _write(out, results, content.get("metrics", []), figures)
+
+
+def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
+    """The runs of a row, one for each seed."""
+    scaling = (row.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
+    extra, place = row.words, out / row.configs[-1].stem
+    if row.expected is not None:
+        extra = (*extra, "--recipe.row", name, "--recipe.expected", json.dumps(row.expected))
+        place = out / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    configs = (*row.configs, *scaling)
+    return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra) for seed in range(seeds)]
+
+
+def _write(
+    out: Path, results: Mapping[str, list[dict[str, Any]]], more: list[str], figures: list[dict[str, Any]]
+) -> None:
+    """Write the table and the figures of some rows, and say where they are."""
+    every = [result for runs in results.values() for result in runs]
+    metrics = list(dict.fromkeys([*more, *(name for result in every for name in result["expected"])]))
+    cells = {row: {name: of[name] for name in metrics if name in of} for row, of in table(every).items()}
+    as_json, markdown = write_table(out, cells, metrics)
+    drawn = write_figures(out, figures, results)
     print(markdown.read_text())
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")
-    print(f"{len(jobs)} runs. Table: {markdown} and {markdown.with_suffix('.json')}; reports: {out}/*/seed-*/report.md")
+    print(f"{len(every)} runs. Table: {markdown} and {as_json}; reports: {out}/*/seed-*/report.md")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import torch
@@ -28,13 +28,18 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
+from lightning_fcl.cli.jobs import config_words
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.report import write_report, write_whole
+from lightning_fcl.evaluation.report import write_report
+from lightning_fcl.simulation.strategy import FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
+
+CLI = TypeVar("CLI", bound="FederatedCLI")
 
 
 @dataclass
@@ -68,6 +73,11 @@ class SaveConfig(SaveConfigCallback):
 class FederatedCLI(LightningCLI):
     """LightningCLI whose fits write their results into one folder, ``--out``."""
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's of our names: a parser is made for each."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in ("fit", "test")}
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what recipes say beside model, data and trainer."""
         parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
@@ -81,8 +91,7 @@ class FederatedCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
         config = self.config_init[self.config_init.subcommand]["trainer"]
-        given = config["callbacks"] or []
-        callbacks = list(given) if isinstance(given, list) else [given]
+        callbacks = listed(config["callbacks"])
 
         def lacks(kind: type[Callback]) -> bool:
             return not any(isinstance(callback, kind) for callback in callbacks)
@@ -141,6 +150,43 @@ class FederatedCLI(LightningCLI):
         write_report(self.out)
 
 
+class Parts(FederatedCLI):
+    """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Also take what only `fit` has, as the ``config.yaml`` of a run says it."""
+        super().add_arguments_to_parser(parser)
+        for name in ("--ckpt_path", "--weights_only"):
+            parser.add_argument(name)
+
+    def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
+        """Make none, but note what it would be made of."""
+        strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
+        self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
+        self.callbacks: list[Callback] = listed(callbacks)
+
+
+def read_parts(recipes: Sequence[str | Path]) -> Parts:
+    """What recipes stand for, later ones over earlier ones.
+
+    Raises:
+        ValueError: If a recipe is not understood, or has no model.
+    """
+    if not recipes:
+        raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
+    try:
+        return _cli(Parts, [*config_words(recipes), "--seed_everything", "false"], run=False)
+    except ValueError as error:
+        if "required: model" in str(error):
+            raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
+        raise
+
+
+def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
+    """What a recipe says under `callbacks`, one of them or several, as a list."""
+    return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
+
+
 def machine() -> str:
     """The machine in a line: processor, cores and threads, or the GPU.
 
@@ -177,6 +223,10 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
     Raises:
         ValueError: If a recipe or an argument is not understood.
     """
+    return _cli(FederatedCLI, arguments)
+
+
+def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for nothing_to_mend in (
         "LightningCLI's args parameter is intended",
@@ -186,7 +236,7 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
     try:
-        return FederatedCLI(
+        return kind(
             L.LightningModule,
             FederatedStream,
             subclass_mode_model=True,
@@ -196,6 +246,7 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"exit_on_error": False},
             args=list(arguments),
+            run=run,
         )
     except ArgumentError as error:
         hint = new_name(str(error))

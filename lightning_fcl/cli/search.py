@@ -21,6 +21,7 @@ from typing import Any, Literal
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
+from lightning_fcl.cli.jobs import config_words
 from lightning_fcl.errors import did_you_mean, one_of
 
 _ONE_OF = {
@@ -72,6 +73,7 @@ class Search:
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
         if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
             raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
+        _ = self.distributions  # refuses a line that is not understood
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None) -> Search:
@@ -106,11 +108,11 @@ class Search:
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
         """The space in Optuna's terms."""
-        return {key: distribution(key, what) for key, what in self.space.items()}
+        return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
         """Every point of the space, the last setting varying fastest."""
-        points = [grid_points(key, what) for key, what in self.distributions.items()]
+        points = [_grid_points(key, what) for key, what in self.distributions.items()]
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,16 +128,8 @@ class Search:
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
-def distribution(key: str, what: Any) -> BaseDistribution:
-    """What a line of ``space`` stands for.
-
-    Raises:
-        ValueError: If it is not understood.
-
-    Example:
-        >>> distribution("data.clients", {"low": 2, "high": 5})
-        IntDistribution(high=5, log=False, low=2, step=1)
-    """
+def _distribution(key: str, what: Any) -> BaseDistribution:
+    """What a line of ``space`` stands for."""
     problem = ""
     if isinstance(what, list) and what:
         labels = [_label(choice) for choice in what]
@@ -154,16 +148,8 @@ def distribution(key: str, what: Any) -> BaseDistribution:
     )
 
 
-def grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
-    """All values of a distribution.
-
-    Raises:
-        ValueError: If they cannot be counted.
-
-    Example:
-        >>> grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1))
-        [0.1, 0.2, 0.3]
-    """
+def _grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:
+    """All values of a distribution, if they can be counted."""
     if isinstance(what, CategoricalDistribution):
         return what.choices
     assert isinstance(what, IntDistribution | FloatDistribution)
@@ -216,11 +202,11 @@ def check(search: Search) -> list[dict[str, Any]]:
     """
     from lightning_fcl.cli.run import resolve
 
-    words = [word for path in search.configs for word in ("--config", str(path))]
+    words = config_words(search.configs)
     recipe = resolve(["fit", *words])
     callbacks = recipe["trainer"]["callbacks"] or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    first = search.settings({key: _first(what) for key, what in search.distributions.items()})
+    first = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trial.yaml"
 
@@ -240,10 +226,6 @@ def check(search: Search) -> list[dict[str, Any]]:
                     raise ValueError(f"Expected the paths of `space` to be in the recipe but got {key}.{hint}")
                 raise ValueError(f"Expected `fit` to take {value} for {key} but {error}")
     return callbacks
-
-
-def _first(what: BaseDistribution) -> Any:
-    return what.choices[0] if isinstance(what, CategoricalDistribution) else vars(what)["low"]
 
 
 def _label(choice: Any) -> Any:

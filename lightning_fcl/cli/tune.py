@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import shlex
 import shutil
 import statistics
@@ -35,9 +34,10 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side
+from lightning_fcl.cli.jobs import Job, config_words, finished, run_job, side_by_side
 from lightning_fcl.cli.search import Search, check, trial_recipe
-from lightning_fcl.evaluation.report import save_figure, write_whole
+from lightning_fcl.errors import at_least
+from lightning_fcl.evaluation.files import save_figure, write_whole
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
@@ -60,7 +60,11 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Search for the settings of a recipe."""
+    """Search for the best settings; write ``best.yaml``, ``trials.csv`` and ``trials.png``, and print the best ten.
+
+    Raises:
+        ValueError: If the search file is not understood, another search is in the folder, or no trial succeeds.
+    """
     parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
     add = parser.add_argument
     add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
@@ -69,38 +73,15 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     add("--restart", action="store_true", help="delete the trials that are there and begin anew")
-    tune(**vars(parser.parse_args(words[1:])))
-
-
-def tune(
-    file: Path,
-    out: Path | None = None,
-    trials: int | None = None,
-    workers: int | None = None,
-    seed: int = 0,
-    restart: bool = False,
-) -> None:
-    """Search for the best settings; write ``best.yaml``, ``trials.csv`` and ``trials.png``, and print the best ten.
-
-    Args:
-        file: The search file.
-        out: Folder of the results; default: ``runs/tune-`` and the file's name.
-        trials: Number of trials; default: that of the search file.
-        workers: Number of processes; default: one per core. It does not change the results.
-        seed: Seed of the settings drawn.
-        restart: Whether the trials that are there are deleted.
-
-    Raises:
-        ValueError: If the search file is not understood, another search is in the folder, or no trial succeeds.
-    """
-    search = Search.read(file, trials)
-    if workers is not None and workers < 1:
-        raise ValueError(f"Expected `workers` to be at least 1 but got {workers}.")
+    options = parser.parse_args(words[1:])
+    file, seed, workers = options.file, options.seed, options.workers
+    search = Search.read(file, options.trials)
+    at_least(1, workers=1 if workers is None else workers)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
-    out = out or Path("runs") / f"tune-{file.stem}"
+    out = options.out or Path("runs") / f"tune-{file.stem}"
     callbacks = check(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = open_study(search, seed, out, restart)
+    study = open_study(search, seed, out, options.restart)
     number = len(grid) or search.trials or 0
     size = _BATCH if search.sampler == "tpe" else number
     done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
@@ -188,7 +169,7 @@ def run_trials(
 ) -> None:
     """Run what belongs to some trials, and tell the study of each trial that is done."""
     problems: dict[Job, str] = {}
-    with closing(side_by_side(attempt, list(jobs), max(1, min(workers or os.cpu_count() or 1, len(jobs))))) as done:
+    with closing(side_by_side(attempt, list(jobs), workers)) as done:
         for job, problem in done:
             problems[job] = problem
             runs = [other for other, number in jobs.items() if number == jobs[job]]
@@ -261,15 +242,15 @@ def write_results(study: optuna.Study, search: Search, file: Path, out: Path) ->
     frame = pd.DataFrame(trials, columns=["trial", "state", search.objective, *search.space])
     frame["failure"] = [failures.get(str(number), "") for number in frame["trial"]]
     table = write_whole(out / "trials.csv", frame.to_csv(index=False))
-    best = _ranked(study)
-    if not best:
+    done = frame[frame["state"] == STATES[TrialState.COMPLETE]]
+    if done.empty:
         reason = next(iter(failures.values()))
         raise ValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
         )
     plot = save_figure(trials_figure(study, search), out / "trials.png")
-    recipe = write_best(best[0], len(frame), search, file, out)
-    shown = frame.set_index("trial", drop=False).loc[[trial.number for trial in best[:10]]]
+    recipe = write_best(study.best_trial, len(frame), search, file, out)
+    shown = done.sort_values(search.objective, ascending=search.direction == "minimize", kind="stable")[:10]
     columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
     exactly = {search.objective: "{:.4f}".format}
     print(
@@ -277,7 +258,7 @@ def write_results(study: optuna.Study, search: Search, file: Path, out: Path) ->
             index=False, header=[*columns.values()], float_format="{:.4g}".format, formatters=exactly
         )
     )
-    print(f"\n{len(best)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
+    print(f"\n{len(done)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
 
 
 def trials_figure(study: optuna.Study, search: Search) -> Figure:
@@ -298,7 +279,7 @@ def trials_figure(study: optuna.Study, search: Search) -> Figure:
 def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
-    configs = shlex.join(word for config in (*search.configs, path) for word in ("--config", str(config)))
+    configs = shlex.join(config_words([*search.configs, path]))
     seeds = "seed 0" if search.seeds == 1 else f"mean of the seeds 0 to {search.seeds - 1}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything 0"
     head = (
@@ -313,14 +294,9 @@ def _those(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
 
 
-def _ranked(study: optuna.Study) -> list[FrozenTrial]:
-    sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
-    return sorted(_those(study, TrialState.COMPLETE), key=lambda trial: sign * (trial.value or 0.0))
-
-
 def _best_so_far(study: optuna.Study) -> str:
-    best = _ranked(study)
-    return f"best {best[0].value:.4f} (trial {best[0].number})" if best else "none succeeded yet"
+    best = study.best_trial if _those(study, TrialState.COMPLETE) else None
+    return f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:

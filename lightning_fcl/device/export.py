@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, require
+from lightning_fcl.evaluation.files import replacing
 from lightning_fcl.models.quantization import Int8Backbone, quietly
 
 
@@ -123,8 +123,7 @@ def _keep_if_equal(
 ) -> float:
     """Give a file its name if it does what the module does; the largest difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as partial:
         partial.write_bytes(content)
         with torch.no_grad():
             differences = [float((module(batch) - run(partial, batch)).abs().max()) for batch in batches]
@@ -134,9 +133,6 @@ def _keep_if_equal(
                 f"Expected the exported file to agree with PyTorch within {tolerance} but got differences of "
                 f"{differences}. Nothing was written; raise `tolerance` if they are acceptable."
             )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
     return max(differences)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
-from lightning_fcl.federation.aggregation import Reduction, entries, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, Rules, entries, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 
@@ -93,7 +93,7 @@ class Footprint:
         return 0 if self.statistics else sum(4 * layer.inputs for layer in self.layers if layer.trained)
 
 
-def measure(module: nn.Module, input_shape: Sequence[int], rules: Mapping[str, str] | None = None) -> Footprint:
+def measure(module: nn.Module, input_shape: Sequence[int], rules: Rules | None = None) -> Footprint:
     """What a module holds, computes and sends.
 
     Args:

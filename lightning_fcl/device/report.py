@@ -18,6 +18,8 @@ from torch import nn
 from lightning_fcl.device.footprint import Footprint, measure
 from lightning_fcl.device.profiles import Device, Link, read_device, read_link
 from lightning_fcl.device.trace import Layer
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.aggregation import Rules
 
 # Of the paper's setting, where neither the recipe nor the caller says: images of a person, and drones in a swarm.
 SAMPLES = 28
@@ -28,7 +30,7 @@ def device_report(
     module: nn.Module,
     input_shape: Sequence[int],
     *,
-    reductions: Mapping[str, str] | None = None,
+    reductions: Rules | None = None,
     samples: int = SAMPLES,
     nodes: int = NODES,
     local_epochs: int = 1,
@@ -64,9 +66,7 @@ def device_report(
         >>> round(report["time"]["local_epoch_s"], 4), round(report["time"]["federated_epoch_s"], 1)
         (0.1784, 10.4)
     """
-    for name, number in (("samples", samples), ("nodes", nodes), ("local_epochs", local_epochs)):
-        if number < 1:
-            raise ValueError(f"Expected `{name}` to be at least 1 but got {number}.")
+    at_least(1, samples=samples, nodes=nodes, local_epochs=local_epochs)
     if not input_shape or min(input_shape) < 1:
         raise ValueError(f"Expected `input_shape` of sizes of at least 1 but got {tuple(input_shape)}.")
     device, medium = read_device(profile), read_link(link)

@@ -10,6 +10,7 @@ import numpy as np
 from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
 from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.files import save_figure
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
 from lightning_fcl.evaluation.panels import (
     Density,
@@ -21,7 +22,7 @@ from lightning_fcl.evaluation.panels import (
     task_panels,
     volume_panels,
 )
-from lightning_fcl.evaluation.report import Results, save_figure
+from lightning_fcl.evaluation.report import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,9 @@
-"""Panels of lines on shared axes: stream accuracy as experiences pass, and the density of a reservoir's activations."""
+"""Panels of lines on shared axes: stream accuracy as experiences pass, and the density of a reservoir's activations.
+
+The functions take, for each panel's title, what it shows by the labels of its lines, and a title above all panels. What
+has several repeats, shape (repeats, ...), is drawn as their mean with a band of one standard deviation, and NaN where
+there is none.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -10,7 +15,7 @@ from numpy.typing import ArrayLike
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import stream_accuracies
-from lightning_fcl.evaluation.plots import blank_figure, model_name, style
+from lightning_fcl.evaluation.plots import blank_figure, model_name, panels_of, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,17 +66,10 @@ def stream_accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
 def stream_accuracy_panels(
     panels: Mapping[str, Mapping[str, ArrayLike]], experiences: Sequence[str], title: str = ""
 ) -> "Figure":
-    """Stream accuracy after each experience, as in figures 4 and 6 of De Caro et al. 2023.
-
-    Args:
-        panels: For each panel, its lines by their labels, each of shape (repeats, experiences): a line is the mean of
-            the repeats, with a band of one standard deviation where there are several. NaN where there is none.
-        experiences: Names of the experiences.
-        title: Above all panels.
-    """
+    """Stream accuracy, shape (repeats, experiences), as in figures 4 and 6 of De Caro et al. 2023."""
     figure, axes = _grid(panels, 3.1, title, "after experience", "stream accuracy")
     order = _order(panels)
-    for panel, lines in zip(axes, panels.values(), strict=False):
+    for panel, lines in zip(axes, panels.values(), strict=True):
         for label, values in lines.items():
             _band(panel, np.asarray(values, dtype=np.float64), label, style(order[label]))
         letters = 14 if len(panels) <= 2 else 10
@@ -80,7 +78,7 @@ def stream_accuracy_panels(
         panel.set_xticks(range(1, len(ticks) + 1), ticks, fontsize=8, rotation=30 if slanted else 0)
         panel.set_xlim(0.7, len(ticks) + 0.3)
         panel.set_ylim(-0.04, 1.04)
-    _legend(figure, axes[: len(panels)])
+    _legend(figure, axes)
     return figure
 
 
@@ -98,12 +96,9 @@ def _band(panel: "Axes", values: FloatArray, label: str, look: dict[str, Any]) -
 
 
 def task_panels(panels: Mapping[str, Mapping[str, tuple[FloatArray, FloatArray]]], title: str = "") -> "Figure":
-    """Average accuracy after each task, and below or beside it the forgetting, as in figure 5 of Zuo et al. 2024.
+    """Average accuracy and below or beside it forgetting after each task, as in figure 5 of Zuo et al. 2024.
 
-    Args:
-        panels: For each panel, its lines by their labels: accuracy and forgetting, both of shape (repeats, tasks), NaN
-            where there is none. A line is the mean of the repeats, with a band of one standard deviation.
-        title: Above all panels.
+    Both of shape (repeats, tasks).
     """
     number, order = len(panels), _order(panels)
     shape = (1, 2) if number == 1 else (2, number)
@@ -133,11 +128,8 @@ def communication_panels(
 ) -> "Figure":
     """Volume of the communication, and its time against the bandwidth, as in figures 6 and 7 of Zuo et al. 2024.
 
-    Args:
-        panels: For each pair of panels, its rows by their labels: bytes sent and received, shape (2,), and seconds at
-            each bandwidth, shape (B,). Rows whose numbers are all the same share a line.
-        bandwidths: Bytes per second, shape (B,).
-        title: Above all panels.
+    Bytes sent and received, shape (2,), and seconds at each bandwidth, shape (B,). Rows whose numbers are all the same
+    share a line. Bandwidths are bytes per second.
     """
     heights = [0.9 + 0.24 * len(lines) for lines in panels.values()]
     figure = blank_figure(12.5, sum(max(height, 2.6) for height in heights) + 0.7)
@@ -183,34 +175,22 @@ def _bandwidths(panel: "Axes", bandwidths: Sequence[float]) -> None:
 
 
 def volume_panels(panels: Mapping[str, Mapping[str, FloatArray]], title: str = "") -> "Figure":
-    """Volume of the communication of each round, both ways together.
-
-    Args:
-        panels: For each panel, its lines by their labels, each of bytes of shape (repeats, rounds), NaN where there is
-            none: a line is the mean of the repeats, with a band of one standard deviation. Labels whose numbers are
-            all the same share a line.
-        title: Above all panels.
-    """
+    """Bytes of each round, both ways together, shape (repeats, rounds); labels with the same numbers share a line."""
     figure, axes = _grid(panels, 3.1, title, "round", "MB per round")
     alike = _alike({label: [lines.get(label) for lines in panels.values()] for label in _order(panels)})
-    for panel, lines in zip(axes, panels.values(), strict=False):
+    for panel, lines in zip(axes, panels.values(), strict=True):
         for index, members in dict(alike[label] for label in lines).items():
             values = np.asarray(lines[members[0]], dtype=np.float64) / 1e6
             many = {"marker": ""} if values.shape[1] > 40 else {}
             _band(panel, values, _wrapped(", ".join(members)), {**style(index), **many})
         panel.locator_params(axis="x", integer=True)
     axes[0].set_ylim(bottom=0)
-    _legend_beside(figure, axes[: len(panels)])
+    _legend_beside(figure, axes)
     return figure
 
 
 def density_figure(densities: Mapping[str, Any], record: Mapping[str, Any]) -> "Figure | None":
-    """The densities of a run: a line per experience, a panel for all test samples and for each group.
-
-    Args:
-        densities: The record of its `ActivationDensity`.
-        record: That of its `ContinualMetrics`.
-    """
+    """A run's records of `ActivationDensity` and `ContinualMetrics`: a line per experience, a panel for each group."""
     entries = densities["experiences"]
     if not entries:
         return None
@@ -224,16 +204,10 @@ def density_figure(densities: Mapping[str, Any], record: Mapping[str, Any]) -> "
 
 
 def density_panels(panels: Mapping[str, Mapping[str, Density]], title: str = "", ordered: bool = False) -> "Figure":
-    """Densities of activations, as in figures 3 and 5 of De Caro et al. 2023.
-
-    Args:
-        panels: For each panel, its lines by their labels: edges of bins, shape (B + 1,), and densities, shape (B,).
-        title: Above all panels.
-        ordered: Whether the lines follow one another in time: they then go from dark to light.
-    """
+    """Densities of activations, as in figures 3 and 5 of De Caro et al. 2023; ordered ones go from dark to light."""
     figure, axes = _grid(panels, 2.7, title, "activation", "density")
     order = _order(panels)
-    for panel, lines in zip(axes, panels.values(), strict=False):
+    for panel, lines in zip(axes, panels.values(), strict=True):
         for label, (edges, density) in lines.items():
             panel.stairs(
                 density, edges, baseline=None, label=label, **_outline(order[label], len(order) if ordered else 0)
@@ -241,7 +215,7 @@ def density_panels(panels: Mapping[str, Mapping[str, Density]], title: str = "",
         panel.set_xlim(-1, 1)
         panel.set_xticks([-1, -0.5, 0, 0.5, 1])
     axes[0].set_ylim(bottom=0)
-    _legend(figure, axes[: len(panels)])
+    _legend(figure, axes)
     return figure
 
 
@@ -255,29 +229,30 @@ def _grid(panels: Mapping[str, Any], height: float, title: str, x: str, y: str) 
     """Panels side by side, with shared axes that are named at the margin."""
     number = len(panels)
     columns = number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4
-    rows = -(-number // columns)
-    figure = blank_figure({1: 8.5, 2: 10.5}.get(columns, 12), height * rows + 0.9)
-    axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for panel, name in zip(axes, panels, strict=False):
+    size = {1: 8.5, 2: 10.5}.get(columns, 12), height * -(-number // columns) + 0.9
+    figure, axes = panels_of(number, columns, *size, sharex=True, sharey=True)
+    for place, (panel, name) in enumerate(zip(axes, panels, strict=True)):
         panel.set_title(name, fontsize=10, fontweight="bold", loc="left")
         panel.grid(axis="y", alpha=0.3)
-    for place, panel in enumerate(axes[:number]):
         if place % columns == 0:
             panel.set_ylabel(y)
         if place + columns >= number:  # no panel stands below it
             panel.set_xlabel(x)
             panel.tick_params(labelbottom=True)
-    for panel in axes[number:]:
-        panel.set_axis_off()
     if title:
         figure.suptitle(title, fontsize=12)
     return figure, axes
 
 
+def _handles(panels: Sequence["Axes"]) -> dict[str, Any]:
+    """What is drawn in some panels, by its label."""
+    shown = [panel.get_legend_handles_labels() for panel in panels]
+    return {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+
+
 def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
     """Name the lines of all panels once, below them."""
-    shown = [panel.get_legend_handles_labels() for panel in panels]
-    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+    handles = _handles(panels)
     step = -(-len(handles) // _LINES)
     names = [name for place, name in enumerate(handles) if place % step == 0 or place == len(handles) - 1]
     if names:
@@ -287,8 +262,7 @@ def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
 
 def _legend_beside(figure: "Figure", panels: Sequence["Axes"]) -> None:
     """Name every line of all panels once, on the right."""
-    shown = [panel.get_legend_handles_labels() for panel in panels]
-    handles = {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
+    handles = _handles(panels)
     names = [_wrapped(name) for name in handles]
     figure.legend(handles.values(), names, loc="outside right center", fontsize=8, frameon=False, handlelength=3)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_fcl.errors import require
+from lightning_fcl.evaluation.communication import volumes
 from lightning_fcl.evaluation.metrics import Curve, curves, matrices
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ def blank_figure(width: float, height: float) -> "Figure":
 
     margins = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
     return Figure(figsize=(width, height), dpi=110, layout=margins)
+
+
+def panels_of(number: int, columns: int, width: float, height: float, **shared: Any) -> tuple["Figure", list["Axes"]]:
+    """A figure of so many panels, in rows of some columns, of so many inches in all; places without one stay empty."""
+    figure = blank_figure(width, height)
+    axes = list(figure.subplots(-(-number // columns), columns, squeeze=False, **shared).flat)
+    for panel in axes[number:]:
+        panel.set_axis_off()
+    return figure, axes[:number]
 
 
 def compare_figure(results_by_label: Mapping[str, Mapping[str, Any]]) -> "Figure":
@@ -70,23 +80,17 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
     if not models:
         return None
     columns, names = min(2, len(models)), record["groups"]
-    rows = -(-len(models) // columns)
-    figure = blank_figure(12, 3.6 * rows + 0.3)
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for panel in panels.flat[len(models) :]:
-        panel.set_axis_off()
-    for panel, (model, curve) in zip(panels.flat, models.items(), strict=False):
+    figure, panels = panels_of(len(models), columns, 12, 3.6 * -(-len(models) // columns) + 0.3, sharey=True)
+    for panel, (model, curve) in zip(panels, models.items(), strict=True):
         # More lines than markers would be a tangle.
         draw = _lines if len(names) <= len(_MARKERS) else _heat
         draw(panel, curve, names)
         _experiences(panel, record, model, letters=120 // columns)
         panel.set_title(model_name(model), fontweight="bold", loc="left", pad=28)
     if len(names) <= len(_MARKERS):
-        figure.legend(
-            *panels[0, 0].get_legend_handles_labels(), loc="outside right upper", title="group", frameon=False
-        )
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title="group", frameon=False)
     else:
-        figure.colorbar(panels[0, 0].images[0], ax=panels, label="accuracy", shrink=0.8)
+        figure.colorbar(panels[0].images[0], ax=figure.axes, label="accuracy", shrink=0.8)
     return figure
 
 
@@ -146,13 +150,10 @@ def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
     models = dict(list(matrices(record).items())[:_PANELS])
     if not models:
         return None
-    columns = min(2, len(models))
-    rows = -(-len(models) // columns)
-    figure = blank_figure(8.2, 5.6) if columns == 1 else blank_figure(12, 4.6 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel in panels.flat[len(models) :]:
-        panel.set_axis_off()
-    for panel, (model, matrix) in zip(panels.flat, models.items(), strict=False):
+    alone = len(models) == 1
+    width, height = (8.2, 5.6) if alone else (12, 4.6 * -(-len(models) // 2))
+    figure, panels = panels_of(len(models), 1 if alone else 2, width, height)
+    for panel, (model, matrix) in zip(panels, models.items(), strict=True):
         image = panel.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
         size = len(matrix)
         for (t, d), value in np.ndenumerate(matrix) if size <= 10 else ():
@@ -168,20 +169,19 @@ def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
         panel.set_yticks(shown, [labels[t] for t in shown], fontsize=8)
         panel.set(xlabel="accuracy on task", ylabel="after task")
         panel.set_title(model_name(model), fontweight="bold")
-    figure.colorbar(image, ax=panels, label="accuracy, mean over the task's rounds", shrink=0.8)
+    figure.colorbar(image, ax=figure.axes, label="accuracy, mean over the task's rounds", shrink=0.8)
     return figure
 
 
 def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     """Megabytes of all clients together, up and down, per round."""
     rounds = np.array([entry["round"] + 1 for entry in record["rounds"]])
-    ways = ("upload", "download")
-    sums = [[sum(entry.get(f"{way}_bytes", {}).values()) / 1e6 for entry in record["rounds"]] for way in ways]
+    sums = volumes(record) / 1e6
     if not np.any(sums):
         return None
     figure = blank_figure(10, 3.2)
     panel = figure.subplots()
-    for index, (way, megabytes) in enumerate(zip(ways, sums, strict=True)):
+    for index, (way, megabytes) in enumerate(zip(("upload", "download"), sums, strict=True)):
         label, colour = f"{way}s of all clients", _COLOURS[index]
         if len(rounds) <= 40:
             panel.bar(rounds + 0.4 * index - 0.2, megabytes, width=0.38, color=colour, label=label)

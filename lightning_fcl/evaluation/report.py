@@ -1,24 +1,16 @@
-"""From the ``results.json`` of runs to what a reader wants: a report with plots, and tables over seeds.
-
-Every file is written under a temporary name and then renamed, so an interrupted run leaves no half-written file.
-"""
+"""From the ``results.json`` of runs to what a reader wants: a report with plots, and tables over seeds."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["compare_plot", "read_results", "table", "write_report", "write_table"]
 
@@ -285,29 +277,3 @@ def _number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place only if all goes well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
-    with _replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return path
-
-
-def save_figure(figure: "Figure", path: Path) -> Path:
-    """Write a figure whole or not at all."""
-    canvas = require("matplotlib.backends.backend_agg", "draws figures").FigureCanvasAgg(figure)
-    with _replacing(path) as temporary:
-        canvas.print_png(temporary)  # `savefig` would draw it twice
-    return path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import as_map, attend, initialise, margin, patches, perceptron, with_class_token
+from lightning_fcl.models._parts import as_map, attend, initialise, margin, patches, perceptron, with_class_token
 
 __all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
 

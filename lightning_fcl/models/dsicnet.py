@@ -7,7 +7,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least
-from lightning_fcl.models.transformer import check_images
+from lightning_fcl.models._parts import check_images
 
 # Depthwise-separable blocks of the backbone: output channels and stride.
 _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))

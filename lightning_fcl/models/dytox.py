@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.bodies import vit_body
-from lightning_fcl.models.transformer import check_images, initialise, perceptron
+from lightning_fcl.models._bodies import vit_body
+from lightning_fcl.models._parts import check_images, heads_of, initialise, perceptron
 
 __all__ = ["DyTox", "TaskAttention"]
 
@@ -53,21 +53,18 @@ class TaskAttention(nn.Module):
         """
         tasks, batch = len(tokens), len(patches)
         own, seen = self.norm1(tokens), self.norm1(patches)
-        query = self._split(self.query(own)[None]).expand(batch, -1, -1, -1)
-        key, value = (
-            torch.cat([self._split(layer(own)[None]).expand(batch, -1, -1, -1), self._split(layer(seen))], dim=2)
-            for layer in (self.key, self.value)
+        query, *of_tokens = (
+            heads_of(layer(own)[None], self.heads).expand(batch, -1, -1, -1)
+            for layer in (self.query, self.key, self.value)
         )
+        of_patches = (heads_of(layer(seen), self.heads) for layer in (self.key, self.value))
+        key, value = (torch.cat(both, dim=2) for both in zip(of_tokens, of_patches, strict=True))
         itself = torch.eye(tasks, dtype=torch.bool, device=tokens.device)
         allowed = F.pad(itself, (0, patches.shape[1]), value=True)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
         result = tokens + self.proj(attended.transpose(1, 2).flatten(2))
         embedded: Tensor = result + self.mlp(self.norm2(result))
         return embedded
-
-    def _split(self, values: Tensor) -> Tensor:
-        """Shape (batch, heads, tokens, width of a head)."""
-        return values.reshape(*values.shape[:2], self.heads, -1).transpose(1, 2)
 
 
 class DyTox(nn.Module):

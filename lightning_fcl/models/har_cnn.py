@@ -1,20 +1,13 @@
 """One-dimensional convolutional networks for activity recognition, written in the notation of Usmanova et al. 2021."""
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor, nn
 
 __all__ = ["HARCNN"]
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
-
-
-class _Layer(NamedTuple):
-    kind: Literal["C", "M", "D"]
-    size: int
-    width: int
-    where: str
 
 
 class HARCNN(nn.Module):
@@ -82,7 +75,7 @@ class HARCNN(nn.Module):
         self.notation = notation
         self.in_channels = in_channels
         self.length = length
-        self.body, self.features = _build(_parse(notation), notation, in_channels, length, dropout)
+        self.body, self.features = _hidden(notation, in_channels, length, dropout)
         self.head = nn.Linear(self.features, num_classes)
         if init == "keras":
             self.apply(_keras_init)
@@ -118,8 +111,11 @@ class HARCNN(nn.Module):
         return features
 
 
-def _parse(notation: str) -> list[_Layer]:
-    layers: list[_Layer] = []
+def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tuple[nn.Sequential, int]:
+    """The layers before the classifier, and the number of their features."""
+    layers: list[nn.Module] = []
+    channels, steps = in_channels, length
+    features = 0  # of the last dense layer; 0 before the first
     for position, token in enumerate(notation.split("_"), start=1):
         where = f"{token!r} at position {position}"
         match = _TOKEN.fullmatch(token)
@@ -129,44 +125,32 @@ def _parse(notation: str) -> list[_Layer]:
                 "Join the tokens with one `_` each, and use capitals and sizes of at least 1."
             )
         if match["units"]:
-            layers.append(_Layer("D", int(match["units"]), 1, where))
+            if not features:
+                layers.append(nn.Flatten(start_dim=-2))
+            inputs, features = features or channels * steps, int(match["units"])
+            layers += [nn.Linear(inputs, features), nn.ReLU(), nn.Dropout(dropout)]
             continue
-        if layers and layers[-1].kind == "D":
+        if features:
             raise ValueError(
                 f"Expected `notation` to have no convolution or pooling after a dense layer but got {where} of "
                 f"{notation!r}. Move the dense layers to the end."
             )
-        if match["pool"]:
-            layers.append(_Layer("M", 1, int(match["pool"]), where))
-        else:
-            layers.append(_Layer("C", int(match["filters"]), int(match["width"]), where))
-    return layers
-
-
-def _build(
-    layers: list[_Layer], notation: str, in_channels: int, length: int, dropout: float
-) -> tuple[nn.Sequential, int]:
-    signal: list[nn.Module] = []
-    dense: list[nn.Module] = []
-    channels, steps = in_channels, length
-    for layer in layers:
-        if layer.kind != "D" and layer.width > steps:
+        width = int(match["pool"] or match["width"])
+        if width > steps:
             raise ValueError(
-                f"Expected `length` to leave at least {layer.width} steps for {layer.where} of {notation!r} but got "
+                f"Expected `length` to leave at least {width} steps for {where} of {notation!r} but got "
                 f"{steps} there, from `length`={length}. Use longer windows, or narrower filters and pools."
             )
-        if layer.kind == "C":
-            signal += [nn.Conv1d(channels, layer.size, layer.width), nn.ReLU()]
-            channels, steps = layer.size, steps - layer.width + 1
-        elif layer.kind == "M":
-            signal.append(nn.MaxPool1d(layer.width))
-            steps //= layer.width
-    features = channels * steps
-    for layer in layers:
-        if layer.kind == "D":
-            dense += [nn.Linear(features, layer.size), nn.ReLU(), nn.Dropout(dropout)]
-            features = layer.size
-    return nn.Sequential(*signal, nn.Flatten(start_dim=-2), *dense), features
+        if match["pool"]:
+            layers.append(nn.MaxPool1d(width))
+            steps //= width
+        else:
+            filters = int(match["filters"])
+            layers += [nn.Conv1d(channels, filters, width), nn.ReLU()]
+            channels, steps = filters, steps - width + 1
+    if not features:
+        layers.append(nn.Flatten(start_dim=-2))
+    return nn.Sequential(*layers), features or channels * steps
 
 
 def _keras_init(module: nn.Module) -> None:

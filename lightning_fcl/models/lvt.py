@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import Block, check_blocks, initialise, with_class_token
+from lightning_fcl.models._parts import Block, check_blocks, heads_of, initialise, with_class_token
 from lightning_fcl.models.vit import SplitViT
 
-__all__ = ["LVT", "InterTaskAttention", "LVTBody", "offsets"]
+__all__ = ["LVT", "InterTaskAttention", "LVTBody"]
 
 
 class LVT(SplitViT):
@@ -20,18 +20,12 @@ class LVT(SplitViT):
     `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is trained on
     both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
 
-    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each:
+    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT` but for
 
     ===================  ====================================================  =================
-    patches              3 * 4 * 4 * 192 + 192                                             9,408
-    class token          192                                                                 192
-    positions            (8 * 8 + 1) * 192                                                12,480
     six blocks           6 * 421,092                                                   2,526,552
     - attention          3 * (192 * 192 + 192)                                 111,168 a block
     - keys, biases       (8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)                   13,284 a block
-    - perceptron         (192 * 768 + 768) + (768 * 192 + 192)                 295,872 a block
-    - two norms          2 * 2 * 192                                               768 a block
-    last norm            2 * 192                                                             384
     ===================  ====================================================  =================
 
     Args:
@@ -161,14 +155,12 @@ class InterTaskAttention(nn.Module):
         self.output = nn.Linear(width, width)
         self.external_key = nn.Parameter(torch.empty(heads, 1 + side * side, width // heads))
         self.external_bias = nn.Parameter(torch.zeros(heads, side * side + 3))
-        self.register_buffer("offsets", offsets(side), persistent=False)
+        self.register_buffer("offsets", _offsets(side), persistent=False)
         nn.init.trunc_normal_(self.external_key, std=0.02 * width**0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, tokens, width) from tokens of the same shape."""
-        query, value = (
-            layer(tokens).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.value)
-        )
+        query, value = (heads_of(layer(tokens), self.heads) for layer in (self.query, self.value))
         key = self.external_key.expand(len(tokens), -1, -1, -1)
         bias = self.external_bias[:, self.offsets][None].to(query.dtype)
         attended = F.scaled_dot_product_attention(query, key.to(query.dtype), value, attn_mask=bias)
@@ -176,20 +168,8 @@ class InterTaskAttention(nn.Module):
         return result
 
 
-def offsets(side: int) -> Tensor:
-    """Which bias belongs to a query (row) and a key (column), for a class token and patches, row by row.
-
-    Returns:
-        Shape (1 + side * side, 1 + side * side): for two patches their distance, ``rows * side + columns``.
-
-    Example:
-        >>> offsets(2)
-        tensor([[6, 4, 4, 4, 4],
-                [5, 0, 1, 2, 3],
-                [5, 1, 0, 3, 2],
-                [5, 2, 3, 0, 1],
-                [5, 3, 2, 1, 0]])
-    """
+def _offsets(side: int) -> Tensor:
+    """Which bias belongs to a query (row) and a key (column): of two patches ``rows * side + columns`` apart."""
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     apart = (places[:, None] - places).abs()
     table = torch.full((1 + side * side, 1 + side * side), side * side)

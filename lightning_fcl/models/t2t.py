@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fcl.models.transformer import (
+from lightning_fcl.models._parts import (
     Block,
     as_map,
     attend,
@@ -20,7 +20,7 @@ from lightning_fcl.models.transformer import (
     with_class_token,
 )
 
-__all__ = ["T2TBody", "TokenTransformer", "sinusoids", "soft_split"]
+__all__ = ["T2TBody", "TokenTransformer"]
 
 
 class T2TBody(nn.Module):
@@ -85,7 +85,7 @@ class T2TBody(nn.Module):
         self.transformers = nn.ModuleList(transformers)
         self.project = nn.Linear(wide, width)
         self.class_token = nn.Parameter(torch.empty(1, 1, width))
-        self.register_buffer("positions", sinusoids(1 + side * side, width), persistent=False)
+        self.register_buffer("positions", _sinusoids(1 + side * side, width), persistent=False)
         self.blocks = nn.Sequential(*(Block(width, _Attention(width, heads), mlp_ratio) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         nn.init.trunc_normal_(self.class_token, std=0.02)
@@ -100,10 +100,10 @@ class T2TBody(nn.Module):
 
     def tokens(self, x: Tensor) -> Tensor:
         """What the T2T module makes of images: the last split's patches, shape (batch, tokens, patch)."""
-        tokens = soft_split(x, *self.splits[0])
+        tokens = _soft_split(x, *self.splits[0])
         for transformer, split in zip(self.transformers, self.splits[1:], strict=True):
             side = round(tokens.shape[1] ** 0.5)
-            tokens = soft_split(as_map(transformer(tokens), side), *split)
+            tokens = _soft_split(as_map(transformer(tokens), side), *split)
         return tokens
 
 
@@ -152,34 +152,13 @@ class _Attention(nn.Module):
         return mixed
 
 
-def soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:
-    """Patches that overlap, padded with zeros so that there is one for each ``stride`` pixels (Yuan et al., eq. 3).
-
-    Args:
-        maps: Shape (batch, channels, height, width).
-        kernel: Height and width of a patch.
-        stride: Pixels from one patch to the next; it divides height and width.
-
-    Returns:
-        Shape (batch, patches, channels * kernel * kernel), row by row.
-
-    Example:
-        >>> soft_split(torch.zeros(1, 3, 32, 32), kernel=7, stride=4).shape
-        torch.Size([1, 64, 147])
-    """
+def _soft_split(maps: Tensor, kernel: int, stride: int) -> Tensor:
+    """Patches (batch, patches, channels * kernel * kernel) that overlap, one for each ``stride`` pixels (eq. 3)."""
     return F.unfold(maps, kernel, padding=margin(kernel, stride), stride=stride).transpose(1, 2)
 
 
-def sinusoids(tokens: int, width: int) -> Tensor:
-    """Fixed positions: sine and cosine in turns, of wavelengths from 2 pi to 10000 * 2 pi (Vaswani et al. 2017).
-
-    Returns:
-        Shape (1, tokens, width).
-
-    Example:
-        >>> sinusoids(2, 2)[0].tolist()[0]
-        [0.0, 1.0]
-    """
+def _sinusoids(tokens: int, width: int) -> Tensor:
+    """Fixed positions (1, tokens, width): sines and cosines of wavelengths 2 pi to 20000 pi (Vaswani et al. 2017)."""
     rates = 10_000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(tokens, dtype=torch.float64)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[None].float()

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fcl.models.bodies import make_body, vit_body
-from lightning_fcl.models.transformer import check_images
+from lightning_fcl.models._bodies import make_body, vit_body
+from lightning_fcl.models._parts import check_images
 
 __all__ = ["SplitViT", "ViT", "fcl_vit"]
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.callbacks.continual_metrics import GroupAccuracy
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.federation.swarm import Swarm
@@ -168,16 +167,11 @@ def test_a_new_fit_opens_a_new_record(fit, make_stream, make_task):
     assert [entry["correct"] for entry in metrics.record["rounds"]] == [entry["correct"] for entry in first["rounds"]]
 
 
-def test_group_accuracy_adds_up_over_batches():
-    prediction, target, group = torch.randint(3, (3, 50), generator=torch.Generator().manual_seed(0))
-    metric = GroupAccuracy(groups=4)
-    for part in zip(prediction.split(20), target.split(20), group.split(20), strict=True):
-        metric.update(*part)
-    expected = [
-        sum(p == t and g == k for p, t, g in zip(*map(list, (prediction, target, group)), strict=True))
-        for k in range(4)
-    ]
-    assert metric.compute().tolist() == expected
+def test_counts_add_up_over_batches(fit, make_stream, make_task):
+    stream, metrics, task = make_stream(samples=2800, test=0.4), ContinualMetrics(clients="none"), make_task()
+    fit(task, stream, [metrics], max_epochs=1)
+    assert len(stream.plan.test) > 2 * 512
+    assert metrics.record["rounds"][-1]["correct"]["server"] == counts(task.eval(), stream, 4)
 
 
 def test_wrong_arguments(make_task, samples, train):

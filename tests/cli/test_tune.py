@@ -3,13 +3,19 @@ import json
 
 import pytest
 import yaml
+from optuna.distributions import FloatDistribution
 
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.cli.search import _distribution, _grid_points
 
 RECIPE = {
-    "trainer": {"max_epochs": 1, "enable_progress_bar": False},
+    "trainer": {
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "strategy": {"init_args": {"local_epochs": 1}},
+    },
     "data": {
         "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
         "partition": {"class_path": "IID", "init_args": {"clients": 2}},
@@ -78,10 +84,10 @@ def error_of(capsys, words):
 
 
 def test_a_search_from_end_to_end(search, tmp_path, capsys):
-    main(search(seeds=2, trials=3))
+    main(search(seeds=2, trials=2))
     printed = capsys.readouterr().out
     trials = rows(tmp_path / "out")
-    assert [trial["state"] for trial in trials] == ["complete"] * 3
+    assert [trial["state"] for trial in trials] == ["complete"] * 2
     best = max(trials, key=lambda trial: float(trial[SEARCH["objective"]]))
     assert printed.splitlines()[1].split()[:2] == [f"{float(best['final_accuracy/server']):.4f}", best["trial"]]
     assert (tmp_path / "out" / "trials.png").read_bytes().startswith(b"\x89PNG")
@@ -184,6 +190,13 @@ def test_the_grid_is_covered_once(search, tmp_path, pretend):
         (float(t[LR]), int(t["data.partition.init_args.clients"]), t["data.shuffle"]) for t in rows(tmp_path / "out")
     ]
     assert points == [(lr, clients, s) for lr in (0.1, 0.2, 0.3) for clients in (2, 3) for s in ("True", "False")]
+
+
+def test_small_examples():
+    assert (
+        str(_distribution("data.clients", {"low": 2, "high": 5})) == "IntDistribution(high=5, log=False, low=2, step=1)"
+    )
+    assert _grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1)) == [0.1, 0.2, 0.3]
 
 
 def test_minimize(search, tmp_path, pretend):

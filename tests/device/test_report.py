@@ -380,7 +380,7 @@ def test_the_command_line_writes_a_report(recipe, tmp_path, capsys):
     written = (tmp_path / "device.md").read_text()
     assert written in shown and str(tmp_path / "device.json") in shown
     content = json.loads((tmp_path / "device.json").read_text())
-    assert content["recipes"] == [recipe]
+    assert content["recipes"] == [recipe] and content["input"] == [1, 64, 48]
     assert content["synchronisation"]["upload_bytes"] == 24_040
     rows = {line.split("|")[1].strip(): line for line in written.splitlines() if line.startswith("|")}
     assert "178.4 ms" in rows["local epoch"] and "4.34 mJ" in rows["energy of a local epoch"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from lightning_fcl.evaluation import panels
+from lightning_fcl.evaluation import panels, plots
 from lightning_fcl.evaluation.communication import BANDWIDTHS
 from lightning_fcl.evaluation.figures import check_figures, write_figures
 from lightning_fcl.evaluation.panels import (
@@ -46,13 +46,14 @@ def rows():
 def drawn(monkeypatch):
     """The figures that are saved."""
     figures = []
-    save = panels.blank_figure
+    save = plots.blank_figure
 
     def keep(*size):
         figures.append(save(*size))
         return figures[-1]
 
-    monkeypatch.setattr(panels, "blank_figure", keep)
+    for module in (plots, panels):
+        monkeypatch.setattr(module, "blank_figure", keep)
     return figures
 
 

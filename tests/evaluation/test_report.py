@@ -190,7 +190,7 @@ def test_failing_text_leaves_the_old_one(tmp_path, monkeypatch):
     def broken(source, target):
         raise OSError("cannot rename")
 
-    monkeypatch.setattr("lightning_fcl.evaluation.report.os.replace", broken)
+    monkeypatch.setattr("lightning_fcl.evaluation.files.os.replace", broken)
     with pytest.raises(OSError, match="cannot rename"):
         write_table(tmp_path, table([results("another")]))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_fcl.models import LVT, ViT
-from lightning_fcl.models.lvt import InterTaskAttention, LVTBody, offsets
-from lightning_fcl.models.transformer import attend
+from lightning_fcl.models._parts import attend
+from lightning_fcl.models.lvt import InterTaskAttention, LVTBody, _offsets
 
 
 def size(module):
@@ -59,7 +59,14 @@ def test_attention_by_hand():
 
 
 def test_offsets_are_distances():
-    table = offsets(8)
+    assert _offsets(2).tolist() == [
+        [6, 4, 4, 4, 4],
+        [5, 0, 1, 2, 3],
+        [5, 1, 0, 3, 2],
+        [5, 2, 3, 0, 1],
+        [5, 3, 2, 1, 0],
+    ]
+    table = _offsets(8)
     assert table.shape == (65, 65) and table.unique().tolist() == list(range(67))
     assert torch.equal(table[1:, 1:], table[1:, 1:].T)
     assert table[1 + 8 * 2 + 3, 1 + 8 * 5 + 1] == 3 * 8 + 2

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_fcl.models import T2TBody
-from lightning_fcl.models.t2t import TokenTransformer, sinusoids, soft_split
+from lightning_fcl.models.t2t import TokenTransformer, _sinusoids, _soft_split
 
 
 def transformer(inputs, width=64):
@@ -53,7 +53,7 @@ def test_soft_split_by_a_loop(kernel, stride, around):
         for row in range(0, 8, stride)
         for column in range(0, 8, stride)
     ]
-    assert torch.equal(soft_split(maps, kernel, stride), torch.stack(patches, dim=1))
+    assert torch.equal(_soft_split(maps, kernel, stride), torch.stack(patches, dim=1))
 
 
 def test_the_module_splits_three_times():
@@ -61,13 +61,13 @@ def test_the_module_splits_three_times():
     x = torch.randn(2, 3, 16, 16)
     maps = x
     for split, layer in zip(model.splits, model.transformers, strict=False):
-        tokens = layer(soft_split(maps, *split))
+        tokens = layer(_soft_split(maps, *split))
         side = maps.shape[-1] // split[1]
         maps = torch.stack([tokens[:, side * row : side * (row + 1)] for row in range(side)], dim=1).permute(0, 3, 1, 2)
-    wanted = soft_split(maps, 3, 1)
+    wanted = _soft_split(maps, 3, 1)
     torch.testing.assert_close(model.tokens(x), wanted)
     assert wanted.shape == (2, 16, 5 * 9)
-    tokens = torch.cat([model.class_token.expand(2, 1, 6), model.project(wanted)], dim=1) + sinusoids(17, 6)
+    tokens = torch.cat([model.class_token.expand(2, 1, 6), model.project(wanted)], dim=1) + _sinusoids(17, 6)
     torch.testing.assert_close(model(x), model.norm(model.blocks[0](tokens)[:, 0]))
 
 
@@ -99,7 +99,8 @@ def test_without_positions_the_order_of_tokens_tells_nothing():
 
 
 def test_positions_are_sines_and_cosines():
-    table = sinusoids(5, 6)[0]
+    assert _sinusoids(2, 2)[0].tolist()[0] == [0.0, 1.0]
+    table = _sinusoids(5, 6)[0]
     for place in range(5):
         for pair in range(3):
             angle = place / 10000 ** (2 * pair / 6)

@@ -19,7 +19,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.models import SplitViT, ViT, fcl_vit
-from lightning_fcl.models.bodies import FAMILIES, VARIANTS, LevitBody
+from lightning_fcl.models._bodies import FAMILIES, VARIANTS, LevitBody
 
 # The smallest of each family, with the positions of the whole: those depend on patches and strides alone.
 TINY = {

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.models._parts import check_blocks
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
-from lightning_fcl.models.transformer import check_blocks
 
 __all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body"]
 
@@ -34,16 +34,7 @@ _OURS = {
 
 
 def make_body(name: str, image_size: int, channels: int, options: dict[str, Any]) -> Body:
-    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.fcl_vit`.
-
-    Raises:
-        ValueError: If the name or an option is not known, or the image size does not suit the architecture.
-
-    Example:
-        >>> body, features = make_body("t2t-7", image_size=32, channels=3, options={"depth": 1})
-        >>> features
-        256
-    """
+    """The body of a variant or of a family's smallest one; see `lightning_fcl.models.fcl_vit`."""
     if not isinstance(name, str):
         raise ValueError(f"Expected `name` to be the name of an architecture but got {name!r}.")
     variant = name.lower().replace("-", "_")
@@ -69,26 +60,9 @@ def vit_body(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Body:
-    """The body of `lightning_fcl.models.ViT`, see there for what is not told here.
+    """The body of `lightning_fcl.models.ViT`, whose arguments it has.
 
-    Args:
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-        tokens: Whether all patches come out as tokens, shape (batch, patches, width), without class token and last
-            norm, in place of the class token's features.
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width.
-
-    Example:
-        >>> body, features = vit_body(32, 3, depth=1)
-        >>> features
-        192
+    With ``tokens`` all patches come out, shape (batch, patches, width), without class token and last norm.
     """
     check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
@@ -152,9 +126,6 @@ class LevitBody(nn.Module):
     timm keeps the attention biases that it gathered in evaluation mode until the next training. New weights from a
     server, or those of `torch.func.functional_call`, would not be seen, a second backward would fail, and so would
     `copy.deepcopy`: they are forgotten after each forward here.
-
-    Args:
-        levit: timm's ``Levit`` with ``num_classes=0``.
     """
 
     def __init__(self, levit: Any) -> None:

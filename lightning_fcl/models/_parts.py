@@ -1,0 +1,95 @@
+"""Parts of the vision transformers that are written here, CvT, T2T-ViT, LVT and DyTox, and what images they take."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fcl.errors import above
+
+
+def heads_of(tokens: Tensor, heads: int) -> Tensor:
+    """Tokens (batch, tokens, width) cut into heads that lie side by side: (batch, heads, tokens, width of a head)."""
+    return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, heads: int = 1) -> Tensor:
+    """Attention, ``softmax(q k^T / sqrt(d)) v`` in each head of width d; all have the shape (batch, n, width)."""
+    query, key, value = (heads_of(tokens, heads) for tokens in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def with_class_token(token: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens (batch, 1 + tokens, width): a class token (1, 1, width) before those of each image."""
+    return torch.cat([token.expand(len(tokens), -1, -1), tokens], dim=1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: ``t + attention(norm1(t))``, then ``t + mlp(norm2(t))``."""
+
+    def __init__(self, width: int, attention: nn.Module, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = attention
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = perceptron(width, mlp_ratio)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens from tokens, shape (batch, tokens, width)."""
+        tokens = tokens + self.attention(self.norm1(tokens))
+        transformed: Tensor = tokens + self.mlp(self.norm2(tokens))
+        return transformed
+
+
+def perceptron(width: int, ratio: float) -> nn.Sequential:
+    """A block's two linear layers with GELU between them; the hidden one is ``ratio`` times as wide."""
+    hidden = int(width * ratio)
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+def initialise(module: nn.Module) -> None:
+    """Truncated normal weights of 0.02 and no bias, if the module is a linear layer; for `nn.Module.apply`."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def margin(kernel: int, stride: int) -> int:
+    """Zeros around a map so that there is a patch of ``kernel`` positions for each ``stride`` of them."""
+    return (kernel - stride + 1) // 2
+
+
+def patches(side: int, kernel: int, stride: int, image_size: int) -> int:
+    """Patches along one side of a map of an image; a stride that does not suit them is refused."""
+    count = side // stride
+    fits = stride <= kernel <= side and (side + 2 * margin(kernel, stride) - kernel) // stride + 1 == count
+    if side % stride or not fits:
+        raise ValueError(
+            f"Expected `image_size` to suit patches of {kernel} x {kernel} every {stride} but got {image_size}, which "
+            f"leaves {side} x {side} positions for them. Resize the images to a multiple of all strides together, or "
+            "choose other patches, no smaller than their stride."
+        )
+    return count
+
+
+def check_blocks(width: int, heads: int, depth: int = 1, mlp_ratio: float = 1.0) -> None:
+    """Refuse sizes of which no transformer block can be made: not positive, or heads that do not divide the width."""
+    above(0, width=width, heads=heads, depth=depth, mlp_ratio=mlp_ratio)
+    if width % heads:
+        raise ValueError(f"Expected `width` to be a multiple of `heads`={heads} but got {width}.")
+
+
+def as_map(tokens: Tensor, side: int) -> Tensor:
+    """A map (batch, width, side, side) of its tokens (batch, side * side, width), which lie row by row."""
+    return tokens.transpose(1, 2).reshape(len(tokens), -1, side, side)
+
+
+def check_images(x: Tensor, takes: tuple[int, ...]) -> None:
+    """Refuse images (batch, channels, height, width) of another size than a network takes."""
+    if tuple(x.shape[1:]) != takes:
+        raise ValueError(
+            f"Expected images of shape {takes} (channels, height, width) but got {tuple(x.shape[1:])}. Resize them, or "
+            "build the model with their `image_size` and `channels`."
+        )
