@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -48,6 +49,7 @@ class LearnsBaseSession(Protocol):
         """Begin with the base session's samples."""
 
 
+@dataclass(eq=False)
 class BaseSession(Callback):
     """When a fit is set up: trains the network in one place, then freezes its backbone (Kröger et al.: session T0).
 
@@ -81,39 +83,29 @@ class BaseSession(Callback):
         'int8'
     """
 
-    def __init__(
-        self,
-        pretrain_epochs: int = 40,
-        epochs: int = 60,
-        lr: float = 2e-3,
-        weight_decay: float = 0.01,
-        batch_size: int = 32,
-        augment: bool = True,
-        backbone: Literal["int8", "float"] = "int8",
-        latents: bool = False,
-        cache: str | None = None,
-    ) -> None:
-        if epochs < 1 or pretrain_epochs < 0:
+    pretrain_epochs: int = 40
+    epochs: int = 60
+    lr: float = 2e-3
+    weight_decay: float = 0.01
+    batch_size: int = 32
+    augment: bool = True
+    backbone: Literal["int8", "float"] = "int8"
+    latents: bool = False
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.pretrain_epochs < 0:
             raise ValueError(
-                f"Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got {epochs} and "
-                f"{pretrain_epochs}."
+                f"Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got {self.epochs} and "
+                f"{self.pretrain_epochs}."
             )
-        if backbone not in ("int8", "float"):
-            raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{backbone}".')
-        if not lr > 0 or batch_size < 2:
+        if self.backbone not in ("int8", "float"):
+            raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{self.backbone}".')
+        if not self.lr > 0 or self.batch_size < 2:
             raise ValueError(
-                f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {lr} and "
-                f"{batch_size}."
+                f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {self.lr} and "
+                f"{self.batch_size}."
             )
-        self.pretrain_epochs = pretrain_epochs
-        self.epochs = epochs
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.augment = augment
-        self.backbone = backbone
-        self.latents = latents
-        self.cache = Path(cache) if cache is not None else None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Train the base session, or make room for a checkpoint's."""
@@ -159,7 +151,7 @@ class BaseSession(Callback):
 
     def _train(self, network: nn.Module, stream: FederatedStream, outer: L.Trainer) -> None:
         """Steps 1 and 2, or what the cache has of them."""
-        path = self.cache / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
+        path = Path(self.cache) / f"{self._key(network, stream)}.safetensors" if self.cache is not None else None
         if path is not None and path.is_file():
             try:
                 network.load_state_dict(load_file(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.errors import argument, check_fields, one_of
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.protocol import FederationView, HasLocalModels, federation_of
 from lightning_fcl.methods.functional import evaluating
@@ -23,6 +25,7 @@ Counts = list[int | None]
 """Correct predictions of each group; None for a group that was not tested."""
 
 
+@dataclass(eq=False)
 class ContinualMetrics(Callback):
     """After each client and each round: tests the model at hand on the stream's common test set.
 
@@ -47,25 +50,18 @@ class ContinualMetrics(Callback):
         ['client1']
     """
 
-    def __init__(
-        self,
-        clients: Literal["all", "none"] | list[str] = "all",
-        when: Literal["trained", "aggregated"] = "trained",
-        on: Literal["test", "validation"] = "test",
-        training: bool = False,
-        start: bool = False,
-    ) -> None:
-        if on not in ("test", "validation"):
-            raise ValueError(f'Expected `on` to be "test" or "validation" but got "{on}".')
-        if when not in ("trained", "aggregated"):
-            raise ValueError(f'Expected `when` to be "trained" or "aggregated" but got "{when}".')
-        self.on = on
-        self.when = when
-        if isinstance(clients, str) and clients not in ("all", "none"):
-            raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{clients}".')
-        self.clients = clients if isinstance(clients, str) else [str(client) for client in clients]
-        self.training = training
-        self.start = start
+    clients: Literal["all", "none"] | list[str] = "all"
+    when: Literal["trained", "aggregated"] = argument("trained", one_of, ("trained", "aggregated"))
+    on: Literal["test", "validation"] = argument("test", one_of, ("test", "validation"))
+    training: bool = False
+    start: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not isinstance(self.clients, str):
+            self.clients = [str(client) for client in self.clients]
+        elif self.clients not in ("all", "none"):
+            raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".')
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts] = {}
         self._test: tuple[Any, Tensor, Tensor] | None = None

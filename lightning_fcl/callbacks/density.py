@@ -107,7 +107,7 @@ class ActivationDensity(Callback):
                 x = stream.take(test[start : start + _BATCH])[0].to(module.device)
                 first = cell[None, start : start + _BATCH, None] * bins
                 for states in module.reservoir.blocks(precision.convert_input(x)):
-                    counts += torch.bincount((first + bin_of(states, bins)).flatten(), minlength=len(counts))
+                    counts += torch.bincount((first + _bin_of(states, bins)).flatten(), minlength=len(counts))
         return counts.view(number, bins).cpu().numpy()
 
     def _density(self, counts: IntArray) -> list[float]:
@@ -133,12 +133,7 @@ class ActivationDensity(Callback):
         self.record = state_dict["record"]
 
 
-def bin_of(states: Tensor, bins: int) -> Tensor:
-    """Which of ``bins`` equal parts of [-1, 1] each state lies in, from 0; as in `numpy.histogram`, 1 is in the last.
-
-    Example:
-        >>> bin_of(torch.tensor([-1.0, -0.1, 0.0, 0.5, 1.0]), bins=4)
-        tensor([0, 1, 2, 3, 3])
-    """
+def _bin_of(states: Tensor, bins: int) -> Tensor:
+    """Which of ``bins`` equal parts of [-1, 1] a state lies in, from 0; as in `numpy.histogram`, 1 is in the last."""
     # In double precision no state crosses an edge by rounding.
     return states.double().add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)

@@ -28,7 +28,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
-from lightning_fcl.cli.jobs import config_words
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
@@ -174,8 +173,9 @@ def read_parts(recipes: Sequence[str | Path]) -> Parts:
     """
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
+    words = [word for recipe in recipes for word in ("--config", str(recipe))]
     try:
-        return _cli(Parts, [*config_words(recipes), "--seed_everything", "false"], run=False)
+        return _cli(Parts, [*words, "--seed_everything", "false"], run=False)
     except ValueError as error:
         if "required: model" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error

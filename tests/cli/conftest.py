@@ -1,6 +1,22 @@
-"""What tests of commands share: runs without the pictures of reports, which take longer than small runs do."""
+"""What tests of commands share: small runs, without the pictures of reports, which take longer than the runs do."""
 
 import pytest
+
+
+@pytest.fixture
+def small_recipe():
+    """What goes over the quickstart's recipe to make it small."""
+
+    def make(rounds, clients, **data):
+        strategy = {"init_args": {"local_epochs": 1}}
+        scenario = {"init_args": {"experiences": 2, "rounds_per_experience": 1}}
+        partition = {"class_path": "IID", "init_args": {"clients": clients}}
+        return {
+            "trainer": {"max_epochs": rounds, "enable_progress_bar": False, "strategy": strategy},
+            "data": {"scenario": scenario, "partition": partition, **data},
+        }
+
+    return make
 
 
 @pytest.fixture

@@ -15,24 +15,13 @@ from lightning_fcl.cli.search import Search, check
 from lightning_fcl.data.datasets import Arrays, load
 
 RECIPES = recipes_folder()
-TINY = {
-    "trainer": {
-        "max_epochs": 2,
-        "enable_progress_bar": False,
-        "strategy": {"init_args": {"local_epochs": 1}},
-    },
-    "data": {
-        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
-        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
-    },
-}
 
 
 @pytest.fixture
-def tiny(tmp_path):
+def tiny(tmp_path, small_recipe):
     """A small recipe on the bundled digits."""
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(TINY))
+    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return ["--config", str(RECIPES / "quickstart.yaml"), "--config", str(path)]
 
 
@@ -349,13 +338,13 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
 
 
-def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch):
+def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, small_recipe):
     """Rows may share files, set arguments of their own and bring the paper's numbers."""
     folder = tmp_path / "recipes" / "mine"
     folder.mkdir(parents=True)
     base = yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
-    (folder / "small.yaml").write_text(yaml.safe_dump(TINY))
+    (folder / "small.yaml").write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     rows = {
         f"{clients} clients": {
             "configs": ["small.yaml"],

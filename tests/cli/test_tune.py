@@ -3,6 +3,7 @@ import json
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from optuna.distributions import FloatDistribution
 
 from lightning_fcl.cli import tune as module
@@ -10,18 +11,6 @@ from lightning_fcl.cli.main import main
 from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.cli.search import _distribution, _grid_points
 
-RECIPE = {
-    "trainer": {
-        "max_epochs": 1,
-        "enable_progress_bar": False,
-        "strategy": {"init_args": {"local_epochs": 1}},
-    },
-    "data": {
-        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
-        "partition": {"class_path": "IID", "init_args": {"clients": 2}},
-        "split": {"validation": 0.3},
-    },
-}
 LR = "model.init_args.optimizer.init_args.lr"
 ALPHA = "trainer.callbacks.FLwF2T.alpha"
 SIZES = "model.init_args.model.init_args.sizes"
@@ -39,10 +28,16 @@ SEARCH = {
 
 
 @pytest.fixture
-def search(tmp_path):
+def recipe(small_recipe):
+    """A small run on two clients, with samples to choose on."""
+    return small_recipe(rounds=1, clients=2, split={"validation": 0.3})
+
+
+@pytest.fixture
+def search(tmp_path, recipe):
     """Writes a search file, with changes, and gives the words that run it."""
     (tmp_path / "quickstart.yaml").write_text((recipes_folder() / "quickstart.yaml").read_text())
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 
     def write(out="out", workers="1", **changes):
         content = {key: value for key, value in {**SEARCH, **changes}.items() if value is not None}
@@ -54,7 +49,7 @@ def search(tmp_path):
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Runs take no time: the objective is the learning rate, or what a function of the trial's recipe says."""
+    """Runs and pictures take no time: the objective is the learning rate, or what a function of the recipe says."""
     seen = []
 
     def use(objective=lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]):
@@ -66,6 +61,7 @@ def pretend(monkeypatch):
             (job.out / "fingerprint").write_text(job.fingerprint)
 
         monkeypatch.setattr(module, "run_job", run_job)
+        monkeypatch.setattr(module, "trials_figure", lambda study, search: Figure())
         return seen
 
     return use
@@ -152,7 +148,7 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
     assert len(set(values)) == 20
 
 
-def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend):
+def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend, recipe):
     seen = pretend()
     main(search(trials=2))
     main([*search(), "--trials", "5"])
@@ -162,7 +158,7 @@ def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, p
     assert rows(tmp_path / "at-once") == longer
     assert "begin anew with --restart, which deletes" in error_of(capsys, search(seeds=2))
     assert "begin anew with --restart, which deletes" in error_of(capsys, [*search(), "--seed", "1"])
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "seed_everything": 3}))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**recipe, "seed_everything": 3}))
     assert "a recipe of it" in error_of(capsys, search())
     main([*search(), "--restart"])
     assert len(rows(tmp_path / "out")) == 4
@@ -230,9 +226,9 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
     assert rows(tmp_path / "out") == [good, bad]
 
 
-def test_when_every_trial_fails(search, tmp_path, capsys, pretend):
+def test_when_every_trial_fails(search, tmp_path, capsys, pretend, recipe):
     (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({**RECIPE, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
+        yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
     )
     error = error_of(capsys, search(trials=2))
     assert "All 2 trials failed" in error and "no validation samples to measure on. Mend it" in error
@@ -319,10 +315,10 @@ def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
     assert space == {"a": {"low": 0.001, "high": 100.0, "log": True}, "b": [0.001, 0.01]}
 
 
-def test_a_recipes_own_metrics_measure_there_too(search, tmp_path):
+def test_a_recipes_own_metrics_measure_there_too(search, tmp_path, recipe):
     metrics = {"class_path": "lightning_fcl.callbacks.ContinualMetrics", "init_args": {"clients": "none"}}
     (tmp_path / "tiny.yaml").write_text(
-        yaml.safe_dump({**RECIPE, "trainer": {**RECIPE["trainer"], "callbacks+": [metrics]}})
+        yaml.safe_dump({**recipe, "trainer": {**recipe["trainer"], "callbacks+": [metrics]}})
     )
     main(search(trials=1))
     results = json.loads((tmp_path / "out" / "trial-0000" / "seed-0" / "results.json").read_text())
