@@ -13,6 +13,7 @@ from lightning_fcl.federation.reductions import (
     Cat,
     Download,
     Fixed,
+    Gather,
     Mean,
     Own,
     Reduction,
@@ -181,6 +182,9 @@ def hparams_of(rules: Rules) -> dict[str, Any]:
 class Aggregator:
     """Brings the uploads of one round together, entry by entry, as each entry's reduction says.
 
+    The order in which they come makes no difference, if the clients' numbers are given: rules that keep uploads get
+    them by number, and all others of the library's sum exactly.
+
     Args:
         reductions: Reduction of every entry, from `declare`. Entries with the same one share an accumulator.
 
@@ -196,6 +200,7 @@ class Aggregator:
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
         self.reductions = dict(reductions)
         self.uploads = 0
+        self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
@@ -205,24 +210,32 @@ class Aggregator:
             (names, reduction.accumulator()) for reduction, names in groups.items()
         ]
 
-    def add(self, upload: Mapping[str, Tensor], weight: float) -> None:
+    def add(self, upload: Mapping[str, Tensor], weight: float, number: int | None = None) -> None:
         """Take in one client's upload.
 
         Args:
             upload: The client's state; entries that do not travel up are ignored.
             weight: The client's weight in means, above 0.
+            number: The client's number; None: it comes after those who were there before.
 
         Raises:
             ValueError: If ``weight`` is not a positive number, or a shape differs from that of the earlier uploads.
         """
-        self.add_all({name: upload[name][None] for names, _ in self._groups for name in names}, [weight])
+        self.add_all(
+            {name: upload[name][None] for names, _ in self._groups for name in names},
+            [weight],
+            None if number is None else [number],
+        )
 
-    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float]) -> None:
+    def add_all(
+        self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int] | None = None
+    ) -> None:
         """Take in several clients' uploads at once, stacked.
 
         Args:
             uploads: The clients' states, every entry of shape (clients, ...).
             weights: Each client's weight in means, above 0.
+            numbers: Each client's number; None: they come after those who were there before.
 
         Raises:
             ValueError: As `add` does.
@@ -239,6 +252,7 @@ class Aggregator:
                         f"{shape}."
                     )
             accumulator.add({name: uploads[name].detach() for name in names}, weights)
+        self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
         self.uploads += len(weights)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
@@ -249,6 +263,10 @@ class Aggregator:
                 ``sum`` and ``cat`` add to. Returned unchanged if no upload came.
         """
         state = dict(server)
+        order = sorted(range(self.uploads), key=self._numbers.__getitem__)
+        self._numbers.sort()
         for names, accumulator in self._groups if self.uploads else ():
+            if isinstance(accumulator, Gather):
+                accumulator.arrange(order)
             state |= accumulator.result({name: server[name] for name in names})
         return state

@@ -70,6 +70,7 @@ class Messages:
         state: The server's state at the start of the round.
         reductions: The reduction of each of its entries.
         weight: Tells a client's weight in means.
+        number: Tells a client's number, by which uploads are put in order.
         compression: Code of the uploads of ``learnt`` entries whose reduction is ``mean``.
         learnt: The trainable parameters that clients send.
     """
@@ -80,6 +81,7 @@ class Messages:
         state: State,
         reductions: Mapping[str, Reduction],
         weight: Callable[[ClientRound], float],
+        number: Callable[[ClientRound], int],
         compression: Compression | None,
         learnt: Sequence[str],
     ) -> None:
@@ -88,6 +90,7 @@ class Messages:
         self._store = store
         self._reductions = reductions
         self._weight = weight
+        self._number = number
         self._compression = compression
         self._learnt = learnt
         self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
@@ -127,9 +130,11 @@ class Messages:
             sent = {name: states[name] for name, reduction in self._reductions.items() if reduction.up}
             if len(rows) < len(taken):
                 sent = {name: value[rows] for name, value in sent.items()}
-            clients = [client_rounds[row].client for row in rows]
+            those = [client_rounds[row] for row in rows]
+            clients = [client_round.client for client_round in those]
             coded, each = self._coded(clients, sent)
-            self.aggregator.add_all({**sent, **coded}, [self._weight(client_rounds[row]) for row in rows])
+            weights, numbers = [self._weight(one) for one in those], [self._number(one) for one in those]
+            self.aggregator.add_all({**sent, **coded}, weights, numbers)
             by_value = [name for name in sent if not self._reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self._reductions[n].wire_bytes(sent[n][i]) for n in by_value))

@@ -1,4 +1,7 @@
-"""Robust reductions, which a few lying clients can move only a little: median, trimmed mean and Krum."""
+"""Robust reductions, which a few lying clients can move only a little: median, trimmed mean and Krum.
+
+None depends on the order of the uploads: the first two sort the values, and Krum takes the first by number of equals.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import at_least
+from lightning_fcl.federation.exact import ExactSum
 from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State, round_to
 
 Rows = Mapping[str, list[Tensor]]
@@ -20,7 +24,8 @@ def median(stack: Tensor) -> Tensor:
         >>> median(torch.tensor([[1.0], [2.0], [30.0], [4.0]]))
         tensor([3.])
     """
-    return round_to(torch.quantile(stack.double(), 0.5, dim=0), stack.dtype)
+    middle = torch.quantile(stack.double(), 0.5, dim=0)
+    return round_to(middle + 0.0, stack.dtype)  # no zero has a sign, which could be that of whoever came first
 
 
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
@@ -36,11 +41,15 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
     if not 0 <= trim < 0.5:
         raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
     k = int(trim * len(stack))
-    return round_to(stack.double().sort(dim=0).values[k : len(stack) - k].mean(dim=0), stack.dtype)
+    rest = ExactSum(stack[0])
+    rest.add(stack.double().sort(dim=0).values[k : len(stack) - k])
+    return round_to(rest.total() / (len(stack) - 2 * k), stack.dtype)
 
 
 def krum(uploads: Tensor, byzantine: int) -> int:
     """Index of the upload with the smallest summed squared distance to its nearest neighbours (Blanchard et al. 2017).
+
+    The first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
 
     Args:
         uploads: Flattened uploads, shape (clients, parameters).
@@ -50,7 +59,9 @@ def krum(uploads: Tensor, byzantine: int) -> int:
         >>> krum(torch.tensor([[0.0], [0.1], [0.2], [50.0]]), byzantine=1)
         0
     """
-    distances = torch.cdist(uploads.double()[None], uploads.double()[None])[0] ** 2
+    # Not by products of matrices, which would tell two equal distances apart.
+    rows = uploads.double()
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist") ** 2
     neighbours = max(1, min(len(uploads) - byzantine - 2, len(uploads) - 1))
     if len(uploads) == 1:
         return 0

@@ -74,6 +74,7 @@ class FederatedServer:
         self.byzantine = byzantine
         self.compression = compression
         self.state: State = {}
+        self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
         self.extra: State = {}  # entries beside the module's, from round to round
         self.reductions: dict[str, Reduction] = {}
         self._known = built_in(trim, byzantine)
@@ -117,7 +118,9 @@ class FederatedServer:
         self._messages = self._new_messages()
 
     def _new_messages(self) -> Messages:
-        return Messages(self.store, self.state, self.reductions, self._weight, self.compression, self._learnt)
+        return Messages(
+            self.store, self.state, self.reductions, self._weight, self._number, self.compression, self._learnt
+        )
 
     @property
     def record(self) -> RoundRecord:
@@ -181,6 +184,9 @@ class FederatedServer:
         if self.client_weights == "trained":
             return float(client_round.samples + client_round.rehearsed)
         return 1.0 if isinstance(self.client_weights, str) else self.client_weights[client_round.client]
+
+    def _number(self, client_round: ClientRound) -> int:
+        return self.numbers.setdefault(client_round.client, len(self.numbers))
 
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
 from lightning_fcl.federation.reductions import Accumulator, SparseMean
 
@@ -37,14 +38,14 @@ class ClassSums(SparseMean):
 
 class _Sums:
     def __init__(self) -> None:
-        self._sums: State = {}
+        self._sums = ExactSums()
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0) + value.sum(dim=0)
+        self._sums.add(values)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        return {name: torch.where(total[:, :1] > 0, total, server[name]) for name, total in self._sums.items()}
+        totals = {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.items()}
+        return {name: torch.where(total[:, :1] > 0, total, server[name]) for name, total in totals.items()}
 
 
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:

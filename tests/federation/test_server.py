@@ -150,6 +150,24 @@ def test_a_reduction_of_ones_own():
     assert received[0]["Method.last"].tolist() == [-1, -1] and result["Method.last"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a", "b"]])
+def test_uploads_are_put_into_the_order_of_the_streams_clients(order):
+    server, module = make_server()
+    server.numbers = {"c": 0, "a": 1, "b": 2}
+    server.begin(module, extra={"Method.rows": (torch.zeros(0, 1), "cat")})
+    states = {name: value.detach()[None] for name, value in module.state_dict().items()}
+    for client in order:
+        rows = torch.full((1, 1, 1), float(server.numbers[client]))
+        server.upload([ClientRound(client, round=0, samples=3)], {**states, "Method.rows": rows})
+    assert server.finish_round()["Method.rows"].flatten().tolist() == [0, 1, 2]
+
+
+def test_the_stream_gives_clients_their_numbers(fit, make_stream, make_task):
+    stream = make_stream()
+    trainer = fit(make_task(), stream, max_epochs=1)
+    assert list(trainer.strategy.server.numbers) == list(stream.plan.clients)
+
+
 def test_each_client_may_keep_its_own():
     server, module = make_server()
     extra = {"Method.own": (torch.zeros(1), "none")}

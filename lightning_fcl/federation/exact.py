@@ -1,0 +1,168 @@
+"""Exact sums: the same bits in any order, in any groups, on any number of processes and threads.
+
+A sum of floating-point numbers depends on their order, since every addition rounds. Here none does. In units of a power
+of two, a number is a whole number and a rest below one unit; the rest has smaller units, and so on until nothing is
+left. Whole numbers are added as 64-bit integers, exactly. So the sum does not depend on what came when:
+
+1. What an upload adds, its weight times each of its numbers, is rounded to double precision once, by itself. For
+   numbers of single precision and whole weights below 2^29 even that is exact.
+2. All that follows is exact, whatever the units are. They are chosen for speed alone: so that the numbers of a usual
+   tensor are whole, and one integer for each number is enough.
+3. The total is rounded at the end. There it stands in digits of 42 bits, which are the same for equal totals.
+
+Nothing is cut off: small numbers beside large ones count to their last bit, and no bound must be known beforehand.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Piece, Weights
+
+
+class ExactSum:
+    """The weighted sum of tensors of one shape: exact, and rounded only when it is asked for.
+
+    Args:
+        like: A tensor whose shape, device and kind (real or complex) all uploads have.
+        entry: What messages call it.
+
+    Example:
+        >>> exact = ExactSum(torch.zeros(1))
+        >>> exact.add(torch.tensor([[1e30], [1.0]]))
+        >>> exact.add(torch.tensor([[-1e30]]))
+        >>> exact.total()
+        tensor([1.], dtype=torch.float64)
+        >>> exact.add(torch.tensor([[2.0], [8.0]]), Weights([0.5, 3.0]))
+        >>> exact.total(torch.int64)
+        tensor([26])
+    """
+
+    def __init__(self, like: Tensor, entry: str = "value") -> None:
+        self._entry = entry
+        self._complex = like.is_complex()
+        self._shape = (*like.shape, 2) if self._complex else like.shape
+        self._size = math.prod(self._shape)
+        self._device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps has no float64
+        # Elsewhere than on a CPU each piece costs a wait.
+        self._step = PIECE if self._device.type == "cpu" else max(1, self._size)
+        sizes = [min(self._step, self._size - start) for start in range(0, self._size, self._step)]
+        self._pieces = [Piece(size, self._device) for size in sizes]
+
+    def add(self, values: Tensor, weights: Weights | None = None) -> None:
+        """Add several uploads.
+
+        Args:
+            values: Shape (clients, ...).
+            weights: Each client's weight; None: 1.
+
+        Raises:
+            ValueError: If a number is not finite, or too large: with its weight above 2^900 (about 8e270).
+        """
+        weights = weights or Weights([1.0] * len(values))
+        rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
+        rows = rows.reshape(len(values), self._size)
+        if rows.dtype is torch.int64:  # in two halves, which fit into double precision
+            self._add((rows >> 32).double().mul_(2.0**32), weights)
+            rows = rows & 0xFFFFFFFF
+        self._add(rows if rows.dtype in NARROW else rows.double(), weights)
+
+    def _add(self, rows: Tensor, weights: Weights) -> None:
+        if len(rows) == 1:
+            for piece, part in zip(self._pieces, _split(rows[0], self._step), strict=False):
+                piece.add(part, weights, None, self._entry)
+            return
+        together = max(1, min(PIECE // max(1, self._size), 1 << 9))
+        factors = _split(weights.column.to(self._device), together)
+        for piece, columns in zip(self._pieces, _split(rows, self._step, dim=1), strict=False):
+            for part, factor in zip(_split(columns, together), factors, strict=True):
+                piece.add(part, weights, factor, self._entry)
+
+    def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The sum, in double precision, or from there in another type; integers are exact.
+
+        Raises:
+            ValueError: If it is out of the range of ``dtype``.
+        """
+        parts = [piece.total() for piece in self._pieces] or [torch.zeros(0, dtype=torch.float64, device=self._device)]
+        total = torch.cat(parts).view(self._shape)
+        total = torch.view_as_complex(total) if self._complex else total
+        if dtype in (total.dtype, torch.float64):
+            return total
+        if dtype is torch.bool:
+            return total != 0
+        if dtype.is_floating_point or dtype.is_complex:
+            rounded = total.to(dtype)
+            fits = bool(rounded.isfinite().all())
+        else:
+            rounded = self._whole()
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            wrapped = (rounded - total).abs() > 2.0**62  # where 64 bits are not enough
+            fits = not bool((wrapped | (rounded < low) | (rounded > high)).any())
+        if not fits:
+            raise ValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
+        return rounded.to(dtype)
+
+    def _whole(self) -> Tensor:
+        """The sum of whole numbers."""
+        whole = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        for exponent, digit in self.digits().items():
+            whole += digit << exponent if exponent >= 0 else digit >> -exponent
+        return whole.view(self._shape)
+
+    def digits(self) -> Digits:
+        """The sum as it is, in digits: equal sums have equal ones, where a missing one counts as zeros.
+
+        Several processes' digits can be added up, exponent by exponent, and given to `add_digits`.
+        """
+        parts = [piece.digits() for piece in self._pieces]
+        zeros = [torch.zeros(piece.size, dtype=torch.int64, device=self._device) for piece in self._pieces]
+        return {
+            exponent: torch.cat([part.get(exponent, nothing) for part, nothing in zip(parts, zeros, strict=True)])
+            for exponent in sorted({exponent for part in parts for exponent in part})
+        }
+
+    def add_digits(self, digits: Mapping[int, Tensor]) -> None:
+        """Add the sums of up to a million others, as their `digits` gives them."""
+        for piece, start in zip(self._pieces, range(0, self._size, self._step), strict=True):
+            piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
+
+    def merge(self, other: ExactSum) -> None:
+        """Add another sum."""
+        self.add_digits(other.digits())
+
+
+class ExactSums(dict[str, ExactSum]):
+    """The exact sums of entries, by name.
+
+    Example:
+        >>> sums = ExactSums()
+        >>> sums.add({"w": torch.tensor([[1.0], [4.0]])}, weights=[2.0, 1.0])
+        >>> sums["w"].total()
+        tensor([6.], dtype=torch.float64)
+    """
+
+    def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
+        """Add some clients' uploads, every entry of shape (clients, ...), each client's times its weight, if any."""
+        factors = None if weights is None else Weights(weights)
+        for name, value in values.items():
+            if name not in self:
+                self[name] = ExactSum(value[0], name)
+            self[name].add(value, factors)
+
+    def merge(self, other: ExactSums) -> None:
+        """Add other sums of the same entries, or of none yet."""
+        for name, theirs in other.items():
+            if name in self:
+                self[name].merge(theirs)
+            else:
+                self[name] = copy.deepcopy(theirs)
+
+
+def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:
+    return (values,) if values.shape[dim] <= size else torch.split(values, size, dim)

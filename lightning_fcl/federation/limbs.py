@@ -1,0 +1,215 @@
+"""Whole numbers of 64 bits in place of floating-point numbers: what `lightning_fcl.federation.exact` adds up with."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Digits = dict[int, Tensor]
+"""Whole numbers by the exponent of their unit: they stand for the sum of ``2.0**exponent * digits[exponent]``."""
+
+PIECE = 1 << 17
+"""How many numbers are worked on at once, in tensors that stay in a CPU's cache."""
+
+NARROW = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of types whose numbers, times a whole weight of 29 bits, fit into double precision."""
+
+_LOWEST = -1074  # exponent of the smallest number in double precision
+_HIGHEST = 900  # that of the largest number that is taken: a sum of any number of them stays in double precision
+_BITS = 42  # of a digit
+_ROOM = 1 << 62  # what a sum of whole numbers may reach before it becomes digits
+
+
+class Weights:
+    """The weights of several clients, and what sums want to know of them.
+
+    Args:
+        weights: Each client's weight, above 0.
+
+    Example:
+        >>> Weights([3.0, 2.0]).whole, Weights([3.0, 0.5]).whole
+        (True, False)
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.column = torch.tensor(weights, dtype=torch.float64)[:, None]
+        self.largest = float(max(weights))
+        self.whole = self.largest < 1 << 29 and all(weight % 1 == 0 for weight in weights)
+        self.ones = self.whole and self.largest == 1
+
+
+class _Bench(threading.local):
+    """Where a thread works on pieces: new memory for each of them would cost more than the work."""
+
+    def __init__(self) -> None:
+        self._halves = torch.empty(2, PIECE, dtype=torch.float64, device="cpu")
+        self._views: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def clear(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Two tensors of the shape of ``values``, in double precision, and one of its type, which shares the second."""
+        if values.device.type != "cpu":
+            numbers, spare = (torch.empty_like(values, dtype=torch.float64) for _ in range(2))
+            return numbers, spare, torch.empty_like(values)
+        kind = values.shape, values.dtype
+        if kind not in self._views:
+            if len(self._views) == 64:
+                self._views.clear()
+            numbers, spare = (half[: values.numel()].view(values.shape) for half in self._halves)
+            absolute = self._halves[1].view(values.dtype)[: values.numel()].view(values.shape)
+            self._views[kind] = numbers, spare, absolute
+        return self._views[kind]
+
+
+_bench = _Bench()
+
+
+@dataclass
+class _Limb:
+    """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number.
+
+    ``total`` wraps around, as integers of 64 bits do; so do the offsets that are taken off in the end.
+    """
+
+    exponent: int
+    total: Tensor
+    offsets: int = 0
+    bound: int = 0
+
+    def value(self) -> Tensor:
+        """The sum as whole numbers."""
+        return self.total - ((self.offsets + (1 << 63)) % (1 << 64) - (1 << 63))
+
+    def digits(self) -> Digits:
+        """The sum as digits; the upper ones are too long still."""
+        place, shift = divmod(self.exponent - _LOWEST, _BITS)
+        value = self.value()
+        low, high = (value & (1 << _BITS - shift) - 1) << shift, value >> _BITS - shift
+        return {_LOWEST + place * _BITS: low, _LOWEST + (place + 1) * _BITS: high}
+
+
+class Piece:
+    """The sum of so many numbers that they stay in the cache: limbs that grow, and the digits of those that were full.
+
+    Args:
+        size: The number of sums.
+        device: Where they are.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self._device = device
+        self._limbs: list[_Limb] = []
+        self._digits: Digits = {}
+
+    def add(self, values: Tensor, weights: Weights, column: Tensor | None, entry: str) -> None:
+        """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights.
+
+        Raises:
+            ValueError: If a number is not finite or too large; ``entry`` is where it is.
+        """
+        numbers, spare, absolute = _bench.clear(values)
+        least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
+        if not largest * weights.largest < 2.0**_HIGHEST:
+            raise ValueError(
+                f"Expected finite numbers below 8e270 in `{entry}`, each times its weight, but got {largest} and "
+                f"weights up to {weights.largest}."
+            )
+        exact = weights.whole and values.dtype in NARROW
+        # A power of two of which all numbers are multiples: the last bit of the smallest.
+        unit = math.ldexp(1.0, math.frexp(least)[1] - NARROW[values.dtype]) if exact and least else 0.0
+        numbers.copy_(values)
+        times = 1
+        if exact and column is None and weights.largest < 1 << 16:
+            times = int(weights.largest)  # integers are multiplied later, at no cost
+        elif not weights.ones:
+            numbers.mul_(weights.largest if column is None else column)
+            largest *= weights.largest
+        self._add(numbers, spare, times, largest, unit)
+
+    def _add(self, numbers: Tensor, spare: Tensor, times: int, largest: float, unit: float) -> None:
+        """Add numbers up to ``largest``, which are multiples of ``unit``, so many times; they are overwritten."""
+        clients = len(numbers) if numbers.dim() == 2 else 1
+        while largest > 0:
+            limb = self._limb(math.frexp(largest)[1], times, clients)
+            complete = math.ldexp(1.0, limb.exponent) <= unit
+            # Between 2^52 and 2^53 units, the last bit of a number is one unit. So this sum is rounded to units, and
+            # its bits count them from those of the offset.
+            offset = math.ldexp(1.5, 52 + limb.exponent)
+            rounded = torch.add(numbers, offset, out=numbers if complete else spare)
+            bits = rounded.view(torch.int64)
+            limb.total.add_(bits if bits.dim() == 1 else bits.sum(dim=0), alpha=times)
+            limb.offsets += times * clients * ((1075 + limb.exponent << 52) + (1 << 51))
+            if complete:
+                return
+            numbers.sub_(rounded.sub_(offset))
+            largest = torch.abs(numbers, out=spare).max().item()
+
+    def _limb(self, size: int, times: int, rows: int) -> _Limb:
+        """A limb for numbers below 2^size, which leaves at least 20 bits of the largest."""
+        fitting = [
+            limb
+            for limb in self._limbs
+            if size - limb.exponent <= 51
+            and (size - limb.exponent >= 21 or limb.exponent == _LOWEST)
+            and times * rows << size - limb.exponent <= _ROOM
+        ]
+        if fitting:
+            limb = min(fitting, key=lambda limb: limb.exponent)
+        else:
+            if len(self._limbs) == 3:
+                self.add_digits(self._limbs.pop(0).digits())
+            # Units so small that little is left over, and yet room for many uploads.
+            exponent = max(_LOWEST, size - 50 + max(0, times.bit_length() // 2 - 1))
+            limb = _Limb(exponent, torch.zeros(self.size, dtype=torch.int64, device=self._device))
+            self._limbs.append(limb)
+        bound = times * rows << size - limb.exponent
+        if limb.bound + bound > _ROOM:
+            self.add_digits(limb.digits())
+            limb.total.zero_()
+            limb.offsets = limb.bound = 0
+        limb.bound += bound
+        return limb
+
+    def add_digits(self, digits: Mapping[int, Tensor]) -> None:
+        """Add digits, also too long ones."""
+        self._digits = _carry(self._digits, digits)
+
+    def digits(self) -> Digits:
+        """The sum as digits."""
+        return _carry(self._digits, *(limb.digits() for limb in self._limbs))
+
+    def total(self) -> Tensor:
+        """The sum, rounded to double precision."""
+        if len(self._limbs) == 1 and not self._digits:  # the same as below, where it is all in 62 bits
+            return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
+        total = torch.zeros(self.size, dtype=torch.float64, device=self._device)
+        left_out = torch.zeros_like(total)
+        for exponent, digit in self.digits().items():  # from the lowest to the highest, each above all before
+            high = digit.double().mul_(math.ldexp(1.0, exponent))
+            both = high + total
+            left_out += total - (both - high)  # exactly what the sum has been rounded by
+            total = both
+        return total + left_out
+
+
+def _carry(*summands: Mapping[int, Tensor]) -> Digits:
+    """The digits of a sum, from the lowest to the highest, each from -2^41 on and below 2^41: only one way is left."""
+    digits: Digits = {}
+    exponents = {exponent for summand in summands for exponent in summand}
+    if not exponents:
+        return digits
+    exponent = min(exponents)
+    value = torch.zeros_like(next(summand[exponent] for summand in summands if exponent in summand))
+    while exponent <= max(exponents) or bool(value.any()):
+        for summand in summands:
+            if exponent in summand:
+                value = value + summand[exponent]
+        carry = value + (1 << _BITS - 1) >> _BITS
+        digits[exponent] = value - (carry << _BITS)
+        exponent, value = exponent + _BITS, carry
+    return digits
