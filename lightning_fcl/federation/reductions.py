@@ -44,7 +44,11 @@ State = dict[str, Tensor]
 
 
 class Accumulator(Protocol):
-    """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time."""
+    """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time.
+
+    They come in no particular order. `lightning_fcl.federation.exact.ExactSums` adds them up so that it makes no
+    difference, and `Gather` keeps them by the clients' numbers.
+    """
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Take in some clients' uploads.

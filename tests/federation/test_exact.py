@@ -352,6 +352,17 @@ def test_a_mean_is_fsums_to_its_rounding():
         assert torch.equal(result, expected.to(rows.dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_gpu_adds_the_same(kind, weights):
+    values, weights = VALUES[kind](), WEIGHTS[weights]
+    for together in (1, 5):
+        total = summed(values.cuda(), weights, together=together).total()
+        assert bits(total.cpu()) == bits(summed(values, weights).total())
+
+
 SETTINGS = [
     {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
     {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"},
