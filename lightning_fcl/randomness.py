@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
+"""Keys of a counter-based generator: what `numbers` draws depends on its key and counter alone."""
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def seed_of(seed: int, *parts: str | int) -> int:
@@ -31,3 +39,46 @@ def start_randomness(seed: int, *parts: str | int) -> None:
         torch.mps.manual_seed(value)
     np.random.seed(value % 2**32)
     random.seed(value)
+
+
+def keys_of(seed: int, clients: Sequence[str], *parts: str | int) -> Keys:
+    """A key for each client that depends on the arguments and on the client's own name alone, shape (clients,).
+
+    Example:
+        >>> bool(keys_of(0, ["a", "b"], 7)[1] == keys_of(0, ["b"], 7)[0] != keys_of(0, ["b"], 8)[0])
+        True
+    """
+    names = np.fromiter(map(_name_key, clients), dtype=np.uint64, count=len(clients))
+    return _mixed(names + np.uint64(seed_of(seed, *parts)))
+
+
+def numbers(keys: Keys, count: int, start: int = 0) -> Keys:
+    """The numbers ``start``, ``start + 1``, ... of each key's generator, 64 random bits each (SplitMix64).
+
+    Args:
+        keys: Shape (keys,).
+        count: How many.
+        start: The first.
+
+    Returns:
+        Shape (keys, count).
+
+    Example:
+        >>> key = keys_of(0, ["a"])
+        >>> bool((numbers(key, 5)[:, 2:] == numbers(key, 3, start=2)).all())
+        True
+    """
+    counter = np.arange(start + 1, start + count + 1, dtype=np.uint64) * _STEP
+    return _mixed(keys[:, None] + counter)
+
+
+@lru_cache(maxsize=2**20)
+def _name_key(client: str) -> int:
+    return int.from_bytes(hashlib.sha256(client.encode()).digest()[:8], "little")
+
+
+def _mixed(value: Keys) -> Keys:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on every bit."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -58,6 +61,62 @@ class ClientRound:
             return False
         counts = torch.bincount(self.labels, minlength=self.num_classes)
         return bool(2 * counts.min() >= counts.max())
+
+
+class ClientRounds(Sequence[ClientRound]):
+    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none.
+
+    Args:
+        clients: The clients' ids.
+        samples: Number of samples of each, shape (clients,).
+        make: Makes the part of a client, its rehearsed samples left out.
+        rehearsed: Number of remembered samples that join those of each client; None: none.
+
+    Example:
+        >>> parts = ClientRounds(["a", "b"], np.array([3, 4]), lambda client: ClientRound(client, round=0))
+        >>> parts[1].client, [part.client for part in parts], parts.trained
+        ('b', ['a', 'b'], array([3, 4]))
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[str],
+        samples: NDArray[np.int64],
+        make: Callable[[str], ClientRound],
+        rehearsed: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.clients = clients
+        self.samples = samples
+        self.rehearsed = rehearsed
+        self._make = make
+        self._made: dict[str, ClientRound] = {}
+
+    @classmethod
+    def of(cls, parts: Sequence[ClientRound]) -> ClientRounds:
+        """Those that are there already."""
+        known = {part.client: part for part in parts}
+        return cls(list(known), np.array([part.samples for part in parts], dtype=np.int64), known.__getitem__)
+
+    @property
+    def trained(self) -> NDArray[np.int64]:
+        """Number of samples that each client trains on, shape (clients,)."""
+        return self.samples if self.rehearsed is None else self.samples + self.rehearsed
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @overload
+    def __getitem__(self, index: int) -> ClientRound: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ClientRound]: ...
+    def __getitem__(self, index: int | slice) -> ClientRound | Sequence[ClientRound]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        client = self.clients[index]
+        if client not in self._made:
+            part = self._make(client)
+            self._made[client] = part if self.rehearsed is None else replace(part, rehearsed=int(self.rehearsed[index]))
+        return self._made[client]
 
 
 def current_round(trainer: L.Trainer) -> int:

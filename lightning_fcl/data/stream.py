@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fcl.data.arguments import named, refuse_renamed
-from lightning_fcl.data.batches import Request, batches, orders, plan_batches, read
-from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.batches import Request, batches, read
+from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Benchmark, Collate, PublicData, Samples, experiences_of, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
@@ -275,6 +276,12 @@ class FederatedStream(L.LightningDataModule):
             task_classes=self.plan.classes_of_task(client, numbers[round]),
         )
 
+    def client_rounds(self, clients: Sequence[str], round: int, rehearsed: IntArray | None = None) -> ClientRounds:
+        """The parts of several clients in a round, each made when it is asked for."""
+        rows = self.plan.train[round]
+        samples = np.array([len(rows[client]) for client in clients], dtype=np.int64)
+        return ClientRounds(clients, samples, lambda client: self.client_round(client, round), rehearsed)
+
     # Loaders, as any LightningDataModule has them.
 
     def train_dataloader(self) -> ClientLoader:
@@ -335,12 +342,10 @@ class ClientLoader:
                 f"{trainer.max_epochs}."
             )
         rows = stream.plan.train[round][client]
-        options = (len(rows), stream.batch_size, 1, stream.shuffle, orders(stream.seed, client, round))
-        plan = plan_batches(*options, drop_last=stream.drop_last)
+        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        plan = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
         if not stream.draws:
-            yield from batches(stream.take(rows), plan)
+            yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
             return
-        requests = (
-            Request.of(rows[chosen.numpy()], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan)
-        )
+        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
         yield from read(stream.take, requests, stream.num_workers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
@@ -69,8 +69,8 @@ class Messages:
         store: Keeps the clients' states.
         state: The server's state at the start of the round.
         reductions: The reduction of each of its entries.
-        weight: Tells a client's weight in means.
-        number: Tells a client's number, by which uploads are put in order.
+        weights: Tells the clients' weights in means.
+        numbers: Tells the clients' numbers, by which uploads are put in order.
         compression: Code of the uploads of ``learnt`` entries whose reduction is ``mean``.
         learnt: The trainable parameters that clients send.
     """
@@ -80,8 +80,8 @@ class Messages:
         store: ClientStore,
         state: State,
         reductions: Mapping[str, Reduction],
-        weight: Callable[[ClientRound], float],
-        number: Callable[[ClientRound], int],
+        weights: Callable[[ClientRounds], Sequence[float]],
+        numbers: Callable[[Sequence[str]], Sequence[int]],
         compression: Compression | None,
         learnt: Sequence[str],
     ) -> None:
@@ -89,8 +89,8 @@ class Messages:
         self.aggregator = Aggregator(reductions)
         self._store = store
         self._reductions = reductions
-        self._weight = weight
-        self._number = number
+        self._weights = weights
+        self._numbers = numbers
         self._compression = compression
         self._learnt = learnt
         self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
@@ -104,20 +104,23 @@ class Messages:
         self._download_bytes = sum(self._reductions[name].wire_bytes(value) for name, value in down.items())
         self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
-    def download(self, client: str) -> tuple[State, ClientState]:
-        """The state that a client starts the round from, and all that it has kept."""
-        kept = self._store[client]
-        unsent = kept.get(_UNSENT, {})
-        if not unsent:
-            self.record.download(client, self._download_bytes)
-            if self._all_travel:
-                return self._state, kept
-        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self._reductions[n].own}
-        mine = {**unsent, **own}
-        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
-        return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}, kept
+    def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
+        """The state that each client starts the round from, and all that it has kept."""
+        kept = [self._store[client] for client in clients]
+        states = [self._state if self._all_travel and not own.get(_UNSENT) else self._started(own) for own in kept]
+        for client, own in zip(clients, kept, strict=True):
+            if not own.get(_UNSENT):
+                self.record.download(client, self._download_bytes)
+        return states, kept
 
-    def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
+    def _started(self, kept: ClientState) -> State:
+        """The state that a client starts from which has some of its own."""
+        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self._reductions[n].own}
+        mine = {**kept.get(_UNSENT, {}), **own}
+        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
+        return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}
+
+    def upload(self, client_rounds: ClientRounds, states: Mapping[str, Tensor]) -> list[bool]:
         """Take in clients' states; whether each client's was taken."""
         missing = [name for name, reduction in self._reductions.items() if reduction.up and name not in states]
         if missing:
@@ -130,18 +133,18 @@ class Messages:
             sent = {name: states[name] for name, reduction in self._reductions.items() if reduction.up}
             if len(rows) < len(taken):
                 sent = {name: value[rows] for name, value in sent.items()}
-            those = [client_rounds[row] for row in rows]
-            clients = [client_round.client for client_round in those]
+            clients, weights = client_rounds.clients, self._weights(client_rounds)
+            if len(rows) < len(taken):
+                clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
             coded, each = self._coded(clients, sent)
-            weights, numbers = [self._weight(one) for one in those], [self._number(one) for one in those]
-            self.aggregator.add_all({**sent, **coded}, weights, numbers)
+            self.aggregator.add_all({**sent, **coded}, weights, self._numbers(clients))
             by_value = [name for name in sent if not self._reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self._reductions[n].wire_bytes(sent[n][i]) for n in by_value))
             self.record.trained += clients
         return taken
 
-    def _finite(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
+    def _finite(self, client_rounds: ClientRounds, states: Mapping[str, Tensor]) -> list[bool]:
         """Whether all numbers are finite that a client sends, or goes on from; drop who has others."""
         numbers = {
             name: value

@@ -11,7 +11,7 @@ from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.randomness import keys_of
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +31,19 @@ def participants(
     Raises:
         ValueError: If no client has data in the round.
     """
-    clients, present = plan.clients, {c: rows for c, rows in plan.train[round].items() if c not in absent}
+    clients, present = plan.clients, plan.train[round].keys() - set(absent)
     if not present:
         gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
         raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
     number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
-    rng = np.random.default_rng(seed_of(seed, "participation", round))
-    chosen = set(rng.permutation(len(clients))[: max(1, number)].tolist())
-    training = [client for i, client in enumerate(clients) if i in chosen and client in present]
-    skipped = [c for i, c in enumerate(clients) if i in chosen and c not in present and c not in absent]
-    if not training:
-        training = [sorted(present)[int(rng.integers(len(present)))]]
-    return training, skipped
+    if number >= len(clients) == len(present):
+        return list(clients), []
+    lots = keys_of(seed, clients, round, "participation")
+    drawn = np.argsort(lots, kind="stable")
+    chosen = [clients[i] for i in np.sort(drawn[: max(1, number)])]
+    training = [client for client in chosen if client in present]
+    skipped = [client for client in chosen if client not in present and client not in absent]
+    return training or [next(clients[i] for i in drawn if clients[i] in present)], skipped
 
 
 class Participation:

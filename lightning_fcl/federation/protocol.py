@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.orders import Batching
 from lightning_fcl.federation.aggregation import Reduction, Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.server import RoundRecord
@@ -29,20 +30,20 @@ Batch = Any
 
 
 @dataclass(frozen=True)
-class ClientStart:
-    """What a client's local training begins with.
+class Start:
+    """What some clients' local training begins with.
 
     Args:
-        client_round: Its part in the round.
-        state: The state that it starts from: the server's, and its own entries.
-        memories: What it remembers for each method.
-        optimizer: What is left of its optimizer; empty where it begins afresh.
+        client_rounds: Their parts in the round.
+        states: The state that each starts from: the server's, and its own entries; one object where they are the same.
+        memories: What each remembers for each method.
+        optimizers: What is left of each one's optimizer; empty where it begins afresh.
     """
 
-    client_round: ClientRound
-    state: State
-    memories: Sequence[Memory] = ()
-    optimizer: Memory = field(default_factory=dict)
+    client_rounds: Sequence[ClientRound]
+    states: Sequence[State]
+    memories: Sequence[Sequence[Memory]]
+    optimizers: Sequence[Memory]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class LocalTrainer(Protocol):
     def optimizer(self) -> Optimizer | None:
         """What Lightning steps in place of the module's own optimizer; None: that one."""
 
-    def begin(self, starts: Sequence[ClientStart]) -> None:
+    def begin(self, start: Start) -> None:
         """Begin with some clients."""
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
@@ -161,8 +162,8 @@ class FederationView(Protocol):
         """The clients' optimizer."""
 
     @property
-    def batching(self) -> tuple[int, bool]:
-        """Samples per batch, and whether each local epoch has an order of its own."""
+    def batching(self) -> Batching:
+        """How a client's samples become batches."""
 
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_in, entries, reductions_of, resolve
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
@@ -119,7 +119,7 @@ class FederatedServer:
 
     def _new_messages(self) -> Messages:
         return Messages(
-            self.store, self.state, self.reductions, self._weight, self._number, self.compression, self._learnt
+            self.store, self.state, self.reductions, self._weights, self._numbers, self.compression, self._learnt
         )
 
     @property
@@ -137,9 +137,12 @@ class FederatedServer:
         """Whether anything stays with the clients: entries, or what compression has left over."""
         return any(reduction.own for reduction in self.reductions.values()) or self.compression is not None
 
-    def download(self, client: str) -> tuple[State, ClientState]:
-        """The state that a client starts a round from (the server's, and its own entries), and all that it has kept."""
-        return self._messages.download(client)
+    def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
+        """The state that each client starts a round from, and all that it has kept.
+
+        The state is the server's with the client's own entries: one object for all clients that have none.
+        """
+        return self._messages.download(clients)
 
     def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
         """Take in clients' states; a client with a number that is not finite is refused.
@@ -154,7 +157,8 @@ class FederatedServer:
         Raises:
             ValueError: If an entry is missing that travels up.
         """
-        return self._messages.upload(client_rounds, states)
+        parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
+        return self._messages.upload(parts, states)
 
     def keep(
         self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
@@ -178,15 +182,17 @@ class FederatedServer:
         self._messages.offer(aggregate)
         return aggregate
 
-    def _weight(self, client_round: ClientRound) -> float:
-        if self.client_weights == "samples":
-            return float(client_round.samples)
-        if self.client_weights == "trained":
-            return float(client_round.samples + client_round.rehearsed)
-        return 1.0 if isinstance(self.client_weights, str) else self.client_weights[client_round.client]
+    def _weights(self, parts: ClientRounds) -> Sequence[float]:
+        if isinstance(self.client_weights, dict):
+            return [self.client_weights[client] for client in parts.clients]
+        if self.client_weights == "uniform":
+            return [1.0] * len(parts)
+        numbers = parts.samples if self.client_weights == "samples" else parts.trained
+        weights: list[float] = numbers.astype(float).tolist()
+        return weights
 
-    def _number(self, client_round: ClientRound) -> int:
-        return self.numbers.setdefault(client_round.client, len(self.numbers))
+    def _numbers(self, clients: Sequence[str]) -> list[int]:
+        return [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
 
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients.

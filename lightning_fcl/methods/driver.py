@@ -27,6 +27,7 @@ from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
+from lightning_fcl.randomness import keys_of
 
 
 class MethodDriver(Callback):
@@ -135,7 +136,7 @@ class MethodDriver(Callback):
             server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
         rounds = [self._client_round(trainer, method) for method in self.methods]
         memories = [m.on_download(m.memory, server, at) for m, at in zip(self.methods, rounds, strict=True)]
-        recalls = Recalls.of(self.methods, memories, lambda: trainer.current_epoch)
+        recalls = Recalls(self.methods, [memories], lambda section: keys_of(trainer.current_epoch, ["local"], section))
         self.begin(memories, server, [True] * len(memories), recalls)
 
     def on_train_batch_start(

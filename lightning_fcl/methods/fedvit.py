@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.orders import plan_batches
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
@@ -24,7 +24,7 @@ from lightning_fcl.methods.functional import GradientOf, gradient_of, prediction
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.methods.step import Part
-from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.randomness import keys_of, start_randomness
 
 
 @dataclass(eq=False)
@@ -227,13 +227,13 @@ class FedViT(Method):
     def _integrated(self, federation: FederationView, client_round: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, before, at = self.module, {**state, **body}, (client_round.client, client_round.round, "integration")
-        optimizer, (batch_size, shuffle) = federation.optimizer, federation.batching
+        optimizer = federation.optimizer
         load_entries(module, state)
         optimizer.state.clear()
         params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
         of, (x, y) = gradient_of(module, params), labelled(federation.samples(client_round.client, client_round.round))
-        generator = torch.Generator().manual_seed(seed_of(federation.seed, *at))
-        plan = plan_batches(len(y), batch_size, self.integration_epochs, shuffle, generator)
+        keys = keys_of(federation.seed, at[:1], *at[1:])
+        plan = plan_batches(len(y), self.integration_epochs, federation.batching, keys)
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 start_randomness(federation.seed, *at, number)

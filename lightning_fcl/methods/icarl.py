@@ -19,6 +19,8 @@ from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means, class_sums, nearest_mean, no_sums
 
+_TIE = 1e-5  # distances between vectors of length 1 that are alike
+
 
 def herd(features: Tensor, size: int) -> Tensor:
     """Samples that are chosen one after the other, each so that the mean of all chosen is nearest the mean of all.
@@ -41,7 +43,8 @@ def herd(features: Tensor, size: int) -> Tensor:
     for _ in range(min(size, len(features))):
         distance = (F.normalize(total + features) - mean).norm(dim=1)
         distance[chosen] = torch.inf
-        chosen.append(int(distance.argmin()))
+        # The first of those that are as near: two samples are equally far from their mean, whatever rounding says.
+        chosen.append(int((distance <= distance.min() + _TIE).byte().argmax()))
         total = total + features[chosen[-1]]
     return torch.tensor(chosen, dtype=torch.long, device=features.device)
 

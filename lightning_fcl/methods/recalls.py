@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.step import Step
+from lightning_fcl.randomness import Keys, numbers
 
 
 class Recalls:
     """Draws the remembered samples of each step, for the methods that recall some: the same one by one and in cohorts.
 
     Args:
-        pools: For each section, what its method remembers.
-        sizes: For each section, how many samples are drawn.
-        generator: Draws them; one for each client and round.
+        methods: The methods.
+        memories: For each client, what it remembers for each method.
+        keys: Tells what a section's draws depend on, one key a client; asked for where a method recalls any samples.
     """
 
     def __init__(
         self,
-        pools: Mapping[str, Mapping[str, Tensor]] | None = None,
-        sizes: Mapping[str, int] | None = None,
-        generator: torch.Generator | None = None,
+        methods: Sequence[Declaration] = (),
+        memories: Sequence[Sequence[Memory]] = (),
+        keys: Callable[[str], Keys] | None = None,
     ) -> None:
-        self.pools = pools or {}
-        self.sizes = sizes or {}
-        self.generator = generator
+        self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
+        self._keys: dict[str, Keys] = {}
+        self._sizes: dict[str, int] = {}
+        self._drawn: Counter[str] = Counter()
+        for i, method in enumerate(methods):
+            if keys is not None and method.recall_size and overrides(method, "recall"):
+                self.pools[method.section] = [method.recall(own[i]) for own in memories]
+                self._keys[method.section] = keys(method.section)
+                self._sizes[method.section] = method.recall_size
 
-    @classmethod
-    def of(cls, methods: Sequence[Declaration], memories: Sequence[Memory], seed: Callable[[], int]) -> Recalls:
-        """The recalls of a client with some memories; the seed is asked for where a method recalls any samples."""
-        pools, sizes = {}, {}
-        for method, memory in zip(methods, memories, strict=True):
-            if method.recall_size and overrides(method, "recall"):
-                pools[method.section], sizes[method.section] = method.recall(memory), method.recall_size
-        return cls(pools, sizes, torch.Generator().manual_seed(seed())) if pools else cls()
-
-    def draw(self, section: str) -> dict[str, Tensor]:
-        """The samples of one step of a section, by name; none where nothing is remembered yet."""
-        pool = self.pools.get(section, {})
-        number = min((len(values) for values in pool.values()), default=0)
-        if not number:
-            return {}
-        rows = torch.randint(number, (self.sizes[section],), generator=self.generator)
-        return {name: values[rows.to(values.device)] for name, values in pool.items()}
+    def draw(self, section: str) -> list[dict[str, Tensor]]:
+        """For each client the samples of its next step, by name; none where nothing is remembered yet."""
+        pools, size = self.pools[section], self._sizes[section]
+        there = np.array([min((len(values) for values in pool.values()), default=0) for pool in pools])
+        drawn = numbers(self._keys[section], size, start=self._drawn[section] * size)
+        self._drawn[section] += 1
+        rows = torch.from_numpy((drawn % np.maximum(there, 1).astype(np.uint64)[:, None]).astype(np.int64))
+        return [
+            {name: values[row.to(values.device)] for name, values in pool.items()} if number else {}
+            for pool, row, number in zip(pools, rows, there, strict=True)
+        ]
 
     def step(self, method: Declaration, step: Step) -> Step:
-        """A step with the samples of a method."""
+        """A step of the only client with the samples of a method."""
         if method.section not in self.pools:
             return step
-        drawn = self.draw(method.section)
+        (drawn,) = self.draw(method.section)
         return replace(step, recalled=drawn, recalled_weight=float(bool(drawn)))

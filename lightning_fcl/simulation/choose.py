@@ -21,8 +21,8 @@ from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.optimizer_state import with_parameters
 from lightning_fcl.federation.protocol import (
     BringsLocalTrainer,
-    ClientStart,
     LocalTrainer,
+    Start,
     TrainerRequest,
     Vectorizable,
 )
@@ -168,7 +168,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         try:
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             trainer = VectorizedTrainer(copied, [], with_parameters(optimizer, twins), 2, seed=0)
-            trainer.begin([ClientStart(ClientRound("", 0), state)] * 2)
+            trainer.begin(Start([ClientRound("", 0)] * 2, [state, state], [[], []], [{}, {}]))
             trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, randomness="error")
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import ClientLoader, FederatedStream
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
@@ -136,11 +137,11 @@ class Federation:
             self.stream,
             lambda: self.round,
             self.participation,
-            self._epochs,
+            self._epochs if any(overrides(m, "local_epochs") for m in self.methods) else self.local_epochs,
+            self._rehearsed if any(overrides(m, "rehearse") for m in self.methods) else None,
             self.seed,
             self.trainer.clients_at_once,
             self.trainer.stacked,
-            self._rehearsed,
         )
         return self.loader
 
@@ -246,9 +247,9 @@ class Federation:
         return there(self._optimizer, "a fit")
 
     @property
-    def batching(self) -> tuple[int, bool]:
-        """Samples per batch, and whether each local epoch has an order of its own."""
-        return self.stream.batch_size, self.stream.shuffle
+    def batching(self) -> Batching:
+        """How a client's samples become batches."""
+        return Batching(self.stream.batch_size, self.stream.shuffle, self.stream.drop_last)
 
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""

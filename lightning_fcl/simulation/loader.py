@@ -6,26 +6,19 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import (
-    ClientData,
-    Request,
-    batches,
-    cohort_batches,
-    joined,
-    number_of,
-    orders,
-    plan_batches,
-    read,
-)
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.batches import Request, batches, joined, number_of, read
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.participation import Participation
@@ -37,7 +30,7 @@ class BatchContext:
 
     Args:
         client_rounds: The clients that train on it, side by side.
-        data: The samples of each of these clients in this round, without rehearsed ones.
+        samples: Tells the samples of one of these clients in this round, by number, without rehearsed ones.
         first: Whether it is the first batch of these clients' local training.
         last: Whether it is the last one.
         last_of_round: Whether the round ends with it.
@@ -46,8 +39,8 @@ class BatchContext:
         epoch: Local epoch, from 0; of several clients, that of the one with most steps.
     """
 
-    client_rounds: tuple[ClientRound, ...]
-    data: tuple[ClientData, ...]
+    client_rounds: ClientRounds
+    samples: Callable[[int], Any]
     first: bool
     last: bool
     last_of_round: bool
@@ -60,17 +53,17 @@ class RoundLoader:
     """The batches of the current round, client after client or cohort after cohort.
 
     Iterating yields plain batches, as a LightningModule's `training_step` expects them; the `BatchContext` of each
-    waits in ``slots``. The number of batches is not known beforehand: it changes from round to round.
+    waits in ``contexts``. The number of batches is not known beforehand: it changes from round to round.
 
     Args:
         stream: Where the data is.
         current_round: Tells the round.
         participation: Who takes part.
-        local_epochs: Tells a client's passes over its data in the round.
+        epochs: A client's passes over its data in the round: a number for all, or a function that tells it.
+        rehearsed: Tells a client's remembered samples, nested as its batches are, or nothing; None: no client has any.
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
         stacked: Whether batches have a first dimension for the clients, even if it is one client.
-        rehearsed: Tells a client's remembered samples, nested as its batches are, or nothing.
     """
 
     def __init__(
@@ -78,147 +71,185 @@ class RoundLoader:
         stream: FederatedStream,
         current_round: Callable[[], int],
         participation: Participation,
-        local_epochs: Callable[[ClientRound], int],
+        epochs: int | Callable[[ClientRound], int],
+        rehearsed: Callable[[ClientRound], Any] | None,
         seed: int,
         cohort_size: int,
         stacked: bool,
-        rehearsed: Callable[[ClientRound], Any],
     ) -> None:
         self.stream = stream
         self.current_round = current_round
         self.participation = participation
-        self.local_epochs = local_epochs
+        self.epochs = epochs
+        self.rehearsed = rehearsed
         self.seed = seed
         self.cohort_size = cohort_size
         self.stacked = stacked
-        self.rehearsed = rehearsed
-        self.slots: deque[BatchContext] = deque()
+        self.contexts: deque[BatchContext] = deque()
         self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.slots.clear()
-        round, size = self.current_round(), self.cohort_size
-        if round >= self.stream.plan.rounds:
+        self.contexts.clear()
+        round, size, plan = self.current_round(), self.cohort_size, self.stream.plan
+        if round >= plan.rounds:
             return  # a finished fit that is continued: the Trainer looks for a batch before it sees that it is done
-        names, self.skipped = self.participation.draw(self.stream.plan, round)
-        client_rounds = [self.stream.client_round(client, round) for client in names]
+        names, self.skipped = self.participation.draw(plan, round)
         if size > 1:  # like lengths together, so that little is padded and few wait for others
-            client_rounds.sort(key=lambda client_round: -client_round.samples)
-        groups = [client_rounds[start : start + size] for start in range(0, len(client_rounds), size)]
-        sequence = self._read(groups) if self.stream.draws else self._in_memory(groups)
-        for number, group, step, batch, active, weight in sequence:
-            last = step == len(group[0].plan) - 1
-            self.slots.append(
+            most_first = np.argsort([-len(plan.train[round][client]) for client in names], kind="stable")
+            names = [names[i] for i in most_first]
+        cohorts = [names[start : start + size] for start in range(0, len(names), size)]
+        sequence = self._read(cohorts, round) if self.stream.draws else self._in_memory(cohorts, round)
+        for number, work, samples, step, batch, weight in sequence:
+            last = step == work.steps - 1
+            self.contexts.append(
                 BatchContext(
-                    tuple(part.client_round for part in group),
-                    tuple(part.data for part in group),
+                    work.parts,
+                    samples,
                     step == 0,
                     last,
-                    last and number == len(groups) - 1,
-                    active,
+                    last and number == len(cohorts) - 1,
+                    work.active(step),
                     weight,
-                    group[0].epoch(step),
+                    work.epoch(0, step),
                 )
             )
             yield batch
 
-    def _in_memory(self, groups: Sequence[Sequence[ClientRound]]) -> Iterator[_Step]:
-        """The steps of a round whose samples are in memory, all of a group's taken at once."""
-        for number, client_rounds in enumerate(groups):
-            indices = [self._rows(client_round) for client_round in client_rounds]
-            x, y = self.stream.take(np.concatenate(indices))
-            sizes = [len(rows) for rows in indices]
-            pairs = [list(pair) for pair in zip(x.split(sizes), y.split(sizes), strict=True)]
-            data = [ClientData(partial(list, pair)) for pair in pairs]
-            group = self._longest_first([self._part(*own) for own in zip(client_rounds, data, strict=True)])
-            pools = [joined([part.data.samples(), part.extra]) if part.extra else part.data.samples() for part in group]
-            plans = [part.plan for part in group]
-            if self.stacked:
-                for step, (batch, active, weight) in enumerate(cohort_batches(pools, plans)):
-                    yield number, group, step, batch, active, weight
-            else:
-                for step, batch in enumerate(batches(pools[0], plans[0])):
-                    yield number, group, step, batch, 1, None
+    def _planned(self, names: Sequence[str], round: int) -> _CohortWork:
+        """The local training of some clients, those with most batches first."""
+        stream, parts = self.stream, self.stream.client_rounds(names, round)
+        epochs = (
+            np.full(len(names), self.epochs) if isinstance(self.epochs, int) else np.array([*map(self.epochs, parts)])
+        )
+        extra = [self.rehearsed(part) for part in parts] if self.rehearsed is not None else [[]] * len(names)
+        remembered = np.array([number_of(samples) for samples in extra])
+        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        index, lengths = plan_cohort(parts.samples, epochs, batching, order_keys(self.seed, names, round), remembered)
+        order = np.argsort(-np.count_nonzero(lengths, axis=1), kind="stable")
+        parts = stream.client_rounds([names[i] for i in order], round, remembered[order])
+        rows = [stream.plan.train[round][client] for client in parts.clients]
+        return _CohortWork(parts, rows, [extra[i] for i in order], epochs[order], index[order], lengths[order])
 
-    def _read(self, groups: Sequence[Sequence[ClientRound]]) -> Iterator[_Step]:
+    def _in_memory(self, cohorts: Sequence[Sequence[str]], round: int) -> Iterator[_Step]:
+        """The steps of a round whose samples are in memory, all of a cohort's taken at once."""
+        for number, names in enumerate(cohorts):
+            work = self._planned(names, round)
+            pool = self.stream.take(np.concatenate(work.rows))
+            ends = work.parts.samples.cumsum()
+            samples = partial(_between, pool, ends - work.parts.samples, ends)
+            places = torch.from_numpy(work.places())
+            with_remembered = joined([pool, *filter(number_of, work.extra)]) if work.remembers else pool
+            shares = torch.from_numpy(work.shares())
+            for step, width in enumerate(work.lengths.max(axis=0).tolist()):
+                chosen = places[:, step, :width] if self.stacked else places[0, step, :width]
+                batch = next(batches(with_remembered, [chosen]))
+                yield number, work, samples, step, batch, shares[:, step, :width] if self.stacked else None
+
+    def _read(self, cohorts: Sequence[Sequence[str]], round: int) -> Iterator[_Step]:
         """The steps of a round whose samples are read batch by batch, perhaps by workers, some ahead."""
-        planned: deque[list[_Part]] = deque()
+        planned: deque[_CohortWork] = deque()
 
         def requests() -> Iterator[Request]:
-            for client_rounds in groups:
-                group = self._longest_first([self._part(one, self._later(one)) for one in client_rounds])
-                planned.append(group)
-                for step in range(len(group[0].plan)):
-                    yield from (self._request(part, step) for part in group if step < len(part.plan))
+            for names in cohorts:
+                work = self._planned(names, round)
+                planned.append(work)
+                for step in range(work.steps):
+                    for row in range(work.active(step)):
+                        rows = work.rows[row][work.own(row, step)]
+                        yield Request.of(rows, self.seed, work.parts.clients[row], round, work.epoch(row, step), step)
 
-        samples = read(self.stream.take, requests(), self.stream.num_workers)
-        for number in range(len(groups)):
-            first = next(samples)  # plans its group
-            group, samples = planned.popleft(), itertools.chain([first], samples)
-            for step in range(len(group[0].plan)):
-                training = [part for part in group if step < len(part.plan)]
-                own = [part.mixed(next(samples), step) for part in training]
+        arriving = read(self.stream.take, requests(), self.stream.num_workers)
+        for number in range(len(cohorts)):
+            first = next(arriving)  # plans its cohort
+            work, arriving = planned.popleft(), itertools.chain([first], arriving)
+            whole = [
+                Request.of(rows, self.seed, client, round)
+                for rows, client in zip(work.rows, work.parts.clients, strict=True)
+            ]
+            samples = partial(_read_once, [cache(partial(one.read, self.stream.take)) for one in whole])
+            shares = torch.from_numpy(work.shares())
+            for step in range(work.steps):
+                batches_of = [work.mixed(next(arriving), row, step) for row in range(work.active(step))]
                 if not self.stacked:
-                    yield number, group, step, own[0], 1, None
+                    yield number, work, samples, step, batches_of[0], None
                     continue
-                done = len(group) - len(own)
-                padded = [*own, *(own[:1] * done)]
-                batch, _, weight = next(cohort_batches(padded, [[torch.arange(len(y))] for _, y in padded]))
-                weight[len(own) :] = 0
-                yield number, group, step, batch, len(own), weight
-
-    def _rows(self, client_round: ClientRound) -> IntArray:
-        return self.stream.plan.train[client_round.round][client_round.client]
-
-    def _later(self, client_round: ClientRound) -> ClientData:
-        """A client's samples, read when they are asked for."""
-        request = Request.of(self._rows(client_round), self.seed, client_round.client, client_round.round)
-        return ClientData(lambda: request.read(self.stream.take))
-
-    def _request(self, part: _Part, step: int) -> Request:
-        one = part.client_round
-        rows = self._rows(one)[part.own(step).numpy()]
-        return Request.of(rows, self.seed, one.client, one.round, part.epoch(step), step)
-
-    def _longest_first(self, group: list[_Part]) -> list[_Part]:
-        return sorted(group, key=lambda part: -len(part.plan))
-
-    def _part(self, client_round: ClientRound, data: ClientData) -> _Part:
-        extra, stream = self.rehearsed(client_round), self.stream
-        remembered, epochs = number_of(extra), self.local_epochs(client_round)
-        generator = orders(self.seed, client_round.client, client_round.round)
-        options = (client_round.samples, stream.batch_size, epochs, stream.shuffle, generator, remembered)
-        plan = plan_batches(*options, stream.drop_last)
-        return _Part(replace(client_round, rehearsed=remembered), data, extra, epochs, plan)
+                idle = [[part[:0] for part in batches_of[0]]] * (len(whole) - len(batches_of))
+                columns = zip(*batches_of, *idle, strict=True)
+                batch = [pad_sequence(list(column), batch_first=True) for column in columns]
+                yield number, work, samples, step, batch, shares[:, step, : batch[1].shape[1]]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A client's local training in a round: its samples, the remembered ones behind them, and its batches."""
+class _CohortWork:
+    """The local training of some clients in a round: their samples, the remembered ones behind them, their batches."""
 
-    client_round: ClientRound
-    data: ClientData
-    extra: Any
-    epochs: int
-    plan: Sequence[Tensor]
+    parts: ClientRounds
+    rows: Sequence[IntArray]
+    extra: Sequence[Any]
+    epochs: IntArray
+    index: IntArray  # (clients, steps, batch), as `plan_cohort` gives it
+    lengths: IntArray  # (clients, steps)
 
-    def epoch(self, step: int) -> int:
-        """The local epoch that a batch belongs to."""
-        return step * self.epochs // len(self.plan)
+    @property
+    def steps(self) -> int:
+        """The batches of the client that has most."""
+        return int(self.index.shape[1])
 
-    def own(self, step: int) -> Tensor:
-        """Which of the round's samples make up a batch, without the remembered ones."""
-        rows = self.plan[step]
-        return rows[rows < self.client_round.samples]
+    @property
+    def remembers(self) -> bool:
+        """Whether remembered samples join any batch."""
+        return self.parts.rehearsed is not None and bool(self.parts.rehearsed.any())
 
-    def mixed(self, batch: Any, step: int) -> Any:
-        """A batch and the remembered samples that join it."""
-        chosen = self.plan[step][len(self.own(step)) :] - self.client_round.samples
-        return joined([batch, next(batches(self.extra, [chosen]))]) if len(chosen) else batch
+    def active(self, step: int) -> int:
+        """How many clients, from the front, still train."""
+        return int(np.count_nonzero(self.lengths[:, step]))
+
+    def epoch(self, row: int, step: int) -> int:
+        """The local epoch that a client's batch belongs to."""
+        return int(step * self.epochs[row] // np.count_nonzero(self.lengths[row]))
+
+    def places(self) -> IntArray:
+        """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""
+        sizes = self.parts.samples
+        places = self.index + (sizes.cumsum() - sizes)[:, None, None]
+        if not self.remembers:
+            return places
+        counts = self.parts.trained - sizes
+        behind = sizes.sum() + counts.cumsum() - counts - sizes
+        return np.where(self.index < sizes[:, None, None], places, self.index + behind[:, None, None])
+
+    def shares(self) -> NDArray[np.float32]:
+        """The share of each sample in its client's mean, shape (clients, steps, batch), 0 for padding."""
+        real = np.arange(self.index.shape[2]) < self.lengths[:, :, None]
+        return (real / np.maximum(self.lengths, 1)[:, :, None]).astype(np.float32)
+
+    def _chosen(self, row: int, step: int) -> IntArray:
+        chosen: IntArray = self.index[row, step, : self.lengths[row, step]]
+        return chosen
+
+    def own(self, row: int, step: int) -> IntArray:
+        """Which of the round's samples make up a client's batch, without the remembered ones."""
+        chosen = self._chosen(row, step)
+        own: IntArray = chosen[chosen < self.parts.samples[row]]
+        return own
+
+    def mixed(self, batch: Any, row: int, step: int) -> Any:
+        """A client's batch and the remembered samples that join it."""
+        chosen = self._chosen(row, step)
+        joining = torch.from_numpy(chosen[chosen >= self.parts.samples[row]] - self.parts.samples[row])
+        return joined([batch, next(batches(self.extra[row], [joining]))]) if len(joining) else batch
 
 
-# Number of a group, its clients, the step, its batch, how many of the clients still train, and the samples' shares.
-_Step: TypeAlias = tuple[int, list[_Part], int, Any, int, Tensor | None]
+# Number of a cohort, its work, a client's samples by number, the step, its batch, and the samples' shares.
+_Step: TypeAlias = tuple[int, _CohortWork, Callable[[int], Any], int, Any, Tensor | None]
+
+
+def _between(pool: Sequence[Tensor], starts: IntArray, ends: IntArray, row: int) -> list[Tensor]:
+    return [column[starts[row] : ends[row]] for column in pool]
+
+
+def _read_once(readers: Sequence[Callable[[], Any]], row: int) -> Any:
+    return readers[row]()
 
 
 def fingerprint(plan: Plan) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Batch, ClientStart, SolvesAtServer, Trained
+from lightning_fcl.federation.protocol import Batch, SolvesAtServer, Start, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation, there
@@ -19,7 +20,7 @@ from lightning_fcl.simulation.loader import BatchContext
 
 def next_batch(federation: Federation) -> None:
     """Before a batch: whose it is."""
-    federation.context = there(federation.loader, "a fit").slots.popleft()
+    federation.context = there(federation.loader, "a fit").contexts.popleft()
     if federation.context.first:
         download(federation, federation.context)
 
@@ -39,16 +40,17 @@ def download(federation: Federation, context: BatchContext) -> None:
         federation.server.begin_round(federation.module, federation.rules, federation.extra)
     federation.between_rounds = federation.round_done = False
     clients = context.client_rounds
-    start_randomness(federation.seed, *(client.client for client in clients), clients[0].round)
-    starts = []
-    for client in clients:
-        state, kept = federation.server.download(client.client)
-        memories = [m.on_download(kept.get(m.section, {}), state, client) for m in federation.methods]
-        moved = [_moved(federation, memory) for memory in memories]
-        starts.append(ClientStart(client, state, moved, kept.get("optimizer", {})))
+    start_randomness(federation.seed, *clients.clients, federation.round)
+    states, kept = federation.server.download(clients.clients)
+    memories: list[Sequence[Memory]] = [()] * len(clients)
+    if federation.methods:
+        memories = [
+            [_moved(federation, m.on_download(own.get(m.section, {}), state, client)) for m in federation.methods]
+            for client, state, own in zip(clients, states, kept, strict=True)
+        ]
     trainer = there(federation.trainer, "a fit")
     federation.training = clients[0] if not trainer.stacked else None
-    trainer.begin(starts)
+    trainer.begin(Start(clients, states, memories, [own.get("optimizer", {}) for own in kept]))
 
 
 def _moved(federation: Federation, memory: Memory) -> Memory:
@@ -73,7 +75,8 @@ def upload(federation: Federation, context: BatchContext) -> None:
     """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
     clients = context.client_rounds
     trained = there(federation.trainer, "a fit").finish()
-    missed = [federation.participation.misses(client.client, client.round) for client in clients]
+    participation = federation.participation
+    missed = [participation.may_miss and participation.misses(client, federation.round) for client in clients.clients]
     taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
     personal = federation.server.personal or federation.participation.swarm is not None
     listeners = federation.client_listeners  # once for all clients of a cohort
@@ -98,18 +101,18 @@ def _contributions(federation: Federation, context: BatchContext, trained: Train
         for row, client in enumerate(context.client_rounds if kept else ()):
             given = dict(neutral)
             if method.applies_to(client):
-                data = context.data[row].samples() if method.needs_samples else None
+                data = context.samples(row) if method.needs_samples else None
                 given |= method.contribute(trained.memories[row][i], trained.state(row), data, client)
             for name, value in given.items():
                 sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
     return {name: torch.stack(values) for name, values in sent.items()}
 
 
-def _send(federation: Federation, clients: Sequence[ClientRound], states: State, missed: Sequence[bool]) -> list[bool]:
+def _send(federation: Federation, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
     """Send the states of those in reach; whether each client's state is one to go on with."""
     if not any(missed):
         return federation.server.upload(clients, states)
-    federation.server.record.missed += [client.client for client, out in zip(clients, missed, strict=True) if out]
+    federation.server.record.missed += itertools.compress(clients.clients, missed)
     fine = [True] * len(clients)
     rows = [row for row, out in enumerate(missed) if not out]
     if rows:
@@ -126,7 +129,7 @@ def _end_client(
     state, kept = trained.state(row), {}
     for method, memory in zip(federation.methods, trained.memories[row], strict=True):
         if method.remembers(client):
-            data = context.data[row].samples() if method.needs_samples else None
+            data = context.samples(row) if method.needs_samples else None
             kept[method.section] = method.end_round(memory, state, data, client, _generator(federation, client, method))
     if trained.optimizer is not None:
         kept["optimizer"] = trained.optimizer

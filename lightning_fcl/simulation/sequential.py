@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,11 +13,11 @@ from torch.optim import Optimizer
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
-from lightning_fcl.federation.protocol import Batch, ClientStart, Trained
+from lightning_fcl.federation.protocol import Batch, Start, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.randomness import Keys, keys_of
 
 
 class SequentialTrainer:
@@ -52,17 +53,22 @@ class SequentialTrainer:
         self._seed = seed
         self._client_round: ClientRound | None = None
 
-    def begin(self, starts: Sequence[ClientStart]) -> None:
+    def begin(self, start: Start) -> None:
         """Load a client's state into the module, and its optimizer's."""
-        (start,) = starts
-        self._client_round = start.client_round
-        load_entries(self._module, start.state)
+        (client_round,), (state,), (memories,), (optimizer,) = (
+            start.client_rounds,
+            start.states,
+            start.memories,
+            start.optimizers,
+        )
+        self._client_round = client_round
+        load_entries(self._module, state)
         self._optimizer.state.clear()
-        restore_optimizer(self._optimizer, start.optimizer)
+        restore_optimizer(self._optimizer, optimizer)
         if self._methods:
-            active = [method.applies_to(start.client_round) for method in self._methods]
-            recalls = Recalls.of(self._methods, start.memories, lambda: recall_seed(self._seed, start.client_round))
-            driver_of(self._module.trainer).begin(start.memories, start.state, active, recalls)
+            active = [method.applies_to(client_round) for method in self._methods]
+            recalls = Recalls(self._methods, [memories], partial(recall_keys, self._seed, [client_round]))
+            driver_of(self._module.trainer).begin(memories, state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
         """The module's own step."""
@@ -93,6 +99,6 @@ class SequentialTrainer:
         self._client_round = None
 
 
-def recall_seed(seed: int, client_round: ClientRound) -> int:
-    """The seed of what a client's methods recall in a round."""
-    return seed_of(seed, client_round.client, client_round.round, "recall")
+def recall_keys(seed: int, client_rounds: Sequence[ClientRound], section: str) -> Keys:
+    """What the samples depend on that a method recalls for some clients in a round."""
+    return keys_of(seed, [part.client for part in client_rounds], client_rounds[0].round, "recall", section)

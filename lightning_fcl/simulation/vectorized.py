@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import with_parameters
-from lightning_fcl.federation.protocol import Batch, ClientStart, Trained, Vectorizable
+from lightning_fcl.federation.protocol import Batch, Start, Trained, Vectorizable
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
-from lightning_fcl.simulation.sequential import recall_seed
+from lightning_fcl.simulation.sequential import recall_keys
 
 
 class VectorizedTrainer:
@@ -57,32 +57,32 @@ class VectorizedTrainer:
         self._seed = seed
         self._params: dict[str, nn.Parameter] = {}
 
-    def begin(self, starts: Sequence[ClientStart]) -> None:
+    def begin(self, start: Start) -> None:
         """Stack the clients' states, memories and optimizers."""
         own = set(entries(self._module))
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        self._received = stack([start.state for start in starts])
+        self._received = stack(start.states)
         self._params = {name: nn.Parameter(v.clone()) for name, v in self._received.items() if name in trainable}
         self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in trainable}
         twins = {id(p): self._params[name] for name, p in self._module.named_parameters() if name in self._params}
         self.optimizer = with_parameters(self._template, twins)
-        self._kept = memories = [start.memories for start in starts]
-        applies = [[method.applies_to(start.client_round) for method in self._all_methods] for start in starts]
-        used = [
-            i
-            for i, method in enumerate(self._all_methods)
-            if any(row[i] and shapes_loss(method, mine[i]) for row, mine in zip(applies, memories, strict=True))
-        ]
-        self._methods = [self._all_methods[i] for i in used]
-        self._memories = [stack_common([row[i] for row in memories]) for i in used]
+        self._kept = start.memories
+        self._begin_methods(start)
+
+    def _begin_methods(self, start: Start) -> None:
+        """Stack what the methods remember that any of the clients uses."""
         device = next(iter(self._params.values())).device
-        self._applies = [torch.tensor([float(row[i]) for row in applies], device=device) for i in used]
-        self._recalls = [
-            Recalls.of(
-                self._methods, [start.memories[i] for i in used], partial(recall_seed, self._seed, start.client_round)
-            )
-            for start in starts
+        applies = [[method.applies_to(part) for part in start.client_rounds] for method in self._all_methods]
+        shaping = [
+            any(on and shapes_loss(method, own[i]) for on, own in zip(applies[i], start.memories, strict=True))
+            for i, method in enumerate(self._all_methods)
         ]
+        used = [i for i, shapes in enumerate(shaping) if shapes]
+        self._methods = [self._all_methods[i] for i in used]
+        self._memories = [stack_common([own[i] for own in start.memories]) for i in used]
+        self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
+        memories = [[own[i] for i in used] for own in start.memories] if used else []
+        self._recalls = Recalls(self._methods, memories, partial(recall_keys, self._seed, start.client_rounds))
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor:
         """The clients' losses, added up."""
@@ -164,13 +164,14 @@ class VectorizedTrainer:
 
     def _recalled(self, weight: Tensor) -> tuple[list[Mapping[str, Tensor]], list[Tensor]]:
         """The remembered samples of this step, method by method and stacked, and for which clients they are real."""
-        if not any(recalls.pools for recalls in self._recalls):
-            return [{} for _ in self._methods], [weight.new_zeros(len(weight)) for _ in self._methods]
-        busy = (weight > 0).any(dim=1).tolist()
         recalled: list[Mapping[str, Tensor]] = []
         there: list[Tensor] = []
         for method in self._methods:
-            rows = [recalls.draw(method.section) if on else {} for recalls, on in zip(self._recalls, busy, strict=True)]
+            if method.section not in self._recalls.pools:
+                recalled.append({})
+                there.append(weight.new_zeros(len(weight)))
+                continue
+            rows = self._recalls.draw(method.section)
             like = next((row for row in rows if row), {})
             full = [row or {name: torch.zeros_like(value) for name, value in like.items()} for row in rows]
             recalled.append({name: torch.stack([row[name] for row in full]).to(weight.device) for name in like})

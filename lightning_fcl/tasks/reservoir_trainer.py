@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Batch, ClientStart, Trained
+from lightning_fcl.federation.protocol import Batch, Start, Trained
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, solve, square
 
@@ -75,11 +75,10 @@ class ReservoirTrainer:
         self._received: Sequence[State] = ()
         self._memories: Sequence[Sequence[Memory]] = ()
 
-    def begin(self, starts: Sequence[ClientStart]) -> None:
+    def begin(self, start: Start) -> None:
         """Stack the clients' gains and biases, or begin their sums."""
-        self.client_rounds = [start.client_round for start in starts]
-        self._received = received = [start.state for start in starts]
-        self._memories = [start.memories for start in starts]
+        self.client_rounds, self._memories = start.client_rounds, start.memories
+        self._received = received = start.states
         if self.module.adapting:
             self.gain, self.bias = (
                 torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
 from lightning_fcl.data.samples import PublicData
 from lightning_fcl.data.scenarios import (
@@ -21,7 +21,6 @@ from lightning_fcl.data.scenarios import (
     ODFCLScenario,
 )
 from lightning_fcl.data.split import Split
-from lightning_fcl.randomness import seed_of
 
 
 def exactly(message):
@@ -417,8 +416,7 @@ def test_a_plain_trainer_trains_one_client(make_task):
     optimizer = by_hand.configure_optimizers()
     for round, current in enumerate(stream.plan.train):
         x, y = stream.take(current["0"])
-        generator = torch.Generator().manual_seed(seed_of(0, "0", round, "batches"))
-        for indices in plan_batches(len(y), 8, 1, True, generator):
+        for indices in plan_batches(len(y), 1, Batching(8), order_keys(0, ["0"], round)):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(by_hand(x[indices]), y[indices]).backward()
             optimizer.step()

@@ -252,7 +252,9 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
 
     whole, resumed = again(None), again(tmp_path / "round-epoch=1.ckpt")
     assert equal(whole[0], resumed[0])
-    for client in "0123":
+    taken = [client for client in "0123" if "residual" in whole[2][client]]  # who has been drawn in any round
+    assert len(taken) > 2
+    for client in taken:
         assert equal(whole[2][client]["residual"], resumed[2][client]["residual"])
     for other in (None, TopK(0.2, 6), Quantize(6)):
         with pytest.raises(

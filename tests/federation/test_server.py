@@ -31,7 +31,7 @@ def make_server(**kwargs):
 def one_round(server, module, round=0, extra=EXTRA, sent=SENT, weights=(1, 2)):
     """Two clients' round; what the module becomes, and the server's new state."""
     server.begin_round(module, extra=extra)
-    received = [server.download(client)[0] for client in "ab"]
+    received, _ = server.download(["a", "b"])
     shift = {
         name: torch.stack([torch.full_like(p, row + round) for row in range(2)])
         for name, p in module.state_dict().items()

@@ -11,11 +11,10 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, Replay
-from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import seed_of
 
 
 def snapshot(module):
@@ -36,8 +35,9 @@ def local_training(task, state, stream, client, round, seed=0):
     local.load_state_dict(state)
     x, y = stream.take(stream.plan.train[round][client])
     optimizer = local.configure_optimizers()
-    generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
-    for indices in plan_batches(len(y), stream.batch_size, 1, stream.shuffle, generator):
+    for indices in plan_batches(
+        len(y), 1, Batching(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+    ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(local.model(x[indices]), y[indices]).backward()
         optimizer.step()

@@ -12,13 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, ContinualMetrics
-from lightning_fcl.data.batches import plan_batches
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.apfl import mix
 from lightning_fcl.models import ViT
-from lightning_fcl.randomness import seed_of
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -79,8 +78,9 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False):
             optimizer = local.configure_optimizers()
             personal = kept[client] if keep else own.configure_optimizers()
             x, y = stream.take(rows)
-            generator = torch.Generator().manual_seed(seed_of(0, client, round, "batches"))
-            for indices in plan_batches(len(y), stream.batch_size, 1, stream.shuffle, generator):
+            for indices in plan_batches(
+                len(y), 1, Batching(stream.batch_size, stream.shuffle), order_keys(0, [client], round)
+            ):
                 a, mixed = alpha[client], copy.deepcopy(local)
                 for p, q, r in zip(mixed.parameters(), own.parameters(), local.parameters(), strict=True):
                     p.data = a * q.data + (1 - a) * r.data
@@ -147,8 +147,7 @@ def test_alpha_1_with_the_first_state_is_local_training(fit, make_stream, make_t
         optimizer = alone.configure_optimizers()
         for round in range(2):
             x, y = stream.take(stream.plan.train[round][client])
-            generator = torch.Generator().manual_seed(seed_of(0, client, round, "batches"))
-            for indices in plan_batches(len(y), 8, 1, True, generator):
+            for indices in plan_batches(len(y), 1, Batching(8), order_keys(0, [client], round)):
                 optimizer.zero_grad()
                 cross_entropy(alone(x[indices]), y[indices]).backward()
                 optimizer.step()

@@ -2,9 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from lightning_fcl.methods.freezing import Freezer
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Part, Step
+from lightning_fcl.randomness import keys_of, numbers
 
 
 class Penalised(Method):
@@ -187,28 +190,41 @@ def pool(number):
     return {"x": torch.arange(number)[:, None].float(), "y": torch.arange(number)}
 
 
+def keys(section, clients=("a", "b")):
+    return keys_of(3, list(clients), section)
+
+
 def test_recalls_draw_rows_that_belong_together():
-    recalls = Recalls.of([Recalling()], [pool(5)], lambda: 3)
-    rows = torch.Generator().manual_seed(3)
-    for _ in range(4):
+    recalls = Recalls([Recalling()], [[pool(5)], [pool(4)]], keys)
+    rows = numbers(keys("Recalling"), 12)
+    for step in range(4):
         drawn = recalls.draw("Recalling")
-        assert torch.equal(drawn["y"], torch.randint(5, (3,), generator=rows))
-        assert torch.equal(drawn["x"][:, 0].long(), drawn["y"])
+        for client, size in enumerate((5, 4)):
+            expected = rows[client, 3 * step : 3 * step + 3] % np.uint64(size)
+            assert drawn[client]["y"].tolist() == expected.tolist()
+            assert torch.equal(drawn[client]["x"][:, 0].long(), drawn[client]["y"])
+
+
+def test_recalls_of_a_client_do_not_depend_on_the_others():
+    together = Recalls([Recalling()], [[{}], [pool(4)]], keys)
+    alone = Recalls([Recalling()], [[pool(4)]], partial(keys, clients=["b"]))
+    for _ in range(3):
+        nothing, drawn = together.draw("Recalling")
+        assert nothing == {} and torch.equal(drawn["y"], alone.draw("Recalling")[0]["y"])
 
 
 def test_who_recalls_nothing_draws_nothing():
-    recalls = Recalls.of([Recalling(), Penalised()], [{}, pool(4)], lambda: 3)
-    before = recalls.generator.get_state()
+    recalls = Recalls([Recalling(), Penalised()], [[{}, pool(4)]], partial(keys, clients=["a"]))
     step = step_of(torch.zeros(1))
     drawn = recalls.step(Recalling(), step)
     assert drawn.recalled == {} and drawn.recalled_weight == 0
-    assert recalls.step(Penalised(), step) is step and recalls.draw("Penalised") == {}
-    assert torch.equal(recalls.generator.get_state(), before)
-    assert Recalls.of([Penalised()], [pool(4)], lambda: 1 / 0).pools == {}  # no seed is asked for
+    assert recalls.step(Penalised(), step) is step and recalls.pools.keys() == {"Recalling"}
+    assert Recalls([Penalised()], [[pool(4)]], lambda section: 1 / 0).pools == {}  # no key is asked for
 
 
 def test_a_step_has_what_was_drawn_for_its_method():
-    step = Recalls.of([Recalling()], [pool(5)], lambda: 0).step(Recalling(), step_of(torch.zeros(1)))
+    recalls = Recalls([Recalling()], [[pool(5)]], partial(keys, clients=["a"]))
+    step = recalls.step(Recalling(), step_of(torch.zeros(1)))
     assert step.recalled_weight == 1 and len(step.recalled["y"]) == 3
 
 

@@ -1,5 +1,7 @@
 """DER++: what is remembered, and the penalty on it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.functional import predictions
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
+from lightning_fcl.randomness import keys_of
 
 
 def step_of(task, x, y, **kwargs):
@@ -29,7 +32,7 @@ def test_without_weights_it_is_fine_tuning(fit, make_stream, make_task, assert_s
 def test_a_buffer_of_one_sample_is_a_penalty_by_hand(make_task, samples):
     task, method, (x, y) = make_task(), DERpp(1, alpha=0.3, beta=0.7, batch_size=5), samples()
     memory = {"x": x[:1], "y": y[:1], "logits": torch.randn(1, 4)}
-    step = Recalls.of([method], [memory], lambda: 0).step(method, step_of(task, x, y))
+    step = Recalls([method], [[memory]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
     assert len(step.recalled["x"]) == 10
     expected = 0.3 * (task(x[:1]) - memory["logits"]).square().mean() + 0.7 * F.cross_entropy(task(x[:1]), y[:1])
     names = list(task.parameters())
@@ -37,7 +40,7 @@ def test_a_buffer_of_one_sample_is_a_penalty_by_hand(make_task, samples):
         torch.autograd.grad(method.penalty(memory, step), names), torch.autograd.grad(expected, names), strict=True
     ):
         torch.testing.assert_close(value, hand)
-    nothing = Recalls.of([method], [{}], lambda: 0).step(method, step_of(task, x, y))
+    nothing = Recalls([method], [[{}]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
     assert method.penalty({}, nothing) == 0
 
 

@@ -10,6 +10,7 @@ from lightning_fcl.callbacks import ICaRL, LwF, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.icarl import herd
+from lightning_fcl.models import MLP
 
 
 def unit(v):
@@ -86,7 +87,7 @@ class Trained(Callback):
 
 @pytest.mark.parametrize("cohort_size", [1, 3])
 def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, cohort_size):
-    stream, task, trained = make_stream(partition="dirichlet"), make_task(), Trained()
+    stream, task, trained = make_stream(partition="dirichlet"), make_task(model=MLP([6, 16, 4])), Trained()
     trainer = fit(task, stream, [ICaRL(12), trained], cohort_size=cohort_size)
     features, labels = [], []
     for client, state in trained.states.items():

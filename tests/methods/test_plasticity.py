@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Replay
-from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.participation import participants
-from lightning_fcl.randomness import seed_of
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 
@@ -59,8 +58,13 @@ def fedip(adapt):
             for client in choose(round) if choose else stream.plan.train[round]:
                 x, y = stream.take(stream.plan.train[round][client])
                 remembered = (buffers or {}).get(client, x[:0])
-                generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
-                plan = plan_batches(len(y), 8, method.epochs, stream.shuffle, generator, len(remembered))
+                plan = plan_batches(
+                    len(y),
+                    method.epochs,
+                    Batching(8, stream.shuffle),
+                    order_keys(seed, [client], round),
+                    len(remembered),
+                )
                 own, x = (gain, bias), torch.cat([x, remembered])
                 for rows in plan:
                     own = adapt(reservoir, x[rows], *own, method)

@@ -1,6 +1,6 @@
 """Local trainers and methods that a user brings: neither needs a change in the package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import lightning.pytorch as L
 import numpy as np
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.protocol import (
     BringsLocalTrainer,
-    ClientStart,
     LocalTrainer,
     SolvesAtServer,
+    Start,
     Trained,
     TrainerRequest,
 )
@@ -68,11 +68,11 @@ class NormalEquations:
         self.module, self.clients_at_once = module, clients_at_once
         self.began = self.finished = 0
 
-    def begin(self, starts: Sequence[ClientStart]) -> None:
-        self.began += len(starts)
-        self.memories = [start.memories for start in starts]
-        self.gram = torch.zeros(len(starts), 7, 7, dtype=torch.float64)
-        self.moment = torch.zeros(len(starts), 7, dtype=torch.float64)
+    def begin(self, start: Start) -> None:
+        self.began += len(start.states)
+        self.memories = start.memories
+        self.gram = torch.zeros(len(start.states), 7, 7, dtype=torch.float64)
+        self.moment = torch.zeros(len(start.states), 7, dtype=torch.float64)
 
     def training_step(self, batch: list[Tensor], batch_idx: int, weight: Tensor | None) -> None:
         x, y = with_one(batch[0]), batch[1].double()

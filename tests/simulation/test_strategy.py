@@ -15,10 +15,9 @@ from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy
 from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Replay
-from lightning_fcl.data.batches import plan_batches
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.federation.participation import participants
 from lightning_fcl.models import MLP
-from lightning_fcl.randomness import seed_of
 
 
 def close(left, right, tolerance=1e-6):
@@ -37,9 +36,10 @@ def local_training(task, stream, client, round, epochs, seed=0):
     """A client's local training, written by hand."""
     x, y = stream.take(stream.plan.train[round][client])
     optimizer = task.configure_optimizers()
-    generator = torch.Generator().manual_seed(seed_of(seed, client, round, "batches"))
     task.train()
-    for indices in plan_batches(len(y), stream.batch_size, epochs, stream.shuffle, generator):
+    for indices in plan_batches(
+        len(y), epochs, Batching(stream.batch_size, stream.shuffle), order_keys(seed, [client], round)
+    ):
         optimizer.zero_grad()
         nn.functional.cross_entropy(task.model(x[indices]), y[indices]).backward()
         optimizer.step()
