@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_fcl.methods.freezing import Freezer, stepped_by
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
 from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.methods.projection import flatten, unflatten
+from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
 from lightning_fcl.randomness import keys_of
@@ -43,6 +44,7 @@ class MethodDriver(Callback):
     def __init__(self, methods: Sequence[Declaration]) -> None:
         self.methods = list(methods)
         self.server: State = {}
+        self.random: KeyedRandomness | None = None  # what random layers draw by in the step, in a federation
         self._federation: FederationView | None = None
         self._recalls = Recalls()
         self._freezer = Freezer()
@@ -194,7 +196,8 @@ class MethodDriver(Callback):
         )
         steps = [self._recalls.step(method, step) for method in active]
         zero = torch.zeros((), device=loss.device)
-        weight, extra = compose(active, [method.memory for method in active], steps, zero)
+        with self.random or nullcontext():
+            weight, extra = compose(active, [method.memory for method in active], steps, zero)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:

@@ -7,17 +7,20 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
 from lightning_fcl.federation.protocol import Batch, Start, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
+from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.randomness import Keys, keys_of
+from lightning_fcl.randomness import Keys, keys_of, numbers
 
 
 class SequentialTrainer:
@@ -52,6 +55,8 @@ class SequentialTrainer:
         self._keep_optimizer = keep_optimizer
         self._seed = seed
         self._client_round: ClientRound | None = None
+        self._keys = keys_of(seed, [])
+        self._steps = 0  # of the client
 
     def begin(self, start: Start) -> None:
         """Load a client's state into the module, and its optimizer's."""
@@ -61,7 +66,8 @@ class SequentialTrainer:
             start.memories,
             start.optimizers,
         )
-        self._client_round = client_round
+        self._client_round, self._steps = client_round, 0
+        self._keys = layer_keys(self._seed, [client_round])
         load_entries(self._module, state)
         self._optimizer.state.clear()
         restore_optimizer(self._optimizer, optimizer)
@@ -71,8 +77,13 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(memories, state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
-        """The module's own step."""
-        loss: Tensor | None = self._step(batch, batch_idx)
+        """The module's own step, with random layers that draw by the client's key."""
+        random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
+        self._steps += 1
+        if self._methods:
+            driver_of(self._module.trainer).random = random
+        with random:
+            loss: Tensor | None = self._step(batch, batch_idx)
         return loss
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
@@ -102,3 +113,14 @@ class SequentialTrainer:
 def recall_keys(seed: int, client_rounds: Sequence[ClientRound], section: str) -> Keys:
     """What the samples depend on that a method recalls for some clients in a round."""
     return keys_of(seed, [part.client for part in client_rounds], client_rounds[0].round, "recall", section)
+
+
+def layer_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Keys:
+    """What the draws of random layers depend on when some clients train in a round, beside the step."""
+    clients = client_rounds.clients if isinstance(client_rounds, ClientRounds) else [p.client for p in client_rounds]
+    return keys_of(seed, clients, client_rounds[0].round, "layers")
+
+
+def step_keys(keys: Keys, step: int) -> Tensor:
+    """What the draws of random layers depend on in a step, shape (clients,)."""
+    return torch.from_numpy(numbers(keys, 1, start=step)[:, 0].view(np.int64))

@@ -19,9 +19,10 @@ from lightning_fcl.federation.protocol import Batch, Start, Trained, Vectorizabl
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
+from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
-from lightning_fcl.simulation.sequential import recall_keys
+from lightning_fcl.simulation.sequential import layer_keys, recall_keys, step_keys
 
 
 class VectorizedTrainer:
@@ -55,19 +56,36 @@ class VectorizedTrainer:
         self._all_methods = methods
         self._template = optimizer
         self._seed = seed
+        self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
         self._params: dict[str, nn.Parameter] = {}
+        self._step = 0
 
     def begin(self, start: Start) -> None:
         """Stack the clients' states, memories and optimizers."""
+        self._received, self._step = stack(start.states), 0
+        self._params, self.optimizer = self._parameters(len(start.states))
         own = set(entries(self._module))
-        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
-        self._received = stack(start.states)
-        self._params = {name: nn.Parameter(v.clone()) for name, v in self._received.items() if name in trainable}
-        self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in trainable}
-        twins = {id(p): self._params[name] for name, p in self._module.named_parameters() if name in self._params}
-        self.optimizer = with_parameters(self._template, twins)
+        self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self._params}
         self._kept = start.memories
+        self._keys = layer_keys(self._seed, start.client_rounds)
         self._begin_methods(start)
+
+    def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
+        """So many clients' parameters, as they have received them, and their optimizer: both are used again."""
+        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        values = {name: value for name, value in self._received.items() if name in trainable}
+        params, optimizer = self._made.get(clients, ({}, self._template))
+        if params.keys() == values.keys():
+            with torch.no_grad():
+                torch._foreach_copy_(list(params.values()), list(values.values()))
+            optimizer.state.clear()
+            for group, template in zip(optimizer.param_groups, self._template.param_groups, strict=True):
+                group.update({name: value for name, value in template.items() if name != "params"})  # a rate may change
+            return params, optimizer
+        params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
+        twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
+        self._made[clients] = params, with_parameters(self._template, twins)
+        return self._made[clients]
 
     def _begin_methods(self, start: Start) -> None:
         """Stack what the methods remember that any of the clients uses."""
@@ -103,25 +121,36 @@ class VectorizedTrainer:
             weight: Share of each sample in its client's mean, shape (clients, batch).
             randomness: What random layers do: see `torch.func.vmap`.
         """
-        recalled, there = self._recalled(weight)
-        step = vmap(self._client_output, randomness=randomness)
+        keys = step_keys(self._keys, self._step).to(x.device)
+        self._step += 1
+        scale: Tensor | float = 1.0
+        extra: Tensor | float = 0.0
         with sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
-            outputs, scale, extra = step(
-                dict(self._params),
-                self._rest,
-                self._received,
-                self._memories,
-                self._applies,
-                recalled,
-                there,
-                x,
-                y,
-                weight,
-            )
+            if not self._methods:
+                outputs = vmap(self._output, randomness=randomness)({**self._params, **self._rest}, keys, x)
+            else:
+                outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
+                    dict(self._params),
+                    self._rest,
+                    self._received,
+                    self._memories,
+                    self._applies,
+                    *self._recalled(weight),
+                    keys,
+                    x,
+                    y,
+                    weight,
+                )
         # Outside of vmap, on the samples of all clients in a row, the loss is a single call.
         samples = self._loss.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
         task = (samples * weight).sum(dim=1)
         return scale * task + extra, task
+
+    def _output(self, state: State, key: Tensor, x: Tensor) -> Tensor:
+        """One client's output."""
+        with KeyedRandomness(key):
+            output: Tensor = functional_call(self._module, state, (x,))
+        return output
 
     def _client_output(
         self,
@@ -132,6 +161,7 @@ class VectorizedTrainer:
         applies: list[Tensor],
         recalled: list[Mapping[str, Tensor]],
         there: list[Tensor],
+        key: Tensor,
         x: Tensor,
         y: Tensor,
         weight: Tensor,
@@ -154,12 +184,14 @@ class VectorizedTrainer:
             output = functional_call(self._module, {**state, **(params or {})}, (x,))
             return (loss or self._loss.sample_loss)(output, y).mean()
 
-        output, one = outputs(x), torch.ones((), device=weight.device)
-        step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
-        steps = [
-            replace(step, recalled=samples, recalled_weight=real) for samples, real in zip(recalled, there, strict=True)
-        ]
-        scale, extra = compose(self._methods, memories, steps, one * 0, applies)
+        with KeyedRandomness(key):
+            output, one = outputs(x), torch.ones((), device=weight.device)
+            step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
+            steps = [
+                replace(step, recalled=samples, recalled_weight=real)
+                for samples, real in zip(recalled, there, strict=True)
+            ]
+            scale, extra = compose(self._methods, memories, steps, one * 0, applies)
         return output, one * scale, extra
 
     def _recalled(self, weight: Tensor) -> tuple[list[Mapping[str, Tensor]], list[Tensor]]:

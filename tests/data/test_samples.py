@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from lightning_fcl import FederatedStrategy, FederatedStream
-from lightning_fcl.data.batches import Request, cohort_batches, joined, read
+from lightning_fcl.data.batches import Request, joined, read
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
 from lightning_fcl.data.split import Split
@@ -286,10 +286,3 @@ def test_a_request_changes_no_generator():
 def test_samples_that_cannot_be_joined():
     with pytest.raises(ValueError, match=r"Expected samples of one shape to join but got \(2,\) and \(3,\)"):
         joined([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
-
-
-def test_clients_with_unequal_batches_are_padded():
-    parts = [[torch.zeros(2, 1), torch.ones(2)], [torch.zeros(1, 1), torch.ones(1)]]
-    [x, y], active, share = next(cohort_batches(parts, [[torch.arange(len(labels))] for _, labels in parts]))
-    assert x.shape == (2, 2, 1) and y.shape == (2, 2) and active == 2
-    assert share.tolist() == [[0.5, 0.5], [1.0, 0.0]]

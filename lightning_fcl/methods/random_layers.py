@@ -1,0 +1,185 @@
+"""Random layers whose draws depend on a client's key alone, so that clients side by side draw what each would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
+    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone.
+
+    A longer first dimension has the same numbers, and more: padding changes no sample's.
+
+    Args:
+        key: A whole number, shape ().
+        stream: Which of the key's streams: one for each call of a random layer in a step.
+        shape: The shape.
+
+    Example:
+        >>> key = torch.tensor(7)
+        >>> torch.equal(uniform(key, 0, (3, 2))[:2], uniform(key, 0, (2, 2)))
+        True
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    counter = torch.arange(1, numel + 1, device=key.device) * _STEP
+    value = _mixed(_mixed(key + stream) + counter)
+    # 24 bits: as many as a float holds.
+    drawn: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
+    return drawn.view(tuple(shape))
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """The finalizer of SplitMix64, as in `lightning_fcl.randomness`, on signed numbers."""
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (value >> bits) & (2 ** (64 - bits) - 1)
+
+
+class KeyedRandomness(TorchFunctionMode):
+    """While it is entered, dropout draws by a key, in place of torch's global generator.
+
+    It covers ``dropout``, ``dropout1d`` to ``dropout3d``, ``alpha_dropout`` and ``feature_alpha_dropout`` of
+    `torch.nn.functional`, which torch's layers call, the dropout of ``scaled_dot_product_attention``, and
+    ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
+
+    Args:
+        key: A whole number, shape ().
+
+    Example:
+        >>> layer, x = torch.nn.Dropout(0.5), torch.ones(2, 8)
+        >>> with KeyedRandomness(torch.tensor(7)):
+        ...     one = layer(x)
+        >>> with KeyedRandomness(torch.tensor(7)):
+        ...     other = layer(x)
+        >>> torch.equal(one, other) and 0 < one.mean() < 2
+        tensor(True)
+    """
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self._key = key
+        self._stream = 0
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Draw by the key, or do as torch does."""
+        own = _KEYED.get(function)
+        return own(self, *args, **(kwargs or {})) if own is not None else function(*args, **(kwargs or {}))
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        """The numbers of the next call of a random layer."""
+        self._stream += 1
+        return uniform(self._key, self._stream, shape)
+
+    def _kept(self, x: Tensor, p: float, spatial: int = 0) -> Tensor:
+        """Which numbers are kept, as 0 and 1; with ``spatial`` dimensions whole channels are."""
+        shape = x.shape[: x.dim() - spatial]
+        return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """As `torch.nn.functional.dropout`."""
+        if not training or p == 0:
+            return input
+        return _given(input, input * (self._kept(input, p) / (1 - p) if p < 1 else 0.0), inplace)
+
+    def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """As `torch.nn.functional.dropout1d` to ``dropout3d``, with a dimension of samples."""
+        if not training or p == 0:
+            return input
+        return _given(input, input * (self._kept(input, p, input.dim() - 2) / (1 - p) if p < 1 else 0.0), inplace)
+
+    def alpha_dropout(self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
+        return self._alpha(input, p, training, inplace, 0)
+
+    def channel_alpha_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Tensor:
+        """As `torch.nn.functional.feature_alpha_dropout`."""
+        return self._alpha(input, p, training, inplace, input.dim() - 2)
+
+    def _alpha(self, x: Tensor, p: float, training: bool, inplace: bool, spatial: int) -> Tensor:
+        if not training or p == 0:
+            return x
+        alpha = 1.7580993408473766
+        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+        kept = self._kept(x, p, spatial)
+        return _given(x, (x * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As `torch.nn.functional.scaled_dot_product_attention`; with dropout, in plain products."""
+        if not dropout_p:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(
+                scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not(), -torch.inf
+            )
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self.dropout(scores.softmax(dim=-1), dropout_p) @ value
+
+    def rand_like(self, input: Tensor, **kwargs: Any) -> Tensor:
+        """As `torch.rand_like`."""
+        return self.uniform(input.shape).to(kwargs.get("dtype") or input.dtype)
+
+    def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
+        """As `torch.bernoulli`."""
+        return (self.uniform(input.shape) < (input if p is None else p)).to(input.dtype)
+
+    def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
+        """As `torch.Tensor.bernoulli_`."""
+        return input * 0 + self.bernoulli(input, p)
+
+
+def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
+    return input.copy_(output) if inplace else output
+
+
+_KEYED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.dropout: KeyedRandomness.dropout,
+    F.dropout1d: KeyedRandomness.channel_dropout,
+    F.dropout2d: KeyedRandomness.channel_dropout,
+    F.dropout3d: KeyedRandomness.channel_dropout,
+    F.alpha_dropout: KeyedRandomness.alpha_dropout,
+    F.feature_alpha_dropout: KeyedRandomness.channel_alpha_dropout,
+    F.scaled_dot_product_attention: KeyedRandomness.attention,
+    torch.rand_like: KeyedRandomness.rand_like,
+    torch.bernoulli: KeyedRandomness.bernoulli,
+    Tensor.bernoulli_: KeyedRandomness.bernoulli_,
+}
