@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.protocol import EmbedsInputs, StatesLoss
 from lightning_fcl.methods.projection import flatten, unflatten
+from lightning_fcl.methods.random_layers import without_advancing
 
 _CHUNK = 256  # samples that are predicted at once
 
@@ -152,7 +153,7 @@ def loss_of(module: L.LightningModule) -> LossOf:
     """``loss_of(x, y)``: the module's mean ``sample_loss`` on samples. See `Step`."""
 
     def mean_loss(x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None) -> Tensor:
-        with isolate_rng():
+        with isolate_rng(), without_advancing():
             return _mean_loss(module, params or {}, x, y, loss)
 
     return mean_loss
@@ -164,7 +165,7 @@ def output_of(module: L.LightningModule, network: nn.Module | None = None, prefi
     def output(x: Any) -> Tensor:
         buffers = {f"{prefix}{name}": value.clone() for name, value in module.named_buffers()}
         precision = module.trainer.precision_plugin
-        with isolate_rng(), precision.train_step_context():
+        with isolate_rng(), without_advancing(), precision.train_step_context():
             result: Tensor = functional_call(
                 network or module, buffers, (precision.convert_input(x.to(module.device)),)
             )

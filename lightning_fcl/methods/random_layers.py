@@ -1,8 +1,10 @@
-"""Random layers whose draws depend on a client's key alone, so that clients side by side draw what each would alone."""
+"""Random layers that draw by a client's key: side by side it has the numbers that it would have alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +31,7 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
         >>> torch.equal(uniform(key, 0, (3, 2))[:2], uniform(key, 0, (2, 2)))
         True
     """
-    numel = 1
-    for size in shape:
-        numel *= size
-    counter = torch.arange(1, numel + 1, device=key.device) * _STEP
+    counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
     # 24 bits: as many as a float holds.
     drawn: Tensor = _shifted(value, 40).to(torch.float32) * 2.0**-24
@@ -43,7 +42,8 @@ def _mixed(value: Tensor) -> Tensor:
     """The finalizer of SplitMix64, as in `lightning_fcl.randomness`, on signed numbers."""
     value = (value ^ _shifted(value, 30)) * _FIRST
     value = (value ^ _shifted(value, 27)) * _SECOND
-    return value ^ _shifted(value, 31)
+    result: Tensor = value ^ _shifted(value, 31)
+    return result
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
@@ -75,6 +75,15 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key
         self._stream = 0
+
+    def __enter__(self) -> KeyedRandomness:
+        _ENTERED.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _ENTERED.pop()
 
     def __torch_function__(
         self,
@@ -164,12 +173,26 @@ class KeyedRandomness(TorchFunctionMode):
 
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
         """As `torch.Tensor.bernoulli_`."""
-        return input * 0 + self.bernoulli(input, p)
+        return input.copy_(self.bernoulli(input, p))
 
 
 def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:
     return input.copy_(output) if inplace else output
 
+
+@contextmanager
+def without_advancing() -> Iterator[None]:
+    """What is drawn here by a key is drawn once more by what comes after: a look aside changes no draw."""
+    entered = _ENTERED[-1:]
+    streams = [mode._stream for mode in entered]
+    try:
+        yield
+    finally:
+        for mode, stream in zip(entered, streams, strict=True):
+            mode._stream = stream
+
+
+_ENTERED: list[KeyedRandomness] = []
 
 _KEYED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.dropout: KeyedRandomness.dropout,

@@ -19,7 +19,7 @@ from lightning_fcl.federation.protocol import Batch, Start, Trained, Vectorizabl
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
-from lightning_fcl.methods.random_layers import KeyedRandomness
+from lightning_fcl.methods.random_layers import KeyedRandomness, without_advancing
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
 from lightning_fcl.simulation.sequential import layer_keys, recall_keys, step_keys
@@ -170,22 +170,25 @@ class VectorizedTrainer:
         state = {**params, **rest}
 
         def outputs(x: Tensor) -> Tensor:
-            result: Tensor = functional_call(self._module, state, (x,))
+            with without_advancing():
+                result: Tensor = functional_call(self._module, state, (x,))
             return result
 
         def features(x: Tensor) -> Tensor:
             named = {f"{Embedding.prefix}{name}": value for name, value in state.items()}
-            result: Tensor = functional_call(Embedding(self._module), named, (x,))
+            with without_advancing():
+                result: Tensor = functional_call(Embedding(self._module), named, (x,))
             return result
 
         def loss_of(
             x: Tensor, y: Tensor, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
         ) -> Tensor:
-            output = functional_call(self._module, {**state, **(params or {})}, (x,))
+            with without_advancing():
+                output = functional_call(self._module, {**state, **(params or {})}, (x,))
             return (loss or self._loss.sample_loss)(output, y).mean()
 
         with KeyedRandomness(key):
-            output, one = outputs(x), torch.ones((), device=weight.device)
+            output, one = functional_call(self._module, state, (x,)), torch.ones((), device=weight.device)
             step = Step(params, received, x, output, teacher_of(self._module), outputs, features, loss_of, weight, y)
             steps = [
                 replace(step, recalled=samples, recalled_weight=real)

@@ -267,7 +267,7 @@ class Doubles(Method):
 def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated"), make_task()
     by_hand = ByHand(stream)
-    fit(task, stream, [metrics, by_hand], swarm=Swarm(missing={"1": [2, 3]}), cohort_size=1)
+    fit(task, stream, [metrics, by_hand], swarm=Swarm(missing={"1": [2, 3]}), cohort_size=1, local_epochs=3)
     correct = metrics.record["rounds"][-1]["correct"]
     assert correct["1"] == by_hand.rounds[-1]["1"] != correct["server"]
     assert correct["0"] == correct["2"] == correct["server"] == by_hand.rounds[-1]["server"]

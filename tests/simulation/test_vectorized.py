@@ -131,8 +131,7 @@ def clients_per_step(fit, stream, task, **options):
 
 def test_auto_chooses(fit, make_stream, make_task):
     assert clients_per_step(fit, make_stream(), make_task()) > 1
-    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
-    assert clients_per_step(fit, make_stream(), make_task(model=dropout)) == 1
+    assert clients_per_step(fit, make_stream(), make_task(model=dropping())) > 1
     assert automatic_size(make_task(model=nn.Linear(1000, 1000))) == 1
 
 
@@ -201,9 +200,10 @@ class Tied(nn.Module):
         return self.decode(torch.relu(self.encode(x)))[:, :4]
 
 
-class Dropping(nn.Linear):
+class Noisy(nn.Linear):
     def forward(self, x):
-        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+        output = super().forward(x)
+        return output + torch.randn(output.shape) if self.training else output
 
 
 class Recurrent(nn.LSTM):
@@ -221,7 +221,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("model", [Dropping(6, 4), Recurrent(6, 4), Counting(6, 4)])
+@pytest.mark.parametrize("model", [Noisy(6, 4), Recurrent(6, 4), Counting(6, 4)])
 def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
     auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
     assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
@@ -250,7 +250,56 @@ def test_the_logged_loss_does_not_depend_on_the_cohort(fit, make_stream, make_ta
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+def dropping():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.AlphaDropout(0.2), nn.Linear(8, 4)
+    )
+
+
+@pytest.mark.parametrize("methods", ["none", "FLwF-2T", "DER++", "Replay", "MAS", "FedProto"])
+def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, methods):
+    states, first = [], []
+    for size in (1, 3, "auto"):
+        torch.manual_seed(1)
+        model = nn.Sequential(dropping()) if methods != "FedProto" else WithFeatures()
+        task = make_task(model=model)
+        trainer = fit(task, make_stream(partition="dirichlet"), METHODS[methods](), cohort_size=size, seed=0)
+        assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
+        states.append(task.state_dict())
+    assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
+
+
+class WithFeatures(nn.Module):
+    """Dropout in front of the features, and behind them."""
+
+    features = 8
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 8), nn.Dropout(0.2)), nn.Linear(8, 4)
+
+    def embed(self, x):
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, make_task):
+    masks = []
+
+    class Look(nn.Dropout):
+        def forward(self, x):
+            output = super().forward(x)
+            if self.training:
+                masks.append(tuple((output == 0).flatten().tolist()))
+            return output
+
+    model = nn.Sequential(nn.Linear(6, 32), Look(0.5), nn.Linear(32, 4))
+    fit(make_task(model=model), make_stream(samples_per_round=8), cohort_size=1, local_epochs=2, seed=0)
+    assert len(set(masks)) == len(masks) > 20
+
+
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
-    dropout = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 4))
-    fit(make_task(model=dropout), make_stream(), cohort_size=3, max_epochs=1)
+    fit(make_task(model=Noisy(6, 4)), make_stream(), cohort_size=3, max_epochs=1)
     assert "Random layers draw other numbers in a cohort" in caplog.text
