@@ -48,7 +48,8 @@ def _mixed(value: Tensor) -> Tensor:
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros."""
-    return (value >> bits) & (2 ** (64 - bits) - 1)
+    shifted: Tensor = (value >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 class KeyedRandomness(TorchFunctionMode):

@@ -258,12 +258,13 @@ def dropping():
 
 @pytest.mark.parametrize("methods", ["none", "FLwF-2T", "DER++", "Replay", "MAS", "FedProto"])
 def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, methods):
-    states, first = [], []
+    states = []
     for size in (1, 3, "auto"):
         torch.manual_seed(1)
         model = nn.Sequential(dropping()) if methods != "FedProto" else WithFeatures()
         task = make_task(model=model)
-        trainer = fit(task, make_stream(partition="dirichlet"), METHODS[methods](), cohort_size=size, seed=0)
+        stream = make_stream(partition="dirichlet", clients=7)
+        trainer = fit(task, stream, METHODS[methods](), cohort_size=size, seed=0)
         assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
         states.append(task.state_dict())
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
@@ -297,7 +298,7 @@ def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, m
 
     model = nn.Sequential(nn.Linear(6, 32), Look(0.5), nn.Linear(32, 4))
     fit(make_task(model=model), make_stream(samples_per_round=8), cohort_size=1, local_epochs=2, seed=0)
-    assert len(set(masks)) == len(masks) > 20
+    assert len(set(masks)) == len(masks) > 10
 
 
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
