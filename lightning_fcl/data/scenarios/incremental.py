@@ -67,17 +67,23 @@ class ClassIncremental(Scenario):
                 f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
                 "others. Take one experience, or `DomainIncremental` with the `group` of each sample."
             )
-        parts, tasks, shared = {}, {}, None
-        for position, (client, indices) in enumerate(pool.clients.items()):
-            order = _order_of(client, self.class_order, pool.classes, "class_order")
-            if self.order_per_client or isinstance(self.class_order, Mapping):
-                own = seed + 1 + position
-                parts[client], tasks[client] = _class_experiences(indices, pool.y, self.experiences, order, own)
-                continue
-            everything = np.sort(np.concatenate(list(pool.clients.values())))
-            shared = shared or _class_experiences(everything, pool.y, self.experiences, order, seed)
-            parts[client] = [np.intersect1d(indices, whole, assume_unique=True) for whole in shared[0]]
-            tasks[client] = shared[1]
+        parts, tasks = {}, {}
+        if self.order_per_client or isinstance(self.class_order, Mapping):
+            for position, (client, rows) in enumerate(pool.clients.items()):
+                order = _order_of(client, self.class_order, pool.classes, "class_order")
+                tasks[client] = _class_experiences(pool.y[rows], self.experiences, order, seed + 1 + position)
+                parts[client] = [rows[np.isin(pool.y[rows], group)] for group in tasks[client]]
+        else:
+            order = _order_of("", self.class_order, pool.classes, "class_order")
+            everyone = np.concatenate(list(pool.clients.values()))
+            tasks = dict.fromkeys(pool.clients, _class_experiences(pool.y[everyone], self.experiences, order, seed))
+            groups = next(iter(tasks.values()))
+            experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)  # of each class
+            for number, group in enumerate(groups):
+                experience[list(group)] = number
+            for client, indices in pool.clients.items():
+                rows = np.sort(indices)
+                parts[client] = [rows[experience[pool.y[rows]] == number] for number in range(len(groups))]
         return _plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
 
 
@@ -128,14 +134,9 @@ class DomainIncremental(Scenario):
         return _plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
-def _class_experiences(
-    indices: IntArray, y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int
-) -> tuple[list[IntArray], Groups]:
-    """The samples and the classes of each experience, as Avalanche cuts the classes, in an order or one it draws."""
-    require("avalanche", "cuts classes into experiences")
-    from avalanche.benchmarks import nc_benchmark
-
-    classes = np.unique(y[indices])
+def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Sequence[int] | None, seed: int) -> Groups:
+    """The classes of each experience, as Avalanche cuts them, in an order or one it draws."""
+    classes = np.unique(y)
     sizes = None if isinstance(experiences, int) else list(experiences)
     if isinstance(experiences, int) and (experiences < 1 or len(classes) % experiences):
         raise ValueError(
@@ -147,6 +148,11 @@ def _class_experiences(
         )
     if order is not None and (len(set(order)) < len(order) or not set(classes.tolist()) <= set(order)):
         raise ValueError(f"Expected `class_order` to order all classes {classes.tolist()} but got {list(order)}.")
+    if experiences == 1 or sizes == [len(classes)]:
+        return [tuple(classes.tolist())]
+    require("avalanche", "cuts classes into experiences")
+    from avalanche.benchmarks import nc_benchmark
+
     # Avalanche wants classes 0..C-1, and looks at every sample: one of each class is enough to decide over them.
     numbers = torch.arange(len(classes))
     data = TensorDataset(numbers, numbers)
@@ -162,11 +168,10 @@ def _class_experiences(
             fixed_class_order=given,
             per_exp_classes=dict(enumerate(sizes)) if sizes is not None else None,
         )
-    groups = [
+    return [
         tuple(sorted(classes[list(experience.classes_in_this_experience)].tolist()))
         for experience in benchmark.train_stream
     ]
-    return [indices[np.isin(y[indices], group)] for group in groups], groups
 
 
 def _domain_experiences(indices: IntArray, group: IntArray, order: Sequence[int]) -> tuple[list[IntArray], Groups]:
@@ -190,7 +195,10 @@ def _plan(
     each = scenario.rounds_per_experience
     shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
     last = max(len(own) for own in parts.values())
-    train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
+    if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds
+        train = [current for number in range(last) for current in [_round(scenario, shuffled, number, 0)] * each]
+    else:
+        train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
     return Plan(
         train=with_history(train, scenario.history),
         experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
