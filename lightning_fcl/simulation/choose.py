@@ -130,8 +130,6 @@ def why_not_vectorized(
         return reason
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
-        return "gradient clipping by norm would clip all clients together"
     if trainer.precision != "32-true":
         return f'the precision is "{trainer.precision}"'
     return _watching(module, stream) or _trial(module, optimizer, stream)

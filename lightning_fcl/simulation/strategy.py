@@ -177,6 +177,8 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         """Refuse what a federation cannot honour, then set up as any strategy."""
+        if type(self.precision_plugin) is Precision:
+            self.precision_plugin = _ClippingClients(self.federation)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             check_trainer(trainer, len(self.parallel_devices))
@@ -247,6 +249,25 @@ class FederatedStrategy(SingleDeviceStrategy):
                 tensor.data = state[name].to(tensor.device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()
+
+
+class _ClippingClients(Precision):
+    """Full precision, in which clients that train side by side are clipped by norm each on its own."""
+
+    def __init__(self, federation: Federation) -> None:
+        super().__init__()
+        self._federation = federation
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        trainer = self._federation.trainer
+        if trainer is None or trainer.optimizer is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # as `torch.nn.utils.clip_grad_norm_` has it
+        for gradient in gradients:
+            gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
 
 
 class _Rounds(Callback):

@@ -152,8 +152,6 @@ def test_a_cohort_that_cannot_be_is_refused_with_the_reason(fit, make_stream, ma
         fit(make_task(**change), make_stream(), cohort_size=4)
     with pytest.raises(ValueError, match="each client keeps its optimizer"):
         fit(make_task(), make_stream(), cohort_size=4, keep_optimizer=True)
-    with pytest.raises(ValueError, match="clipping by norm"):
-        fit(make_task(), make_stream(), cohort_size=4, trainer_args={"gradient_clip_val": 1.0})
 
 
 def test_a_method_that_changes_the_gradient_trains_one_by_one(fit, make_stream, make_task):
@@ -268,6 +266,19 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
         assert (trainer.strategy.federation.trainer.clients_at_once > 1) == (size != 1)
         states.append(task.state_dict())
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("clip", [0.02, 0.3])
+def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algorithm, clip):
+    states = []
+    for size, value in ((1, clip), (3, clip), ("auto", clip), (1, None)):
+        task = make_task()
+        options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        fit(task, make_stream(partition="dirichlet"), cohort_size=size, seed=0, trainer_args=options)
+        states.append(task.state_dict())
+    assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
+    assert difference(states[0], states[3]) > 1e-4
 
 
 class WithFeatures(nn.Module):
