@@ -118,17 +118,22 @@ class RoundLoader:
     def _planned(self, names: Sequence[str], round: int) -> _CohortWork:
         """The local training of some clients, those with most batches first."""
         stream, parts = self.stream, self.stream.client_rounds(names, round)
-        epochs = (
-            np.full(len(names), self.epochs) if isinstance(self.epochs, int) else np.array([*map(self.epochs, parts)])
-        )
-        extra = [self.rehearsed(part) for part in parts] if self.rehearsed is not None else [[]] * len(names)
-        remembered = np.array([number_of(samples) for samples in extra])
+        if isinstance(self.epochs, int):
+            epochs = np.full(len(names), self.epochs)
+        else:
+            epochs = np.array([self.epochs(part) for part in parts])
+        extra: list[Any] = [[]] * len(names) if self.rehearsed is None else [self.rehearsed(part) for part in parts]
+        remembered = None if self.rehearsed is None else np.array([number_of(samples) for samples in extra])
         batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
         index, lengths = plan_cohort(parts.samples, epochs, batching, order_keys(self.seed, names, round), remembered)
-        order = np.argsort(-np.count_nonzero(lengths, axis=1), kind="stable")
-        parts = stream.client_rounds([names[i] for i in order], round, remembered[order])
-        rows = [stream.plan.train[round][client] for client in parts.clients]
-        return _CohortWork(parts, rows, [extra[i] for i in order], epochs[order], index[order], lengths[order])
+        steps = np.count_nonzero(lengths, axis=1)
+        if remembered is not None or (steps[1:] > steps[:-1]).any():
+            order = np.argsort(-steps, kind="stable")
+            names, extra = [names[i] for i in order], [extra[i] for i in order]
+            epochs, index, lengths = epochs[order], index[order], lengths[order]
+            parts = stream.client_rounds(names, round, None if remembered is None else remembered[order])
+        rows = [stream.plan.train[round][client] for client in names]
+        return _CohortWork(parts, rows, extra, epochs, index, lengths)
 
     def _in_memory(self, cohorts: Sequence[Sequence[str]], round: int) -> Iterator[_Step]:
         """The steps of a round whose samples are in memory, all of a cohort's taken at once."""
