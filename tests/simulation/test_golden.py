@@ -1,8 +1,8 @@
 """Golden results: from here on, other numbers of a default run are a defect.
 
-`golden.json` has a few numbers of every entry after some tiny runs. They are compared to 1e-5, since bits differ from one
-kind of CPU to another; two runs on one machine must agree to the bit. Only a change that is meant to change numbers may
-write the file anew (`python tests/simulation/test_golden.py`), and the changelog says so.
+`golden.json` has a few numbers of every entry after some tiny runs. They are compared to 1e-5, since bits differ from
+one kind of CPU to another; two runs on one machine must agree to the bit. Only a change that is meant to change numbers
+may write the file anew (`python tests/simulation/test_golden.py`), and the changelog says so.
 """
 
 import json
