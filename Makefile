@@ -42,6 +42,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py
+	$(BIN)/python benchmarks/many_clients.py
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/fedvit_step.py

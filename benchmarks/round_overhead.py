@@ -155,15 +155,17 @@ def main():
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--digits", action="store_true", help="leave the HAR-CNN out, which takes minutes")
+    parser.add_argument("--quick", action="store_true", help="few rounds of digits, to try the script out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repeats, A B A B")
-    compare("100 x 15 digits, MLP", digits_case(100, 4), 60, options.repeats)
-    compare("100 x 15, one batch", digits_case(100, 15), 200, options.repeats, vectorized=True)
-    compare("1,000 x 15, one batch", digits_case(1000, 15), 20, options.repeats, vectorized=True)
-    if options.digits:
+    repeats, few = (1, 10) if options.quick else (options.repeats, 1)
+    compare("100 x 15 digits, MLP", digits_case(100, 4), 60 // few, repeats)
+    compare("100 x 15, one batch", digits_case(100, 15), 200 // few, repeats, vectorized=True)
+    compare("1,000 x 15, one batch", digits_case(1000, 15), 20 // few, repeats, vectorized=True)
+    if options.digits or options.quick:
         return
     compare("20 x 600 windows, HAR-CNN", har_case(), 1, max(2, options.repeats // 2))
 

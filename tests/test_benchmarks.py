@@ -1,0 +1,34 @@
+"""Benchmarks run, and measure the same thing on both sides: at sizes that say nothing about speed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+RUNS = {
+    "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
+    "many_clients": (["--clients", "20"], ["20 clients: set-up"]),
+    "projection": (["--quick"], ["project on 10", "wasserstein"]),
+    "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),
+    "reservoir": (["--quick"], ["| forward", "one IncFed round", "memory to add"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_runs(name, tmp_path):
+    if name == "reservoir":
+        pytest.importorskip("reservoirpy")
+    options, expected = RUNS[name]
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *options]
+    command += ["--out", str(tmp_path)] if name == "reservoir" else []
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for text in expected:
+        assert text in result.stdout
+
+
+def test_every_benchmark_is_tried():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(RUNS)
