@@ -196,7 +196,8 @@ def _plan(
     shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
     last = max(len(own) for own in parts.values())
     if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds
-        train = [current for number in range(last) for current in [_round(scenario, shuffled, number, 0)] * each]
+        whole = [_round(scenario, shuffled, number, 0) for number in range(last)]
+        train = [dict(current) for current in whole for _ in range(each)]
     else:
         train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
     return Plan(
