@@ -67,24 +67,27 @@ class ClientRounds(Sequence[ClientRound]):
     """The parts of several clients in a round, each made when it is asked for: most rounds ask for none.
 
     Args:
+        round: The round.
         clients: The clients' ids.
         samples: Number of samples of each, shape (clients,).
         make: Makes the part of a client, its rehearsed samples left out.
         rehearsed: Number of remembered samples that join those of each client; None: none.
 
     Example:
-        >>> parts = ClientRounds(["a", "b"], np.array([3, 4]), lambda client: ClientRound(client, round=0))
+        >>> parts = ClientRounds(0, ["a", "b"], np.array([3, 4]), lambda client: ClientRound(client, round=0))
         >>> parts[1].client, [part.client for part in parts], parts.trained
         ('b', ['a', 'b'], array([3, 4]))
     """
 
     def __init__(
         self,
+        round: int,
         clients: Sequence[str],
         samples: NDArray[np.int64],
         make: Callable[[str], ClientRound],
         rehearsed: NDArray[np.int64] | None = None,
     ) -> None:
+        self.round = round
         self.clients = clients
         self.samples = samples
         self.rehearsed = rehearsed
@@ -95,7 +98,12 @@ class ClientRounds(Sequence[ClientRound]):
     def of(cls, parts: Sequence[ClientRound]) -> ClientRounds:
         """Those that are there already."""
         known = {part.client: part for part in parts}
-        return cls(list(known), np.array([part.samples for part in parts], dtype=np.int64), known.__getitem__)
+        return cls(
+            parts[0].round if parts else 0,
+            list(known),
+            np.array([part.samples for part in parts], dtype=np.int64),
+            known.__getitem__,
+        )
 
     @property
     def trained(self) -> NDArray[np.int64]:

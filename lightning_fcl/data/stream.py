@@ -278,9 +278,8 @@ class FederatedStream(L.LightningDataModule):
 
     def client_rounds(self, clients: Sequence[str], round: int, rehearsed: IntArray | None = None) -> ClientRounds:
         """The parts of several clients in a round, each made when it is asked for."""
-        rows = self.plan.train[round]
-        samples = np.array([len(rows[client]) for client in clients], dtype=np.int64)
-        return ClientRounds(clients, samples, lambda client: self.client_round(client, round), rehearsed)
+        samples = np.array([len(self.plan.train[round][client]) for client in clients], dtype=np.int64)
+        return ClientRounds(round, clients, samples, lambda client: self.client_round(client, round), rehearsed)
 
     # Loaders, as any LightningDataModule has them.
 

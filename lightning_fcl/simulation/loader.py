@@ -139,15 +139,14 @@ class RoundLoader:
         """The steps of a round whose samples are in memory, all of a cohort's taken at once."""
         for number, names in enumerate(cohorts):
             work = self._planned(names, round)
-            pool = self.stream.take(np.concatenate(work.rows))
-            ends = work.parts.samples.cumsum()
-            samples = partial(_between, pool, ends - work.parts.samples, ends)
-            places = torch.from_numpy(work.places())
-            with_remembered = joined([pool, *filter(number_of, work.extra)]) if work.remembers else pool
-            shares = torch.from_numpy(work.shares())
+            rows, places, shares = np.concatenate(work.rows), work.places(), torch.from_numpy(work.shares())
+            take: Callable[[IntArray], Any] = partial(_rows_of, self.stream, rows)
+            if work.remembers or work.epochs.max() > 1:  # most samples are seen again
+                pool = joined([self.stream.take(rows), *filter(number_of, work.extra)])
+                take = partial(_places_in, pool)
+            samples = partial(_own_samples, self.stream, work.rows)
             for step, width in enumerate(work.lengths.max(axis=0).tolist()):
-                chosen = places[:, step, :width] if self.stacked else places[0, step, :width]
-                batch = next(batches(with_remembered, [chosen]))
+                batch = take(places[:, step, :width] if self.stacked else places[0, step, :width])
                 yield number, work, samples, step, batch, shares[:, step, :width] if self.stacked else None
 
     def _read(self, cohorts: Sequence[Sequence[str]], round: int) -> Iterator[_Step]:
@@ -249,8 +248,16 @@ class _CohortWork:
 _Step: TypeAlias = tuple[int, _CohortWork, Callable[[int], Any], int, Any, Tensor | None]
 
 
-def _between(pool: Sequence[Tensor], starts: IntArray, ends: IntArray, row: int) -> list[Tensor]:
-    return [column[starts[row] : ends[row]] for column in pool]
+def _rows_of(stream: FederatedStream, rows: IntArray, places: IntArray) -> Any:
+    return stream.take(rows[places])
+
+
+def _places_in(pool: Any, places: IntArray) -> Any:
+    return next(batches(pool, [torch.from_numpy(places)]))
+
+
+def _own_samples(stream: FederatedStream, rows: Sequence[IntArray], row: int) -> Any:
+    return stream.take(rows[row])
 
 
 def _read_once(readers: Sequence[Callable[[], Any]], row: int) -> Any:

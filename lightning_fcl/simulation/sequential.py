@@ -67,13 +67,13 @@ class SequentialTrainer:
             start.optimizers,
         )
         self._client_round, self._steps = client_round, 0
-        self._keys = layer_keys(self._seed, [client_round])
+        self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
         restore_optimizer(self._optimizer, optimizer)
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
-            recalls = Recalls(self._methods, [memories], partial(recall_keys, self._seed, [client_round]))
+            recalls = Recalls(self._methods, [memories], partial(client_keys, self._seed, [client_round], "recall"))
             driver_of(self._module.trainer).begin(memories, state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
@@ -110,15 +110,11 @@ class SequentialTrainer:
         self._client_round = None
 
 
-def recall_keys(seed: int, client_rounds: Sequence[ClientRound], section: str) -> Keys:
-    """What the samples depend on that a method recalls for some clients in a round."""
-    return keys_of(seed, [part.client for part in client_rounds], client_rounds[0].round, "recall", section)
-
-
-def layer_keys(seed: int, client_rounds: Sequence[ClientRound]) -> Keys:
-    """What the draws of random layers depend on when some clients train in a round, beside the step."""
-    clients = client_rounds.clients if isinstance(client_rounds, ClientRounds) else [p.client for p in client_rounds]
-    return keys_of(seed, clients, client_rounds[0].round, "layers")
+def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:
+    """What some clients' draws depend on in a round: those of their random layers, and what methods recall for them."""
+    if isinstance(client_rounds, ClientRounds):
+        return keys_of(seed, client_rounds.clients, client_rounds.round, *of)
+    return keys_of(seed, [part.client for part in client_rounds], client_rounds[0].round, *of)
 
 
 def step_keys(keys: Keys, step: int) -> Tensor:

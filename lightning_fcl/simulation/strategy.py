@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -178,7 +179,7 @@ class FederatedStrategy(SingleDeviceStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = _ClippingClients(self.federation)
+            self.precision_plugin = _Stacked(self.federation)
         super().setup(trainer)
         if trainer.state.fn == "fit":
             check_trainer(trainer, len(self.parallel_devices))
@@ -251,12 +252,22 @@ class FederatedStrategy(SingleDeviceStrategy):
         self.federation.forget_server()
 
 
-class _ClippingClients(Precision):
-    """Full precision, in which clients that train side by side are clipped by norm each on its own."""
+class _Stacked(Precision):
+    """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm."""
 
     def __init__(self, federation: Federation) -> None:
         super().__init__()
         self._federation = federation
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        trainer = self._federation.trainer
+        if trainer is None or trainer.optimizer is None:
+            super().backward(tensor, model, *args, **kwargs)
+            return
+        params = list(self.main_params(trainer.optimizer))
+        # Not `tensor.backward()`, which copies each gradient that does not lie in memory as its parameter does.
+        for parameter, gradient in zip(params, torch.autograd.grad(tensor, params, allow_unused=True), strict=True):
+            parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         trainer = self._federation.trainer

@@ -22,7 +22,7 @@ from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.random_layers import KeyedRandomness, without_advancing
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
-from lightning_fcl.simulation.sequential import layer_keys, recall_keys, step_keys
+from lightning_fcl.simulation.sequential import client_keys, step_keys
 
 
 class VectorizedTrainer:
@@ -67,7 +67,7 @@ class VectorizedTrainer:
         own = set(entries(self._module))
         self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self._params}
         self._kept = start.memories
-        self._keys = layer_keys(self._seed, start.client_rounds)
+        self._keys = client_keys(self._seed, start.client_rounds, "layers")
         self._begin_methods(start)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
@@ -100,7 +100,9 @@ class VectorizedTrainer:
         self._memories = [stack_common([own[i] for own in start.memories]) for i in used]
         self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
         memories = [[own[i] for i in used] for own in start.memories] if used else []
-        self._recalls = Recalls(self._methods, memories, partial(recall_keys, self._seed, start.client_rounds))
+        self._recalls = Recalls(
+            self._methods, memories, partial(client_keys, self._seed, start.client_rounds, "recall")
+        )
 
     def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor:
         """The clients' losses, added up."""
