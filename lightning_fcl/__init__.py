@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_fcl.door import MovedModules, lazy_names, register_strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from lightning_fcl.data.stream import FederatedStream as FederatedStream

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
@@ -168,6 +169,7 @@ def write_table(
     columns = list(metrics or in_paper or every)
     lines = [[row, *(_cell(name, r.get(name)) for name in columns)] for row, r in table.items()]
     note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
+    note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *(_title(name) for name in columns)], lines)}\n\n{note}\n"
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
