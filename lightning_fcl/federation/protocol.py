@@ -110,6 +110,14 @@ class LocalTrainer(Protocol):
 
 
 @runtime_checkable
+class TakesGradients(Protocol):
+    """A local trainer that tells its clients' gradients, stacked, in place of a backward pass through the loss."""
+
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """Those of the step whose loss is given, of all that `LocalTrainer.optimizer` steps, in its order."""
+
+
+@runtime_checkable
 class FederationView(Protocol):
     """What methods and callbacks may see of a running federation, and the little that they may change."""
 

@@ -167,7 +167,8 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             trainer = VectorizedTrainer(copied, [], with_parameters(optimizer, twins), 2, seed=0)
             trainer.begin(Start([ClientRound("", 0)] * 2, [state, state], [[], []], [{}, {}]))
-            trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, randomness="error")
+            keys = torch.zeros(2, dtype=torch.long, device=module.device)
+            trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, keys, randomness="error")
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             return RANDOM if "randomness" in text else f"vectorising it fails ({text})"

@@ -24,6 +24,7 @@ from lightning_fcl.federation.aggregation import Reduction, State, entries, redu
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.protocol import TakesGradients
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import start_randomness
@@ -260,18 +261,17 @@ class _Stacked(Precision):
         self._federation = federation
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        trainer = self._federation.trainer
-        if trainer is None or trainer.optimizer is None:
+        trainer: object = self._federation.trainer
+        if not isinstance(trainer, TakesGradients):
             super().backward(tensor, model, *args, **kwargs)
             return
-        params = list(self.main_params(trainer.optimizer))
-        # Not `tensor.backward()`, which copies each gradient that does not lie in memory as its parameter does.
-        for parameter, gradient in zip(params, torch.autograd.grad(tensor, params, allow_unused=True), strict=True):
+        optimizer = self._federation.optimizer_in_use
+        for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
             parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        trainer = self._federation.trainer
-        if trainer is None or trainer.optimizer is None:
+        trainer: object = self._federation.trainer
+        if not isinstance(trainer, TakesGradients):
             super().clip_grad_by_norm(optimizer, clip_val)
             return
         gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]

@@ -23,6 +23,7 @@ from lightning_fcl.methods.random_layers import KeyedRandomness, without_advanci
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
 from lightning_fcl.simulation.sequential import client_keys, step_keys
+from lightning_fcl.simulation.traced import TracedStep, is_traceable
 
 
 class VectorizedTrainer:
@@ -58,6 +59,8 @@ class VectorizedTrainer:
         self._seed = seed
         self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
         self._params: dict[str, nn.Parameter] = {}
+        self._traced: dict[tuple[str, ...], TracedStep] = {}  # of the parameters that learn
+        self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
         self._step = 0
 
     def begin(self, start: Start) -> None:
@@ -109,43 +112,81 @@ class VectorizedTrainer:
         if weight is None:
             raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
         x, y = batch
-        losses, task_losses = self.losses(x, y, weight)
+        keys = step_keys(self._keys, self._step).to(x.device)
+        self._step += 1
+        self._known = None
+        if self._methods or not is_traceable(self._module):
+            losses, task_losses = self.losses(x, y, weight, keys)
+        else:
+            learning = tuple(self._params)
+            step = self._traced.setdefault(learning, TracedStep(partial(self._plain_step, learning, tuple(self._rest))))
+            known = step(list(self._params.values()), list(self._rest.values()), [keys, x, y, weight])
+            losses, task_losses, *self._known = known
         samples = (weight > 0).sum(dim=1)
         self._loss.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()
 
-    def losses(self, x: Tensor, y: Tensor, weight: Tensor, randomness: str = "different") -> tuple[Tensor, Tensor]:
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """The clients' gradients, stacked."""
+        if self._known is not None:
+            return self._known
+        # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
+        return torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
+
+    def _plain_step(
+        self,
+        learning: Sequence[str],
+        others: Sequence[str],
+        params: list[Tensor],
+        rest: list[Tensor],
+        batch: list[Tensor],
+    ) -> list[Tensor | None]:
+        """Every client's loss, once more as its task loss, and the gradients: a step without methods."""
+        keys, x, y, weight = batch
+        state = dict(zip((*learning, *others), (*params, *rest), strict=True))
+        losses = self._task_losses(self._outputs(state, keys, x, "different"), y, weight)
+        gradients = torch.autograd.grad(losses.sum(), params, allow_unused=True)
+        return [losses.detach(), losses.detach(), *gradients]
+
+    def _outputs(self, state: State, keys: Tensor, x: Tensor, randomness: str) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
+            outputs: Tensor = vmap(self._output, randomness=randomness)(state, keys, x)
+        return outputs
+
+    def _task_losses(self, outputs: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Outside of vmap, on the samples of all clients in a row, the loss is a single call."""
+        samples = self._loss.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
+        return (samples * weight).sum(dim=1)
+
+    def losses(
+        self, x: Tensor, y: Tensor, weight: Tensor, keys: Tensor, randomness: str = "different"
+    ) -> tuple[Tensor, Tensor]:
         """Every client's loss on its own batch, and its task loss alone, both of shape (clients,).
 
         Args:
             x: Inputs, shape (clients, batch, ...).
             y: Targets, shape (clients, batch, ...).
             weight: Share of each sample in its client's mean, shape (clients, batch).
-            randomness: What random layers do: see `torch.func.vmap`.
+            keys: What each client's random layers draw by, shape (clients,).
+            randomness: What other random layers do: see `torch.func.vmap`.
         """
-        keys = step_keys(self._keys, self._step).to(x.device)
-        self._step += 1
-        scale: Tensor | float = 1.0
-        extra: Tensor | float = 0.0
-        with sdpa_kernel(SDPBackend.MATH):  # vmap runs the fused kernels client by client
-            if not self._methods:
-                outputs = vmap(self._output, randomness=randomness)({**self._params, **self._rest}, keys, x)
-            else:
-                outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
-                    dict(self._params),
-                    self._rest,
-                    self._received,
-                    self._memories,
-                    self._applies,
-                    *self._recalled(weight),
-                    keys,
-                    x,
-                    y,
-                    weight,
-                )
-        # Outside of vmap, on the samples of all clients in a row, the loss is a single call.
-        samples = self._loss.sample_loss(outputs.flatten(0, 1), y.flatten(0, 1)).view_as(weight)
-        task = (samples * weight).sum(dim=1)
+        if not self._methods:
+            task = self._task_losses(self._outputs({**self._params, **self._rest}, keys, x, randomness), y, weight)
+            return task, task
+        with sdpa_kernel(SDPBackend.MATH):
+            outputs, scale, extra = vmap(self._client_output, randomness=randomness)(
+                dict(self._params),
+                self._rest,
+                self._received,
+                self._memories,
+                self._applies,
+                *self._recalled(weight),
+                keys,
+                x,
+                y,
+                weight,
+            )
+        task = self._task_losses(outputs, y, weight)
         return scale * task + extra, task
 
     def _output(self, state: State, key: Tensor, x: Tensor) -> Tensor:
