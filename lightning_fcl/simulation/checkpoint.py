@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.federation.aggregation import hparams_of
@@ -12,6 +14,9 @@ from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.loader import fingerprint
+
+DRAWS = 2
+"""The version of how orders, participation, recalled samples and dropout are drawn: 0.1 drew otherwise."""
 
 
 def fingerprint_of(federation: Federation) -> dict[str, Any]:
@@ -38,20 +43,28 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "swarm": swarm.hparams() if swarm else None,
         "compression": server.compression.hparams() if server.compression else None,
         "seed": federation.seed,
+        "version of draws": DRAWS,
     }
 
 
 def read_checkpoint(read: Callable[[], dict[str, Any]], path: object) -> dict[str, Any]:
     """A checkpoint, if it is a whole one of tensors and plain values.
 
+    torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
+
     Raises:
         ValueError: If it is not.
     """
     try:
+        if is_zipfile(file := str(path)):
+            with ZipFile(file) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise BadZipFile(f"{damaged} has another checksum")
         return read()
     except FileNotFoundError:
         raise
-    except (RuntimeError, EOFError, OSError, KeyError, UnpicklingError) as error:
+    except (RuntimeError, EOFError, OSError, KeyError, UnpicklingError, BadZipFile, zlib.error) as error:
         raise ValueError(
             f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it "
             f"({str(error).splitlines()[0]}). Continue from an earlier one."
@@ -83,7 +96,7 @@ def check_checkpoint(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
             "`every_n_epochs`, not `every_n_train_steps`."
         )
-    then = kept.get("fingerprint", kept.get("belongs_to", {}))  # the second is what 0.1 wrote
+    then = {"version of draws": 1, **kept.get("fingerprint", kept.get("belongs_to", {}))}  # the second: 0.1 wrote it
     other = {name: (value, here[name]) for name, value in then.items() if value != here.get(name)}
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())

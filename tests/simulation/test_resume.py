@@ -14,6 +14,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics, DERpp, FedProto, FedProx, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.simulation.checkpoint import read_checkpoint
 
 
 def equal(left, right):
@@ -103,6 +104,36 @@ def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tm
     (tmp_path / "half.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"Expected a whole checkpoint .* half.ckpt|half.ckpt but could not read it"):
         fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "half.ckpt", **OPTIONS)
+
+
+def test_a_changed_byte_is_found_before_it_is_used(fit, make_stream, make_task, tmp_path):
+    saving = {"enable_checkpointing": True}
+    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
+    whole = (tmp_path / "round-epoch=1.ckpt").read_bytes()
+    expected = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)["state_dict"]
+    generator, refused = torch.Generator().manual_seed(0), 0
+    for place in torch.randint(len(whole), (60,), generator=generator).tolist():
+        (tmp_path / "changed.ckpt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            found = read_checkpoint(
+                lambda: torch.load(tmp_path / "changed.ckpt", weights_only=True), tmp_path / "changed.ckpt"
+            )
+        except ValueError as error:
+            refused += "Expected a whole checkpoint of tensors and plain values at" in str(error)
+            continue
+        assert all(torch.equal(found["state_dict"][name], value) for name, value in expected.items())
+    assert refused > 30  # the others are in the padding between entries
+
+
+def test_a_checkpoint_with_other_draws_is_refused(fit, make_stream, make_task, tmp_path):
+    saving = {"enable_checkpointing": True}
+    fit(make_task(), make_stream(), callbacks(tmp_path), trainer_args=saving, **OPTIONS)
+    checkpoint = torch.load(tmp_path / "round-epoch=1.ckpt", weights_only=True)
+    kept = next(state for state in checkpoint["callbacks"].values() if "fingerprint" in state)
+    del kept["fingerprint"]["version of draws"]  # as 0.1 wrote it
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    with pytest.raises(ValueError, match="is of another: version of draws was 1, is 2"):
+        fit(make_task(), make_stream(), callbacks(), ckpt_path=tmp_path / "older.ckpt", **OPTIONS)
 
 
 def test_a_checkpoint_from_within_a_round_is_refused(fit, make_stream, make_task, tmp_path):
