@@ -82,6 +82,9 @@ class FederatedCLI(LightningCLI):
         parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
         parser.add_class_arguments(Recipe, "recipe")
 
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
+
     @property
     def out(self) -> Path:
         """The run's folder."""
