@@ -59,6 +59,7 @@ class VectorizedTrainer:
         self._seed = seed
         self._made: dict[int, tuple[dict[str, nn.Parameter], Optimizer]] = {}
         self._params: dict[str, nn.Parameter] = {}
+        self._traceable = is_traceable(module)
         self._traced: dict[tuple[str, ...], TracedStep] = {}  # of the parameters that learn
         self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
         self._step = 0
@@ -115,7 +116,7 @@ class VectorizedTrainer:
         keys = step_keys(self._keys, self._step).to(x.device)
         self._step += 1
         self._known = None
-        if self._methods or not is_traceable(self._module):
+        if self._methods or not self._traceable:
             losses, task_losses = self.losses(x, y, weight, keys)
         else:
             learning = tuple(self._params)
