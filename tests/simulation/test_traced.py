@@ -50,8 +50,7 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
     return task.state_dict(), sum(step.traced for step in steps.values())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "optimizer"), [*((kind, "sgd") for kind in MODELS), ("MLP", "adam")])
 def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optimizer):
     torch.manual_seed(0)
     model = MODELS[kind]()
