@@ -17,6 +17,8 @@ __all__ = ["above", "argument", "at_least", "between", "check_fields", "did_you_
 
 Value = TypeVar("Value")
 
+_WHOLE = ("int", int, "int | None", int | None)  # types of fields, as they are or as `annotations` leaves them
+
 # What pip calls the packages that are imported by another name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
 
@@ -184,11 +186,18 @@ def check_fields(instance: DataclassInstance) -> None:
 
     Raises:
         ValueError: If one is; the message names it.
+        TypeError: If one is no number where a range is declared, or no whole one where the field is an `int`.
     """
     for one in fields(instance):
         value = getattr(instance, one.name, None)
-        if "check" in one.metadata and not (value is None and one.default is None):
+        if "check" not in one.metadata or (value is None and one.default is None):
+            continue
+        if one.type in _WHOLE and not isinstance(value, int):
+            raise TypeError(f"Expected `{one.name}` to be a whole number but got {_quoted(value)}.")
+        try:
             one.metadata["check"](**{one.name: value})
+        except TypeError as error:
+            raise TypeError(f"Expected `{one.name}` to be a number but got {_quoted(value)}.") from error
 
 
 def _quoted(value: object) -> str:

@@ -347,9 +347,12 @@ def test_arguments_are_fields_or_those_of_a_constructor():
         ({"strength": -1.0}, "Expected `strength` to be at least 0 but got -1.0."),
         ({"strength": float("nan")}, "Expected `strength` to be at least 0 but got nan."),
         ({"size": 0}, "Expected `size` to be at least 1 but got 0."),
+        ({"size": 1.5}, "Expected `size` to be a whole number but got 1.5."),
+        ({"strength": "much"}, 'Expected `strength` to be a number but got "much".'),
+        ({"strength": None}, "Expected `strength` to be a number but got None."),
         ({"clients": "some"}, 'Expected `clients` to be "all", "unbalanced" or a list of ids but got `some`.'),
     ],
 )
 def test_fields_are_checked(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
         Declared(**arguments)
