@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+_ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
+
 log = logging.getLogger(__name__)
 
 # Rows that are turned to double precision at once: they stay in the cache until they are multiplied.
@@ -172,12 +174,7 @@ class RidgeReadout(nn.Module):
             ValueError: If a number is not finite.
         """
         _check_finite(self.A, self.B)
-        values, vectors = torch.linalg.eigh(square(self.B, self.in_features))
-        projected = self.A @ vectors
-        scales = values.clamp(min=0) + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
-        inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
-        weights: Tensor = (projected * inverse[:, None, :]) @ vectors.t()
-        return weights
+        return _by_eigenvalues(self.A, square(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
@@ -230,7 +227,7 @@ def square(b: Tensor, size: int) -> Tensor:
 
 
 def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """``a (b + beta I)^-1`` in double precision, by Cholesky; by eigenvalues where that is not possible.
+    """``a (b + beta I)^-1`` in double precision: by Cholesky, or by eigenvalues where ``beta`` is lost in rounding.
 
     Args:
         a: Shape (outputs, features).
@@ -246,20 +243,33 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """
     a, b = a.double(), b.double()
     _check_finite(a, b)
-    shifted = b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device)
-    factor, failed = torch.linalg.cholesky_ex(shifted)
-    # Rounding may leave a singular matrix positive: a pivot that is nothing but rounding errors is none.
-    if not failed and factor.diagonal().square().min() > _cut_off(shifted.diagonal()):
-        return torch.cholesky_solve(a.t(), factor).t()
-    log.warning(
-        "B + beta I is not positive definite (beta = %g): solved by eigenvalues, the smallest of them left out. Raise "
-        "`beta` to have one solution only.",
-        beta,
-    )
-    values, vectors = torch.linalg.eigh(shifted)
-    inverse = torch.where(values > _cut_off(values), 1 / values, 0.0)
-    weight: Tensor = (a @ vectors * inverse) @ vectors.t()
-    return weight
+    # Rounding may leave a singular matrix positive: only a regulariser above all rounding errors says that it is none.
+    if beta > _ROUNDING * _cut_off(b.diagonal().sum().expand(len(b))):  # the trace is above all eigenvalues
+        factor, failed = torch.linalg.cholesky_ex(b + beta * torch.eye(len(b), dtype=b.dtype, device=b.device))
+        if not failed:
+            return torch.cholesky_solve(a.t(), factor).t()
+    weights, rank = _by_eigenvalues(a, b, [beta])
+    if rank < len(b):
+        log.warning(
+            "B + beta I is not positive definite (beta = %g): solved by eigenvalues, the smallest of them left out. "
+            "Raise `beta` to have one solution only.",
+            beta,
+        )
+    return weights[0]
+
+
+def _by_eigenvalues(a: Tensor, b: Tensor, betas: Sequence[float]) -> tuple[Tensor, int]:
+    """``a (b + beta I)^-1`` for each beta, shape (betas, outputs, features), and the rank of b.
+
+    An eigenvalue of b that may be nothing but rounding errors counts as 0; without a beta the least solution is taken.
+    """
+    values, vectors = torch.linalg.eigh(b)
+    there = values > _ROUNDING * _cut_off(values)
+    values = torch.where(there, values, 0.0)
+    scales = values + torch.tensor(betas, dtype=torch.float64, device=values.device)[:, None]
+    inverse = torch.where(scales > _cut_off(values), 1 / scales, 0.0)
+    weights: Tensor = ((a @ vectors) * inverse[:, None, :]) @ vectors.t()
+    return weights, int(there.sum())
 
 
 def _check_finite(a: Tensor, b: Tensor) -> None:
@@ -268,5 +278,5 @@ def _check_finite(a: Tensor, b: Tensor) -> None:
 
 
 def _cut_off(values: Tensor) -> Tensor:
-    """Below it an eigenvalue is nothing but rounding errors."""
+    """The size of the rounding errors of eigenvalues."""
     return values.abs().max() * len(values) * torch.finfo(values.dtype).eps
