@@ -162,7 +162,7 @@ def argument(default: Value, check: Callable[..., None], *bounds: object) -> Val
     """A field of a dataclass whose values `check_fields` checks.
 
     Args:
-        default: What it is where nothing is given. None is not checked.
+        default: What it is where nothing is given; a default of None is not checked.
         check: One of the checks above: `at_least`, `above`, `between`, `one_of` or `share`.
         bounds: What the check takes before the argument.
 
