@@ -249,7 +249,7 @@ class Federation:
     @property
     def batching(self) -> Batching:
         """How a client's samples become batches."""
-        return Batching(self.stream.batch_size, self.stream.shuffle, self.stream.drop_last)
+        return there(self.loader, "a fit").batching
 
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""

@@ -78,6 +78,7 @@ class RoundLoader:
         stacked: bool,
     ) -> None:
         self.stream = stream
+        self.batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
         self.current_round = current_round
         self.participation = participation
         self.epochs = epochs
@@ -124,8 +125,8 @@ class RoundLoader:
             epochs = np.array([self.epochs(part) for part in parts])
         extra: list[Any] = [[]] * len(names) if self.rehearsed is None else [self.rehearsed(part) for part in parts]
         remembered = None if self.rehearsed is None else np.array([number_of(samples) for samples in extra])
-        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        index, lengths = plan_cohort(parts.samples, epochs, batching, order_keys(self.seed, names, round), remembered)
+        keys = order_keys(self.seed, names, round)
+        index, lengths = plan_cohort(parts.samples, epochs, self.batching, keys, remembered)
         steps = np.count_nonzero(lengths, axis=1)
         if remembered is not None or (steps[1:] > steps[:-1]).any():
             order = np.argsort(-steps, kind="stable")
