@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +16,11 @@ Keys = NDArray[np.uint64]
 """Keys of a counter-based generator: what `numbers` draws depends on its key and counter alone."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def global_seed() -> int:
+    """The seed of `lightning.seed_everything`; 0 where it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def seed_of(seed: int, *parts: str | int) -> int:

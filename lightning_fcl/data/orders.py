@@ -51,6 +51,31 @@ def permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
     return drawn.argsort(axis=1, kind="stable")
 
 
+def window(key: Keys, remembered: int, size: int, start: int) -> IntArray:
+    """Which of the remembered samples join a batch that is planned for itself: random orders of them, cut in pieces.
+
+    Args:
+        key: What the orders depend on, shape (1,).
+        remembered: How many there are, at least 1.
+        size: How many join, at most all.
+        start: How many have joined before.
+
+    Returns:
+        Shape (size,): in ``remembered`` samples from the first on, and from each multiple, every one is there once.
+
+    Example:
+        >>> key = keys_of(0, ["a"])
+        >>> sorted(np.concatenate([window(key, 5, 3, 0), window(key, 5, 2, 3)]).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    number, place = divmod(start, remembered)
+    sizes = np.array([remembered])
+    order = permutations(key, sizes, number)[0, place : place + size]
+    if len(order) == size:
+        return order
+    return np.concatenate([order, permutations(key, sizes, number + 1)[0, : size - len(order)]])
+
+
 def plan_cohort(
     sizes: IntArray, epochs: IntArray, batching: Batching, keys: Keys, remembered: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:

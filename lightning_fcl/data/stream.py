@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremen
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
+from lightning_fcl.randomness import global_seed
 
 register_strategy()
 
@@ -181,7 +181,7 @@ class FederatedStream(L.LightningDataModule):
     @property
     def seed(self) -> int:
         """The seed of every draw."""
-        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return self._seed if self._seed is not None else global_seed()
 
     @property
     def y(self) -> IntArray:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.orders import window
 from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.step import Part, Running, Step, is_labelled
+from lightning_fcl.randomness import Keys
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
@@ -147,10 +149,16 @@ class Declaration:
         """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
         return None
 
-    def mix(self, memory: Memory, batch: Any, batch_idx: int) -> None:
+    def mix(self, memory: Memory, batch: Any, batch_idx: int, key: Keys) -> None:
         """Join remembered samples to a batch, in place, in a plain Trainer, whose epochs are not planned.
 
-        As many as the batch has, one window after the next.
+        As many as the batch has, at random: each is there once before any is there again. See `window`.
+
+        Args:
+            memory: The client's memory.
+            batch: The batch, a list.
+            batch_idx: Its number in the epoch.
+            key: What the epoch's draws depend on.
 
         Raises:
             TypeError: If the batch is no list of inputs and targets.
@@ -165,7 +173,7 @@ class Declaration:
             return
         number = len(remembered[1])
         size = min(number, len(batch[1]))
-        picked = (torch.arange(size) + batch_idx * size) % number
+        picked = torch.from_numpy(window(key, number, size, batch_idx * size))
         for position, value in enumerate(remembered):
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
 

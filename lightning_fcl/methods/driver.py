@@ -28,7 +28,7 @@ from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.randomness import Keys, global_seed, keys_of
 
 
 class MethodDriver(Callback):
@@ -157,7 +157,7 @@ class MethodDriver(Callback):
                 self._seen.append((batch[0] if keeps else None, batch[1]))
             for method in self.methods:
                 if overrides(method, "rehearse"):
-                    method.mix(method.memory, batch, batch_idx)
+                    method.mix(method.memory, batch, batch_idx, _key_of(trainer, method))
         self._batch = batch
         for method in self.methods:
             if method.running is not None:
@@ -267,6 +267,13 @@ class MethodDriver(Callback):
 
 def _is_active(method: Declaration) -> bool:
     return method.running is not None and method.running.active
+
+
+def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:
+    """What the remembered samples depend on that a plain Trainer's epoch joins to its batches."""
+    stream = stream_of(trainer)
+    seed = global_seed() if stream is None else stream.seed
+    return keys_of(seed, ["local"], method.fits, trainer.current_epoch, method.section, "rehearse")
 
 
 def _check_labels(method: Declaration, batch: Any) -> None:

@@ -25,7 +25,7 @@ from lightning_fcl.methods.functional import states_loss
 from lightning_fcl.methods.method import Method, remember, section, with_classes
 from lightning_fcl.methods.step import Step, is_labelled
 from lightning_fcl.models.dytox import DyTox
-from lightning_fcl.randomness import seed_of
+from lightning_fcl.randomness import Keys, seed_of
 
 _NEVER = -1e4  # the logit of a class that is not looked at: not -inf, which times 0 is no number
 
@@ -277,12 +277,12 @@ class DyToxTraining(Method):
             left = rest.count(rest[0])
         return 0 < left <= self.balanced_epochs
 
-    def mix(self, memory: Memory, batch: Any, batch_idx: int) -> None:
+    def mix(self, memory: Memory, batch: Any, batch_idx: int, key: Keys) -> None:
         """In balanced tuning, put the balanced samples in the batch's place."""
         if self._tuning:
             self._balance(batch)  # all methods have seen the batch as it came
         else:
-            super().mix(memory, batch, batch_idx)
+            super().mix(memory, batch, batch_idx, key)
 
     def _balance(self, batch: Any) -> None:
         """In tuning, put as many of the balanced samples as a batch has in its place."""

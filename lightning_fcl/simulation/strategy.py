@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import TakesGradients
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import start_randomness
+from lightning_fcl.randomness import global_seed, start_randomness
 from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of, read_checkpoint
 from lightning_fcl.simulation.federation import Federation
@@ -125,7 +124,7 @@ class FederatedStrategy(SingleDeviceStrategy):
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return self._seed if self._seed is not None else global_seed()
 
     @property
     def server(self) -> FederatedServer:

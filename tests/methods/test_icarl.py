@@ -66,6 +66,10 @@ def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, as
         def end_round(self, memory, own, data, client_round, generator):
             return {name: exemplars[name] for name in ("x", "y")}
 
+        @property
+        def section(self):
+            return "ICaRL"  # what it recalls is drawn by the method's name
+
     tasks, method = [make_task(), make_task()], ICaRL(8, 2.0)
     train(tasks[0], [method], samples([0, 1]), epochs=1)
     exemplars = method.memory

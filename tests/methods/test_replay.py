@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import FedProx, Replay
+from lightning_fcl import FederatedStream, randomness
+from lightning_fcl.callbacks import FedProx, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
@@ -149,14 +149,17 @@ def test_rehearses_all_it_remembers():
     assert x is memory["x"] and y is memory["y"] and Replay().rehearse({}) is None
 
 
-def replayed(memory):
-    """Joins a window of the memory to every batch, as a plain Trainer does."""
+def replayed(memory, fit=0):
+    """Joins a window of a random order of the memory to every batch, as a plain Trainer does."""
 
     def mix(epoch, i, x, y):
         if not memory:
             return x, y
-        window = torch.tensor([(i * min(len(memory["y"]), len(y)) + k) % len(memory["y"]) for k in range(len(y))])
-        window = window[: len(memory["y"])]
+        number = len(memory["y"])
+        size, key = min(number, len(y)), randomness.keys_of(0, ["local"], fit, epoch, "Replay", "rehearse")
+        places = range(i * size, (i + 1) * size)
+        orders = {p // number: randomness.numbers(key, number, (p // number) << 32)[0].argsort() for p in places}
+        window = torch.tensor([int(orders[p // number][p % number]) for p in places])
         return torch.cat([x, memory["x"][window]]), torch.cat([y, memory["y"][window]])
 
     return mix
@@ -173,6 +176,30 @@ def test_drops_in_with_a_memory_of_the_last_epoch(make_task, samples, train, by_
 
     by_hand(copied, whole, epochs=3, begin=begin, mix=replayed(memory))
     assert_same(task, copied)
+
+
+@pytest.mark.parametrize("kind", [Replay, ICaRL])
+def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(make_task, train, kind):
+    """A memory is sorted by class or by age: windows of it as it lies would bring one class at a time."""
+    x, y = torch.randn(32, 6), torch.full((32,), 3)
+    old_x, old_y = torch.arange(24.0)[:, None].repeat(1, 6), torch.arange(24) // 8
+    joined = []
+
+    class Remembering(kind):
+        def rehearse(self, memory):
+            return old_x, old_y
+
+        def penalty(self, memory, step):
+            joined.append(step.x[len(step.x) - 8 :, 0].int().tolist())
+            return super().penalty(memory, step)
+
+    train(make_task(), [Remembering()], (x, y), epochs=2)
+    assert len(joined) == 8
+    for epoch in (joined[:4], joined[4:]):
+        assert sorted(epoch[0] + epoch[1] + epoch[2]) == list(range(24))  # each once before any is there again
+    assert joined[:4] != joined[4:]  # an order of every epoch's own
+    classes = [len({row // 8 for row in batch}) for batch in joined]
+    assert sum(classes) > 2 * len(classes)  # 2.8 of 3 on average; 1 of a sorted memory
 
 
 def test_repeated_samples_are_as_many_as_were_offered():
@@ -200,7 +227,7 @@ def test_drops_in_over_two_experiences(make_task, samples, train, by_hand, asser
     for x, y in zip(remembered["x"], remembered["y"], strict=True):
         assert any(torch.equal(x, other) and y == label for other, label in zip(*first, strict=True))
     train(task, [method], second)
-    by_hand(copied, second, mix=replayed(remembered))
+    by_hand(copied, second, mix=replayed(remembered, fit=1))
     assert_same(task, copied)
     assert set(method.memory["task"].tolist()) == {0, 1}
 
