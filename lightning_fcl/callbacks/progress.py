@@ -80,10 +80,11 @@ class FederatedProgressBar(ProgressBar):
 
     def _describe(self, trainer: L.Trainer, client: str) -> None:
         plan = need_stream(trainer).plan
-        now = max(numbers[trainer.current_epoch] for numbers in plan.experiences.values())
+        round = min(trainer.current_epoch, trainer.max_epochs - 1)  # a continued fit may have none left
+        now = max(numbers[round] for numbers in plan.experiences.values())
         of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
         self._bar.set_description_str(
-            f"experience {now + 1}/{of}, round {trainer.current_epoch + 1}/{trainer.max_epochs}{client}", refresh=False
+            f"experience {now + 1}/{of}, round {round + 1}/{trainer.max_epochs}{client}", refresh=False
         )
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

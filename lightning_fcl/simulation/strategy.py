@@ -181,6 +181,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         if type(self.precision_plugin) is Precision:
             self.precision_plugin = _Stacked(self.federation)
         super().setup(trainer)
+        self._rounds.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer, len(self.parallel_devices))
         else:
@@ -197,6 +198,19 @@ class FederatedStrategy(SingleDeviceStrategy):
                 own[0],
                 " (and more)" if len(own) > 1 else "",
             )
+
+    def teardown(self) -> None:
+        """Before all is put away: a fit that was continued with nothing left to train begins and ends as any other.
+
+        Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
+        cut short behind its last checkpoint.
+        """
+        trainer = self.federation.module.trainer
+        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._rounds.began
+        if nothing_left and not trainer.interrupted:
+            trainer.fit_loop.on_run_start()
+            trainer.fit_loop.on_run_end()
+        super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         """Turn the clients' training data into the batches of each round."""
@@ -286,8 +300,10 @@ class _Rounds(Callback):
     def __init__(self, strategy: FederatedStrategy) -> None:
         self.strategy = strategy
         self.federation = strategy.federation
+        self.began = False  # whether this fit has
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.began = True
         self.federation.begin_fit()
 
     def state_dict(self) -> dict[str, Any]:

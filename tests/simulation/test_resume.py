@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, DERpp, FedProto, FedProx, FLwF2T, ICaRL, Replay
+from lightning_fcl.callbacks import ContinualMetrics, DERpp, FederatedProgressBar, FedProto, FedProx, FLwF2T, ICaRL, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.simulation.checkpoint import read_checkpoint
@@ -190,6 +190,53 @@ def test_a_finished_fit_can_be_continued_from_its_last_checkpoint(fit, make_stre
     trainer = fit(again, make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", **OPTIONS)
     assert equal(task.state_dict(), again.state_dict())
     assert trainer.current_epoch == 2
+
+
+class AtTheEnd(Callback):
+    """Measures the model when training has ended."""
+
+    def __init__(self):
+        self.weights = None
+        self.calls = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.calls.append("start")
+
+    def on_train_end(self, trainer, pl_module):
+        self.calls.append("end")
+        self.weights = sum(float(p.detach().abs().sum()) for p in pl_module.parameters())
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_what_callbacks_compute_at_the_end_is_there_after_a_resume(
+    fit, make_stream, make_task, tmp_path, epoch, cohort_size
+):
+    # The checkpoint of epoch 1 is that of the last round: nothing is left to train.
+    options = {"cohort_size": cohort_size, "participation": 0.7, "seed": 5}
+    saver, task = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), make_task()
+    whole, continued = ([ContinualMetrics(training=True), AtTheEnd()] for _ in range(2))
+    fit(task, make_stream(), [*whole, saver], trainer_args={"enable_checkpointing": True}, **options)
+    shown = [*continued, FederatedProgressBar()]
+    path, again = tmp_path / f"epoch={epoch}.ckpt", make_task(seed=9)
+    fit(again, make_stream(), shown, ckpt_path=path, trainer_args={"enable_progress_bar": True}, **options)
+    training = [metrics.record["training"] for metrics in (whole[0], continued[0])]
+    assert training[0] == training[1] and training[0]["total"] > 100
+    assert whole[1].weights == continued[1].weights and continued[1].calls == ["start", "end"]
+    assert [len(metrics.record["rounds"]) for metrics in (whole[0], continued[0])] == [2, 2]
+
+
+def test_a_fit_that_fails_at_once_ends_nothing(fit, make_stream, make_task, tmp_path):
+    class Fails(AtTheEnd):
+        def on_fit_start(self, trainer, pl_module):
+            raise RuntimeError("no room")
+
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(make_task(), make_stream(), [saver], trainer_args={"enable_checkpointing": True})
+    fails = Fails()
+    with pytest.raises(RuntimeError, match="no room"):
+        fit(make_task(), make_stream(), [fails], ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert fails.calls == []
 
 
 def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
