@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from lightning_fcl.errors import did_you_mean
 
@@ -25,6 +26,7 @@ COMMANDS = {
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
 Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
+A `class_path` may name a class in a file of the working directory, as in my_model.MyNet.
 """
 
 
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
+    _import_from_here()
     try:
         own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
         import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
@@ -61,6 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
         parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
+
+
+def _import_from_here() -> None:
+    """Let recipes name classes of the working directory, as under ``python -m``; worker processes take it over.
+
+    It comes last: a file there stands in for no module that is installed. The recipe's own folder does not count, so
+    that the ``config.yaml`` of a run means what the recipe meant.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def _plain(message: str) -> str:

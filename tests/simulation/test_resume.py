@@ -11,7 +11,16 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics, DERpp, FederatedProgressBar, FedProto, FedProx, FLwF2T, ICaRL, Replay
+from lightning_fcl.callbacks import (
+    ContinualMetrics,
+    DERpp,
+    FederatedProgressBar,
+    FedProto,
+    FedProx,
+    FLwF2T,
+    ICaRL,
+    Replay,
+)
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.simulation.checkpoint import read_checkpoint
