@@ -80,7 +80,7 @@ class FederatedProgressBar(ProgressBar):
 
     def _describe(self, trainer: L.Trainer, client: str) -> None:
         plan = need_stream(trainer).plan
-        round = min(trainer.current_epoch, trainer.max_epochs - 1)  # a continued fit may have none left
+        round = min(trainer.current_epoch, plan.rounds - 1)  # a continued fit may have none left
         now = max(numbers[round] for numbers in plan.experiences.values())
         of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
         self._bar.set_description_str(

@@ -80,6 +80,11 @@ class APFL(Method):
                 'Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: with a single client '
                 "there is no shared model to mix with. Remove `APFL`."
             )
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"Expected `accumulate_grad_batches=1` for `APFL`, whose personal model steps with each batch, but got "
+                f"{trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
+            )
         self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
         self._keeps = federation.keep_optimizer
 
@@ -112,6 +117,8 @@ class APFL(Method):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
         assert self._optimizer is not None
+        for group, values in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})  # a schedule's
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, alpha * gradient)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)

@@ -26,7 +26,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         ValueError: If there is no stream.
     """
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
-    stream = need_stream(module.trainer)
+    stream, steps = need_stream(module.trainer), federation.local_steps  # those of a fit that is under way
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasHparams) else {},
@@ -34,6 +34,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "data": fingerprint(stream.plan),
         "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
         "local_epochs": federation.local_epochs,
+        "accumulate_grad_batches": steps.every if steps is not None else module.trainer.accumulate_grad_batches,
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
         "reductions": hparams_of(federation.rules),

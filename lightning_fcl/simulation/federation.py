@@ -29,6 +29,7 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
+from lightning_fcl.simulation.local_steps import LocalSteps
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Federation:
         self.loader: RoundLoader | None = None
         self.context: BatchContext | None = None
         self.training: ClientRound | None = None
+        self.local_steps: LocalSteps | None = None  # of a fit
         self._optimizer: Optimizer | None = None
         self._waiting: State | None = None  # while a client's model is in the module, after a fit
 
@@ -182,6 +184,8 @@ class Federation:
             self.training = None
             if self.trainer is not None:
                 self.trainer.abort()
+            if self.local_steps is not None:
+                self.local_steps.end(self.optimizer)
             load_entries(self.module, self.server.state)
         self.between_rounds = self.round_done = True
 

@@ -30,19 +30,20 @@ def check_trainer(trainer: L.Trainer, devices: int) -> None:
         if isinstance(callback, averaging):
             raise ValueError(
                 f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
-                "`batch_size`, or a `server_optimizer`."
+                "`accumulate_grad_batches`, or a `server_optimizer`."
             )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"Expected `accumulate_grad_batches=1` but got {trainer.accumulate_grad_batches}: gradients would be "
-            "accumulated across clients. Raise the stream's `batch_size` instead."
-        )
     if len(trainer.optimizers) != 1:
         raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
-    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+    by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
+    if any(config.reduce_on_plateau for config in by_step):
         raise ValueError(
-            'Expected learning-rate schedulers with `interval="epoch"` (a round) but got "step": steps of all '
-            "clients would count together."
+            'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
+            "a client's step."
+        )
+    if by_step and not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
+            '"step": the federation does not see its steps. Step them in `training_step`, by what is left of them.'
         )
     overfit = trainer.overfit_batches  # type: ignore[attr-defined]
     if trainer.limit_train_batches != 1.0 or overfit:

@@ -50,6 +50,7 @@ def download(federation: Federation, context: BatchContext) -> None:
         ]
     trainer = there(federation.trainer, "a fit")
     federation.training = clients[0] if not trainer.stacked else None
+    there(federation.local_steps, "a fit").begin(federation.optimizer)
     trainer.begin(Start(clients, states, memories, [own.get("optimizer", {}) for own in kept]))
 
 
@@ -66,9 +67,26 @@ def training_step(federation: Federation, batch: Batch, batch_idx: int) -> Tenso
     return there(federation.trainer, "a fit").training_step(batch, batch_idx, weight)
 
 
-def optimizer_step(federation: Federation, step: Callable[[], object]) -> object:
-    """A step of the optimizer."""
-    return there(federation.trainer, "a fit").optimizer_step(step, there(federation.context, "a batch").active)
+def optimizer_step(
+    federation: Federation, closure: Callable[[], object], step: Callable[[Callable[[], object]], object]
+) -> object:
+    """Take the gradients of a batch, and step the optimizer where it is the last of its group.
+
+    Args:
+        federation: The federation.
+        closure: Computes loss and gradients.
+        step: Steps the optimizer, given what computes the gradients.
+    """
+    context, trainer = there(federation.context, "a batch"), there(federation.trainer, "a fit")
+    local, optimizer = there(federation.local_steps, "a fit"), federation.optimizer_in_use
+    gather = local.next(optimizer, closure, context.active, context.last)
+    if not local.complete:
+        return gather()
+    result = trainer.optimizer_step(lambda: step(gather), local.active)
+    local.stepped(federation.optimizer, optimizer)
+    if context.last:  # now: schedules by round step before the batch has ended
+        local.end(federation.optimizer)
+    return result
 
 
 def upload(federation: Federation, context: BatchContext) -> None:

@@ -12,7 +12,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -23,7 +22,6 @@ from lightning_fcl.federation.aggregation import Reduction, State, entries, redu
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.protocol import TakesGradients
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import global_seed, start_randomness
@@ -31,6 +29,8 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of, read_checkpoint
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_trainer
+from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.precision import StackedPrecision
 
 log = logging.getLogger(__name__)
 
@@ -179,13 +179,24 @@ class FederatedStrategy(SingleDeviceStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = _Stacked(self.federation)
+            self.precision_plugin = StackedPrecision(self.federation)
         super().setup(trainer)
         self._rounds.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer, len(self.parallel_devices))
+            self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
+
+    def _take_over_steps(self, trainer: L.Trainer) -> None:
+        """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
+        by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
+        self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
+        module = self.federation.module
+        self.federation.local_steps = LocalSteps(
+            trainer.accumulate_grad_batches, by_step, lambda scheduler: module.lr_scheduler_step(scheduler, None)
+        )
+        trainer.accumulate_grad_batches = 1
 
     def _warn_of_own_entries(self) -> None:
         module, federation = self.federation.module, self.federation
@@ -210,6 +221,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         if nothing_left and not trainer.interrupted:
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
+        if self.federation.local_steps is not None:
+            trainer.accumulate_grad_batches = self.federation.local_steps.every
+            self.federation.local_steps = None
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -233,9 +247,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         return steps.training_step(self.federation, *args)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step; clients of a cohort that have no batches left stay as they are."""
+        """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
         step = super().optimizer_step
-        return steps.optimizer_step(self.federation, lambda: step(optimizer, closure, model, **kwargs))
+        return steps.optimizer_step(self.federation, closure, lambda whole: step(optimizer, whole, model, **kwargs))
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizer of the clients at hand."""
@@ -264,34 +278,6 @@ class FederatedStrategy(SingleDeviceStrategy):
                 tensor.data = state[name].to(tensor.device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()
-
-
-class _Stacked(Precision):
-    """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm."""
-
-    def __init__(self, federation: Federation) -> None:
-        super().__init__()
-        self._federation = federation
-
-    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        trainer: object = self._federation.trainer
-        if not isinstance(trainer, TakesGradients):
-            super().backward(tensor, model, *args, **kwargs)
-            return
-        optimizer = self._federation.optimizer_in_use
-        for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
-            parameter.grad = gradient
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        trainer: object = self._federation.trainer
-        if not isinstance(trainer, TakesGradients):
-            super().clip_grad_by_norm(optimizer, clip_val)
-            return
-        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
-        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
-        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # as `torch.nn.utils.clip_grad_norm_` has it
-        for gradient in gradients:
-            gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
 
 
 class _Rounds(Callback):

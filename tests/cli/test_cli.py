@@ -143,8 +143,8 @@ def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, capsys)
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    error = error_of(capsys, ["fit", *tiny, "--out", str(out), "--trainer.accumulate_grad_batches", "2"])
-    assert "Expected `accumulate_grad_batches=1` but got 2" in error
+    error = error_of(capsys, ["fit", *tiny, "--out", str(out), "--trainer.max_steps", "2"])
+    assert "Expected `max_steps=-1`" in error
     assert all(path.read_bytes() == content for path, content in before.items())
 
 

@@ -74,7 +74,7 @@ def folder(tmp_path):
 
 
 def command(folder, *words):
-    """Run words as the installed command does, whose own folder stands first in ``sys.path`` and not the working one."""
+    """Run words as the installed command does, whose own folder stands first in ``sys.path``."""
     package = str(Path(lightning_fcl.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-P", "-c", "from lightning_fcl.cli.main import main; main()", *words]

@@ -1,0 +1,113 @@
+"""From a client's gradients to its optimizer's steps: accumulation over batches, and schedules of single steps."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class LocalSteps:
+    """The optimizer's steps within the local training of a client, or of several side by side.
+
+    A step is taken after every so many batches of a client in a round, and after its last one, with the sum of their
+    gradients divided by that number, as Lightning's ``accumulate_grad_batches`` has it within an epoch. Schedulers step
+    with it, and are back at their start, as is all that they have changed in the optimizer, when the next clients
+    begin. Clients side by side step together: who ends within a group of batches steps with that group's last one,
+    which is the same step, since nothing is added for it in between.
+
+    Args:
+        every: Batches per step.
+        configs: The schedulers by step.
+        step: Steps a scheduler.
+    """
+
+    def __init__(self, every: int, configs: Sequence[LRSchedulerConfig], step: Callable[[Any], None]) -> None:
+        self.every = every
+        self.complete = True  # whether the batch at hand is the last of its group
+        self.active = 1  # clients, from the front, that have a batch in the group at hand
+        self._configs = configs
+        self._step = step
+        self._batches = self._steps = 0
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Clients begin: note where schedules and optimizer stand."""
+        self._batches = self._steps = 0
+        self._sums.clear()
+        if self._configs:
+            groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+            self._start = copy.deepcopy((groups, [config.scheduler.state_dict() for config in self._configs]))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """These clients are done, or were cut short: back to the start of the schedules."""
+        if self._start is None:
+            return
+        groups, schedules = self._start
+        self._start = None
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for config, state in zip(self._configs, schedules, strict=True):
+            config.scheduler.load_state_dict(state)
+
+    def next(
+        self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
+    ) -> Callable[[], object]:
+        """Another batch: what computes its gradients, and puts those of the group in their place where it is complete.
+
+        Args:
+            optimizer: The optimizer in use.
+            closure: Computes loss and gradients of the batch.
+            active: Clients, from the front, that have this batch; the first of a stack's rows.
+            last: Whether it is the last batch of these clients.
+        """
+        if self._batches % self.every == 0:
+            self.active = active
+        self._batches += 1
+        self.complete = last or self._batches % self.every == 0
+        return closure if self.every == 1 else lambda: self._gathered(optimizer, closure, active)
+
+    def _gathered(self, optimizer: Optimizer, closure: Callable[[], object], active: int) -> object:
+        result = closure()
+        params: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in params:
+            if p.grad is None:
+                continue
+            gradient = p.grad.detach().clone()
+            if active < self.active:  # the others have no such batch
+                gradient[active:] = 0
+            self._sums[p] = self._sums[p].add_(gradient) if p in self._sums else gradient
+        if self.complete:
+            for p, total in self._sums.items():
+                p.grad = total.div_(self.every)
+            self._sums.clear()
+        return result
+
+    @torch.no_grad()
+    def stepped(self, optimizer: Optimizer, in_use: Optimizer) -> None:
+        """The optimizer has stepped: so do the schedulers, which are the module's optimizer's.
+
+        Args:
+            optimizer: The module's optimizer.
+            in_use: The one that has stepped, of the same groups: that, or that of clients side by side.
+        """
+        self._steps += 1
+        if not self._configs:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Detected call of `lr_scheduler.step"
+            )  # clients side by side have another
+            for config in self._configs:
+                if self._steps % config.frequency == 0:
+                    self._step(config.scheduler)
+        if in_use is not optimizer:
+            for group, values in zip(in_use.param_groups, optimizer.param_groups, strict=True):
+                group.update({name: value for name, value in values.items() if name != "params"})

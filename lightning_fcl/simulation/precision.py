@@ -1,0 +1,47 @@
+"""Precision of clients that train side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl.federation.protocol import TakesGradients
+from lightning_fcl.simulation.federation import Federation
+
+
+class StackedPrecision(Precision):
+    """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm.
+
+    Args:
+        federation: The federation.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        super().__init__()
+        self._federation = federation
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the gradients: of a single client as always, of several as their trainer tells them."""
+        trainer: object = self._federation.trainer
+        if not isinstance(trainer, TakesGradients):
+            super().backward(tensor, model, *args, **kwargs)
+            return
+        optimizer = self._federation.optimizer_in_use
+        for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
+            parameter.grad = gradient
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each client's gradient by its own norm."""
+        trainer: object = self._federation.trainer
+        if not isinstance(trainer, TakesGradients):
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        gradients = [p.grad for p in self.main_params(optimizer) if p.grad is not None]
+        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factors = (clip_val / (norms + 1e-6)).clamp(max=1.0)  # as `torch.nn.utils.clip_grad_norm_` has it
+        for gradient in gradients:
+            gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
