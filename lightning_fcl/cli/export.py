@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ def _trained(run: Path) -> Parts:
     import torch
 
     from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.cli.run import newest_checkpoint, read_parts
+    from lightning_fcl.cli.run import read_parts
+    from lightning_fcl.federation.aggregation import check_state
+    from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 
-    checkpoint = newest_checkpoint(run)
+    checkpoint = newest_checkpoint(run / "checkpoints")
     if checkpoint is None or not (run / "config.yaml").is_file():
         raise ValueError(
             f"Expected {run} to be the folder of a run, with config.yaml and checkpoints, but it is none. Give what "
@@ -58,11 +60,8 @@ def _trained(run: Path) -> Parts:
     for callback in parts.callbacks:
         if isinstance(callback, BaseSession):
             callback.freeze(parts.model.model)
-    try:
-        parts.model.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"])
-    except (RuntimeError, KeyError, EOFError, UnpicklingError) as error:
-        raise ValueError(
-            f"Expected {checkpoint} to be a whole checkpoint of {run / 'config.yaml'} but it is not: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    read = partial(torch.load, map_location="cpu", weights_only=True)
+    state = read_checkpoint(read, checkpoint)["state_dict"]
+    check_state(parts.model, state)
+    parts.model.load_state_dict(state)
     return parts

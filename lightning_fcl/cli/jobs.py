@@ -111,14 +111,15 @@ def finished(job: Job) -> bool:
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
-    from lightning_fcl.cli.run import newest_checkpoint, run, start_over
+    from lightning_fcl.cli.run import run, start_over
+    from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     stamp = job.out / "fingerprint"
     if not stamp.is_file() or stamp.read_text() != job.fingerprint:
         start_over(job.out)
         job.out.mkdir(parents=True, exist_ok=True)
         stamp.write_text(job.fingerprint)
-    checkpoint = newest_checkpoint(job.out)
+    checkpoint = newest_checkpoint(job.out / "checkpoints")
     more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]

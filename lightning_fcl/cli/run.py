@@ -12,7 +12,6 @@ import platform
 import shutil
 import time
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -34,7 +33,8 @@ from lightning_fcl.door import import_names
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.report import write_report
-from lightning_fcl.simulation.strategy import FederatedStrategy
+from lightning_fcl.hub.checkpoint import local_checkpoint
+from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
 
@@ -84,6 +84,17 @@ class FederatedCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
+
+    def before_instantiate_classes(self) -> None:
+        """Take a checkpoint from afar here, verified, and nothing but tensors and plain values from any."""
+        config = self.config.get(self.config.get("subcommand") or "")
+        if config and config["ckpt_path"]:
+            if config["weights_only"] is False:
+                raise ValueError(
+                    "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
+                    "values alone. Leave it out."
+                )
+            config["ckpt_path"], config["weights_only"] = str(local_checkpoint(config["ckpt_path"])), True
 
     @property
     def out(self) -> Path:
@@ -254,6 +265,14 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     except ArgumentError as error:
         hint = new_name(str(error))
         raise ValueError(f"the recipe or command line is not understood: {error}{hint}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
+        if not restored:
+            raise
+        raise ValueError(
+            f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "
+            "Continue from another one, or start without `ckpt_path`."
+        ) from error
 
 
 def resolve(arguments: Sequence[str]) -> dict[str, Any]:
@@ -266,12 +285,6 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))
-
-
-def newest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint to continue from, if a run was interrupted: the last whole one."""
-    found = sorted((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    return next((path for path in reversed(found) if zipfile.is_zipfile(path)), None)  # whole, as torch writes them
 
 
 def start_over(out: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fcl.federation.reductions import (
@@ -81,6 +82,53 @@ def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             tensor.data.copy_(state[name])
         else:
             tensor.data = state[name].clone()
+
+
+def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collection[str] = ()) -> None:
+    """Refuse a state that a module cannot have: another one's, or one that is not finite.
+
+    Args:
+        module: The module.
+        state: What is to be loaded, by name, from a file that need not be trusted.
+        resizes: Names of entries that come in their own length (``cat``).
+
+    Raises:
+        ValueError: If a name, a shape or a type is another one, or a number is NaN or infinite.
+
+    Example:
+        >>> check_state(nn.Linear(1, 1), {"weight": torch.tensor([[torch.nan]]), "bias": torch.zeros(1)})
+        Traceback (most recent call last):
+        ValueError: Expected a state of finite numbers but `weight` has 1 of 1 that are not. Take an earlier one.
+    """
+    known: State = module.state_dict()
+    missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
+    if missing or unknown:
+        what = [f"no {_some(missing)}"] * bool(missing) + [f"{_some(unknown)} beside it"] * bool(unknown)
+        raise ValueError(
+            f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}. Build the module "
+            "that the state is of."
+        )
+    for name, tensor in known.items():
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"Expected `{name}` to be a tensor but got {type(value).__name__}. Take another state.")
+        shapes = (value.shape[1:], tensor.shape[1:]) if name in resizes else (value.shape, tensor.shape)
+        if shapes[0] != shapes[1] or value.dtype != tensor.dtype:
+            raise ValueError(
+                f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of shape "
+                f"{tuple(value.shape)}. Build the module that the state is of."
+            )
+        wrong = int((~torch.isfinite(value)).sum())
+        if wrong and torch.isfinite(tensor).all():  # a module's own mask may hold -inf
+            raise ValueError(
+                f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not. Take an "
+                "earlier one."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names for a message, the first three of many."""
+    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def built_in(trim: float = 0.1, byzantine: int = 0) -> dict[str, Reduction]:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.models._parts import as_map, attend, initialise, margin, patches, perceptron, with_class_token
+from lightning_fcl.models.described import Described
 
 __all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
 
 
-class CvTBody(nn.Module):
+class CvTBody(Described):
     """The convolutional vision transformer without its classifier (Wu et al. 2021, "CvT", sections 3.1 to 3.3).
 
     Each stage begins with a convolution that makes tokens of the map before it, normalised over their channels

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.errors import at_least
+from lightning_fcl.models.described import Described, described
 from lightning_fcl.models.vit import ViT
 
 State = dict[str, Tensor]
@@ -18,7 +19,7 @@ State = dict[str, Tensor]
 _WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Decomposed(nn.Module):
+class Decomposed(Described):
     """The decomposition of FedWEIT: ``theta = B * sigmoid(m) + A + sum_j alpha_j A_j`` (Yoon et al. 2021, equation 1).
 
     B, the base, is the network's own weights. Each task that the client has begun has a mask m, one number for each
@@ -217,6 +218,7 @@ class _Task(nn.Module):
         self.register_buffer("classes", torch.empty(0, dtype=torch.long))
 
 
+@described
 def decomposed_vit(
     tasks: int = 10,
     num_classes: int = 100,

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least
 from lightning_fcl.models._parts import check_images
+from lightning_fcl.models.described import Described
 
 # Depthwise-separable blocks of the backbone: output channels and stride.
 _BLOCKS = ((32, 1), (64, 2), (64, 1), (64, 2), (64, 1), (64, 2))
 
 
-class DSICNet(nn.Module):
+class DSICNet(Described):
     """Depthwise-separable CNN in two parts: a `backbone` that is frozen on devices, and a `head` that learns there.
 
     Kröger et al. name a DSICNet of 30,000 parameters whose last convolution and classifier (M_T, 24 kB in fp32) are

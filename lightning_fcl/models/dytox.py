@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.models._bodies import vit_body
 from lightning_fcl.models._parts import check_images, heads_of, initialise, perceptron
+from lightning_fcl.models.described import Described
 
 __all__ = ["DyTox", "TaskAttention"]
 
@@ -67,7 +68,7 @@ class TaskAttention(nn.Module):
         return embedded
 
 
-class DyTox(nn.Module):
+class DyTox(Described):
     """The model of Douillard et al. 2022, "DyTox", with the self-attention of a standard vision transformer.
 
     Patches and positions go once through ``depth`` self-attention blocks, the ``body``; one `TaskAttention` block, the

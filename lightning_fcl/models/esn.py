@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least
+from lightning_fcl.models.described import Described
 from lightning_fcl.models.plasticity import PlasticityOfLayer, tanh_
 
 # Time steps whose states are held at once: the memory of a forward does not grow with the length of a sequence.
 BLOCK = 64
 
 
-class EchoStateNetwork(nn.Module):
+class EchoStateNetwork(Described):
     """A reservoir of leaky-integrator units, single or deep (De Caro et al., eq. 1; Bacciu et al. 2021, eq. 1).
 
     ``x(t) = (1 - a) x(t-1) + a tanh(g (W_in u(t) + b_rec + W x(t-1)) + b)``, from ``x = 0`` at the start of every

@@ -5,12 +5,14 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_fcl.models.described import Described
+
 __all__ = ["HARCNN"]
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
 
 
-class HARCNN(nn.Module):
+class HARCNN(Described):
     """A network of convolutions, pooling and dense layers with a linear classifier.
 
     Usmanova et al. 2021, "A distillation-based approach integrating continual learning and federated learning for

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fcl.models._parts import Block, check_blocks, heads_of, initialise, with_class_token
+from lightning_fcl.models.described import Described
 from lightning_fcl.models.vit import SplitViT
 
 __all__ = ["LVT", "InterTaskAttention", "LVTBody"]
@@ -64,7 +65,7 @@ class LVT(SplitViT):
         super().__init__(body, width, num_classes, image_size, channels)
 
 
-class LVTBody(nn.Module):
+class LVTBody(Described):
     """The body of `LVT`: patches, a class token, learnt positions, pre-norm blocks. The output is the class token.
 
     Args:

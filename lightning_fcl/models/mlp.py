@@ -5,8 +5,10 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from lightning_fcl.models.described import Described
 
-class MLP(nn.Sequential):
+
+class MLP(Described, nn.Sequential):
     """Linear layers with ReLU between them, on flattened inputs.
 
     Args:

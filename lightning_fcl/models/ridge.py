@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from lightning_fcl.models.described import Described
 
 _ROUNDING = 100  # how much larger than those of one operation the rounding errors of a sum of products may be
 
@@ -71,7 +73,7 @@ class RidgeStatistics:
             )
 
 
-class RidgeReadout(nn.Module):
+class RidgeReadout(Described):
     """A linear map from states to outputs by ridge regression: ``W = A (B + beta I)^-1`` (Bacciu et al. 2021, eq. 10).
 
     Args:

@@ -19,11 +19,12 @@ from lightning_fcl.models._parts import (
     perceptron,
     with_class_token,
 )
+from lightning_fcl.models.described import Described
 
 __all__ = ["T2TBody", "TokenTransformer"]
 
 
-class T2TBody(nn.Module):
+class T2TBody(Described):
     """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
 
     The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms

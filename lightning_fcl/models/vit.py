@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from lightning_fcl.models._bodies import make_body, vit_body
 from lightning_fcl.models._parts import check_images
+from lightning_fcl.models.described import Described, described
 
 __all__ = ["SplitViT", "ViT", "fcl_vit"]
 
 
-class SplitViT(nn.Module):
+class SplitViT(Described):
     """A body that makes features of images, and a linear head: ``forward(x) = head(body(x))``.
 
     With ``reductions={"model.head.*": "none"}`` the bodies are averaged and each client keeps its head, as in FedRep
@@ -117,6 +118,7 @@ class ViT(SplitViT):
         super().__init__(body, features, num_classes, image_size, channels)
 
 
+@described
 def fcl_vit(
     name: str = "vit", image_size: int = 32, num_classes: int = 100, channels: int = 3, **options: Any
 ) -> SplitViT:

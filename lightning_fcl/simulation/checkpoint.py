@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping
-from pickle import UnpicklingError
+from collections.abc import Mapping
 from typing import Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.federation.aggregation import hparams_of
@@ -14,6 +11,9 @@ from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.loader import fingerprint
+
+FORMAT = 1
+"""The version of what a federation keeps in a checkpoint."""
 
 DRAWS = 2
 """The version of how orders, participation, recalled samples and dropout are drawn: 0.1 drew otherwise."""
@@ -48,30 +48,6 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
     }
 
 
-def read_checkpoint(read: Callable[[], dict[str, Any]], path: object) -> dict[str, Any]:
-    """A checkpoint, if it is a whole one of tensors and plain values.
-
-    torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    try:
-        if is_zipfile(file := str(path)):
-            with ZipFile(file) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise BadZipFile(f"{damaged} has another checksum")
-        return read()
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, EOFError, OSError, KeyError, UnpicklingError, BadZipFile, zlib.error) as error:
-        raise ValueError(
-            f"Expected a whole checkpoint of tensors and plain values at {path} but could not read it "
-            f"({str(error).splitlines()[0]}). Continue from an earlier one."
-        ) from error
-
-
 def check_checkpoint(
     checkpoint: Mapping[str, Any], kept: Mapping[str, Any] | None, here: Mapping[str, Any], path: object
 ) -> None:
@@ -92,6 +68,11 @@ def check_checkpoint(
         )
     if kept is None:
         raise ValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
+    if (found := kept.get("format", 0)) != FORMAT and "belongs_to" not in kept:  # the second: 0.1 wrote it
+        raise ValueError(
+            f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
+            "of lightning-fcl wrote it. Continue with that version, or start without `ckpt_path`."
+        )
     if not kept["between_rounds"]:
         raise ValueError(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "

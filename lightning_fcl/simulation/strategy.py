@@ -18,21 +18,25 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import ClientLoader
 from lightning_fcl.errors import at_least
-from lightning_fcl.federation.aggregation import Reduction, State, entries, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed, start_randomness
 from lightning_fcl.simulation import round as steps
-from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of, read_checkpoint
+from lightning_fcl.simulation.checkpoint import FORMAT, check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 
 log = logging.getLogger(__name__)
+
+RESTORED = "was being restored"
+"""The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
 class FederatedStrategy(SingleDeviceStrategy):
@@ -260,9 +264,14 @@ class FederatedStrategy(SingleDeviceStrategy):
     # Checkpoints.
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; to continue a fit, refuse one that this federation cannot continue."""
+        """Read a checkpoint as tensors and plain values; to continue a fit, one that this federation can continue."""
+        if weights_only is False:
+            raise ValueError(
+                "Expected `weights_only` to be True but got False: a federation's checkpoints are tensors and plain "
+                "values, and nothing else is read from them. Leave it out."
+            )
         read = super().load_checkpoint
-        checkpoint = read_checkpoint(lambda: read(checkpoint_path, weights_only), checkpoint_path)
+        checkpoint = read_checkpoint(lambda path: read(path, True), checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
             kept = checkpoint.get("callbacks", {}).get(self._rounds.state_key)
             check_checkpoint(checkpoint, kept, fingerprint_of(self.federation), checkpoint_path)
@@ -271,11 +280,13 @@ class FederatedStrategy(SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the server state; what has been gathered by ``cat`` comes in its own length."""
         module, state = self.federation.module, checkpoint["state_dict"]
-        known = entries(module)
-        reductions = reductions_of(module, self.federation.rules)
-        for name, tensor in known.items():
-            if reductions[name].resizes and name in state:
-                tensor.data = state[name].to(tensor.device, copy=True)
+        known, reductions = entries(module), reductions_of(module, self.federation.rules)
+        resizes = [name for name in known if reductions[name].resizes]
+        if strict:
+            check_state(module, state, resizes)
+        for name in resizes:
+            if name in state:
+                known[name].data = state[name].to(known[name].device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()
 
@@ -294,7 +305,11 @@ class _Rounds(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         federation = self.federation
-        place = {"fingerprint": fingerprint_of(federation), "between_rounds": federation.between_rounds}
+        place = {
+            "format": FORMAT,
+            "fingerprint": fingerprint_of(federation),
+            "between_rounds": federation.between_rounds,
+        }
         return {**place, **federation.server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -322,6 +337,8 @@ class _Rounds(Callback):
         self._settle()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
+            exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
 
     def _settle(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.federation.protocol import EmbedsInputs
 from lightning_fcl.models.har_cnn import HARCNN
+from lightning_fcl.tasks.task import Task
 
 OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -28,7 +28,7 @@ class OutputsByTask(Protocol):
         """Logits of samples whose labels tell their task, shape (batch, num_classes)."""
 
 
-class Classifier(L.LightningModule):
+class Classifier(Task):
     """A network trained by cross-entropy; it states its loss apart, so that cohorts can train it.
 
     Args:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,13 +18,14 @@ from lightning_fcl.federation.protocol import TrainerRequest, federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
 from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
+from lightning_fcl.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
 Features = Literal["steps", "last", "mean"]
 
 
-class ReservoirTask(L.LightningModule):
+class ReservoirTask(Task):
     """An echo state network with a ridge readout: local training is one pass that adds up statistics.
 
     In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;

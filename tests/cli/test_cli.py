@@ -11,9 +11,10 @@ import yaml
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
 from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
-from lightning_fcl.cli.run import newest_checkpoint, run
+from lightning_fcl.cli.run import run
 from lightning_fcl.cli.search import Search, check
 from lightning_fcl.data.datasets import Arrays, load
+from lightning_fcl.hub.checkpoint import newest_checkpoint
 
 RECIPES = recipes_folder()
 
@@ -155,12 +156,13 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, 
     (first,) = (out / "checkpoints").glob("*.ckpt")
     last = first.with_name("later.ckpt")
     last.write_bytes(first.read_bytes())
-    assert newest_checkpoint(out) == last
+    assert newest_checkpoint(out / "checkpoints") == last
     last.write_bytes(last.read_bytes()[:length])
     for command in ("fit", "test"):
         error = error_of(capsys, [command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
-        assert f"Expected `ckpt_path` to be a whole checkpoint but {last} is cut off" in error
-    assert newest_checkpoint(out) == first
+        assert f"Expected a whole checkpoint of tensors and plain values at {last}" in error
+        assert f"The newest whole one there is {first}." in error
+    assert newest_checkpoint(out / "checkpoints") == first
 
 
 def test_what_a_checkpoint_names_is_not_called(tiny, tmp_path):

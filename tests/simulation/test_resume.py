@@ -23,7 +23,7 @@ from lightning_fcl.callbacks import (
 )
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.simulation.checkpoint import read_checkpoint
+from lightning_fcl.hub.checkpoint import read_checkpoint
 
 
 def equal(left, right):
@@ -124,9 +124,7 @@ def test_a_changed_byte_is_found_before_it_is_used(fit, make_stream, make_task, 
     for place in torch.randint(len(whole), (60,), generator=generator).tolist():
         (tmp_path / "changed.ckpt").write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            found = read_checkpoint(
-                lambda: torch.load(tmp_path / "changed.ckpt", weights_only=True), tmp_path / "changed.ckpt"
-            )
+            found = read_checkpoint(lambda path: torch.load(path, weights_only=True), tmp_path / "changed.ckpt")
         except ValueError as error:
             refused += "Expected a whole checkpoint of tensors and plain values at" in str(error)
             continue

@@ -1,0 +1,227 @@
+"""What a network or a task was made with, as plain data, and made again from it: ours and torch's optimizers, no other.
+
+A description is data: nothing that it names is imported, and nothing is called before its class and its arguments are
+known and checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, wraps
+from importlib import import_module
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+
+from lightning_fcl.errors import did_you_mean
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made", bound="Described")
+
+_MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
+
+
+class Described(nn.Module):
+    """A module that knows what it was made with.
+
+    Attributes:
+        described: ``class_path`` and ``init_args``, defaults among them, as plain data.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> MLP([64, 10]).described
+        {'class_path': 'lightning_fcl.models.MLP', 'init_args': {'sizes': [64, 10]}}
+    """
+
+    described: dict[str, Any]
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the signature that ``__init__`` has, where Python would show that of ``__new__``."""
+        super().__init_subclass__(**kwargs)
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __new__(cls, *args: object, **kwargs: object) -> Described:
+        """Note the arguments; a copy is made without any, and takes those of its original."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "described", _description(cls, args, kwargs))
+        return made
+
+
+def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """A function that makes a network, which then is described as made by it."""
+
+    @wraps(make)
+    def making(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        made = make(*args, **kwargs)
+        made.described = _description(make, args, kwargs)
+        return made
+
+    return making
+
+
+def describe(value: object) -> Any:
+    """An argument as plain data; what cannot be made again is told by its class alone.
+
+    Args:
+        value: A number, text, a list or mapping, one of our networks, or what makes one of torch's optimizers: its
+            class, or a `functools.partial` of it.
+
+    Example:
+        >>> describe([1, partial(torch.optim.SGD, lr=0.1)])
+        [1, {'class_path': 'torch.optim.SGD', 'init_args': {'lr': 0.1}}]
+        >>> describe(nn.Linear(2, 3))
+        {'class_path': 'torch.nn.modules.linear.Linear'}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Described):
+        return value.described
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): describe(item) for key, item in value.items()}
+    made, arguments = value, {}
+    if isinstance(value, partial):
+        # A recipe's is a partial of what makes objects, with the class as its first argument.
+        made, *rest = (value.func, *value.args) if isinstance(value.func, type) else value.args or (value.func,)
+        if not rest:
+            arguments = describe(value.keywords)
+    if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
+        return {"class_path": path, "init_args": arguments}
+    kind = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def rebuild(description: object, name: str) -> Any:
+    """An argument, made again from its description.
+
+    Args:
+        description: What `describe` gave, from a file that need not be trusted.
+        name: The argument's, for messages.
+
+    Raises:
+        ValueError: If it is of a class that is not made again here, or an argument does not fit.
+
+    Example:
+        >>> rebuild({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [4, 2]}}, "model")
+        MLP(
+          (0): Flatten(start_dim=1, end_dim=-1)
+          (1): Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+    if isinstance(description, list | tuple):
+        return [rebuild(item, name) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    if "class_path" not in description:
+        return {key: rebuild(item, f"{name}.{key}") for key, item in description.items()}
+    make, arguments = _class_named(description["class_path"]), description.get("init_args")
+    if make is None or not isinstance(arguments, Mapping):
+        top = name.partition(".")[0]
+        raise ValueError(
+            f"Expected `{top}` to be handed in but it was not: what describes it names {description['class_path']}, "
+            f"and only networks of `{_MODELS}` and optimizers of `{_OPTIMIZERS}` are made again from a description. "
+            f"Hand in {top}=... ."
+        )
+    arguments = {key: rebuild(value, f"{name}.{key}") for key, value in arguments.items()}
+    if make.__module__.startswith(_OPTIMIZERS):
+        cast = cast_arguments(make, {"params": [], **arguments}, name)
+        return partial(make, **{key: cast[key] for key in arguments})
+    return make(**cast_arguments(make, arguments, name))
+
+
+def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
+    """The arguments of a class or function from plain data, by their names and types, before it is called.
+
+    Raises:
+        ValueError: If there is one too many or too few, or of another type.
+
+    Example:
+        >>> cast_arguments(nn.Linear, {"in_features": 3, "out_features": "a command"}, "head")
+        Traceback (most recent call last):
+        ValueError: Expected `head.out_features` to be of type int but got 'a command'.
+    """
+    known = inspect.signature(make).parameters
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
+    for key in arguments:
+        if key not in known and not open_ended:
+            raise ValueError(
+                f"Expected arguments of {_named(make)} for `{name}` but got `{key}`.{did_you_mean(key, known)}"
+            )
+    for key, one in known.items():
+        if one.default is one.empty and key not in arguments and one.kind is not one.VAR_KEYWORD:
+            raise ValueError(f"Expected the argument `{key}` of {_named(make)} for `{name}` but it is missing.")
+    hints = get_type_hints(make.__init__ if isinstance(make, type) else make)  # type: ignore[misc]
+    cast: dict[str, object] = {}
+    for key, value in arguments.items():
+        hint = hints.get(key, object)
+        try:
+            cast[key] = _cast(value, hint)
+        except TypeError:
+            kind = hint.__name__ if isinstance(hint, type) and not get_origin(hint) else hint
+            raise ValueError(f"Expected `{name}.{key}` to be of type {kind} but got {value!r}.") from None
+    return cast
+
+
+def _description(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
+    signature = inspect.signature(make)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # the call itself will say so; or a copy is being made
+        return {}
+    bound.apply_defaults()
+    arguments: dict[str, object] = {}
+    for key, value in bound.arguments.items():
+        arguments |= value if signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD else {key: value}
+    return {"class_path": _named(make), "init_args": describe(arguments)}
+
+
+def _named(make: Callable[..., object]) -> str:
+    public = make.__module__.startswith(_MODELS) and make.__name__ in import_module(_MODELS).__all__
+    return f"{_MODELS if public else make.__module__}.{make.__name__}"
+
+
+def _class_named(path: object) -> Callable[..., Any] | None:
+    """The network or optimizer of a public name; None: it is neither."""
+    package, _, name = str(path).rpartition(".")
+    if package == _MODELS and name in import_module(_MODELS).__all__:
+        make: Callable[..., Any] = getattr(import_module(_MODELS), name)
+        return make if not isinstance(make, type) or issubclass(make, Described) else None
+    if package == _OPTIMIZERS:
+        made = vars(torch.optim).get(name)
+        return made if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) else None
+    return None
+
+
+def _cast(value: Any, hint: Any) -> Any:
+    """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one.
+
+    Raises:
+        TypeError: If it is of another type.
+    """
+    origin, within = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        fits = value in within
+    elif origin in (Union, UnionType):
+        for one in within:
+            with suppress(TypeError):
+                return _cast(value, one)
+        fits = False
+    elif origin in (list, tuple, Sequence, Iterable) and isinstance(value, list):
+        items = [_cast(item, within[min(place, len(within) - 1)]) for place, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    elif origin is not None:
+        fits = isinstance(value, origin) and not isinstance(value, str)
+    elif hint in (int, float):
+        fits = isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    else:
+        fits = isinstance(value, hint) if isinstance(hint, type) else True
+    if not fits:
+        raise TypeError
+    return value

@@ -1,0 +1,72 @@
+"""What tasks share: each tells what it was made with, and is made again from its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import lightning.pytorch as L
+import torch
+
+from lightning_fcl.federation.aggregation import check_state, entries, load_entries, reductions_of
+from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.models.described import Described, cast_arguments, rebuild
+
+
+class Task(Described, L.LightningModule):
+    """A LightningModule whose hyperparameters say what it was made with, as plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters(self.described["init_args"])
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
+        cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
+    ) -> Self:
+        """A task with the weights of a checkpoint.
+
+        The checkpoint's hyperparameters are data: networks of `lightning_fcl.models` and optimizers of `torch.optim`
+        are made again from them, each checked before it is called; anything else must be handed in.
+
+        Args:
+            checkpoint_path: A file, or ``https://host/name.ckpt#sha256=...``.
+            map_location: Where tensors go, as in `torch.load`.
+            strict: Whether the checkpoint must have every entry of the state and no other.
+            arguments: Arguments of the task in place of the checkpoint's, such as ``model=MyNetwork()``.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is damaged or holds other objects, an argument must be handed in or does not fit, or the
+                state is not that of the task.
+
+        Example:
+            >>> from lightning_fcl import Classifier
+            >>> from lightning_fcl.models import MLP
+            >>> file, trainer = getfixture("tmp_path") / "last.ckpt", L.Trainer(logger=False)
+            >>> trainer.strategy.connect(Classifier(MLP([64, 10]), num_classes=10))
+            >>> trainer.save_checkpoint(file)
+            >>> Classifier.load_from_checkpoint(file).model
+            MLP(
+              (0): Flatten(start_dim=1, end_dim=-1)
+              (1): Linear(in_features=64, out_features=10, bias=True)
+            )
+        """
+        read = partial(torch.load, map_location=map_location, weights_only=True)
+        checkpoint = read_checkpoint(read, checkpoint_path)
+        told = checkpoint.get("hyper_parameters", {})
+        if not isinstance(told, Mapping):
+            raise ValueError(f"Expected the hyperparameters of {checkpoint_path} to be a mapping but got {told!r}.")
+        made = {key: rebuild(value, key) for key, value in told.items() if key not in arguments}
+        task = cls(**cast_arguments(cls, {**made, **arguments}, cls.__name__))
+        task.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        if strict if strict is not None else task.strict_loading:
+            known, reductions = entries(task), reductions_of(task)
+            check_state(task, state, [name for name in known if reductions[name].resizes])
+            load_entries(task, state)
+        else:
+            task.load_state_dict(state, strict=False)
+        return task

@@ -1,0 +1,126 @@
+"""A checkpoint is a whole file of tensors and plain values, or is refused in one message."""
+
+import io
+import os
+import pickle
+import zipfile
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint, read_checkpoint
+
+STATE = {"state_dict": {"weight": torch.arange(6.0)}}
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def archive(content):
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+@dataclass
+class Afar:
+    """Where a file is served."""
+
+    url: str = ""
+    digest: str = "sha256:"
+
+
+class Command:
+    """What is called when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def foreign_zip():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as content:
+        content.writestr("notes.txt", "nothing of torch")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole, marker: b"",
+        lambda whole, marker: b"\x00" * 100,
+        lambda whole, marker: whole[:40],
+        lambda whole, marker: whole[: len(whole) // 2],
+        lambda whole, marker: whole[:-1],
+        lambda whole, marker: whole[len(whole) // 2 :],
+        lambda whole, marker: whole.replace(b"weight", b"height"),
+        lambda whole, marker: foreign_zip(),
+        lambda whole, marker: archive([1, 2]),
+        lambda whole, marker: archive({"weights": torch.zeros(2)}),
+        lambda whole, marker: archive({"state_dict": 3}),
+        lambda whole, marker: archive({**STATE, "extra": Command(marker)}),
+        lambda whole, marker: pickle.dumps(Command(marker)),
+        lambda whole, marker: pickle.dumps({**STATE, "extra": Command(marker)}),
+    ],
+)
+def test_what_is_no_whole_checkpoint_is_refused_and_the_newest_whole_one_named(tmp_path, damage):
+    marker, whole = tmp_path / "marker", archive(STATE)
+    for age, name in enumerate(["old", "new"]):
+        (tmp_path / f"{name}.ckpt").write_bytes(whole)
+        os.utime(tmp_path / f"{name}.ckpt", (age, age))
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(damage(whole, marker))
+    with pytest.raises(ValueError, match="Expected a whole checkpoint of tensors and plain values at") as refused:
+        read_checkpoint(read, path)
+    assert not marker.exists()
+    if newest_checkpoint(tmp_path) != path:  # a zip may be whole, and hold something else
+        assert str(refused.value).endswith(f"The newest whole one there is {tmp_path / 'new.ckpt'}.")
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path):
+    (tmp_path / "folder.ckpt").mkdir()
+    with pytest.raises(ValueError, match=r"could not read it .* Continue from another one"):
+        read_checkpoint(read, tmp_path / "folder.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"Expected a checkpoint at .*none.ckpt but there is none. Continue"):
+        read_checkpoint(read, tmp_path / "none.ckpt")
+    assert newest_checkpoint(tmp_path) is None
+
+
+@pytest.fixture
+def afar(serve, monkeypatch, tmp_path):
+    """Serves a checkpoint, and lets downloads be kept below ``tmp_path``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda content: serve(Afar(), "last.ckpt", content)
+
+
+def test_a_checkpoint_from_afar_is_verified_and_kept(afar):
+    source, _, asked = afar(archive(STATE))
+    url = f"{source.url}#sha256={source.digest.partition(':')[2].upper()}"
+    for _ in range(2):
+        assert torch.equal(read_checkpoint(read, url)["state_dict"]["weight"], torch.arange(6.0))
+    assert asked == ["/last.ckpt"]
+    local_checkpoint(url).write_bytes(b"damaged on this disk")
+    assert torch.equal(read_checkpoint(read, url)["state_dict"]["weight"], torch.arange(6.0))
+
+
+def test_what_comes_from_afar_is_not_unpickled(afar, tmp_path):
+    source, _, _ = afar(archive({**STATE, "extra": Command(tmp_path / "marker")}))
+    with pytest.raises(ValueError, match="Expected a whole checkpoint of tensors and plain values"):
+        read_checkpoint(read, f"{source.url}#sha256={source.digest.partition(':')[2]}")
+    assert not (tmp_path / "marker").exists()
+
+
+def test_another_or_no_digest_is_refused_before_anything_is_read(afar):
+    source, _, asked = afar(archive(STATE))
+    with pytest.raises(ValueError, match="Expected a checkpoint from afar to tell its SHA-256"):
+        read_checkpoint(read, source.url)
+    assert asked == []
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        read_checkpoint(read, f"{source.url}#sha256={'0' * 64}")
+    with pytest.raises(ConnectionError, match=r"Expected to download http://127.0.0.1:1/last.ckpt but got"):
+        read_checkpoint(read, f"http://127.0.0.1:1/last.ckpt#sha256={'0' * 64}")

@@ -1,0 +1,133 @@
+"""Networks say what they were made with, and are made again from it; nothing else is."""
+
+import copy
+import json
+from functools import partial
+from typing import get_type_hints
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch import nn
+
+import lightning_fcl.models
+from lightning_fcl.models import MLP, DSICNet, DyTox, EchoStateNetwork, SplitViT, T2TBody, decomposed_vit, fcl_vit
+from lightning_fcl.models.described import Described, cast_arguments, describe, rebuild
+
+NETWORKS = [name for name in lightning_fcl.models.__all__ if name != "RidgeStatistics"]
+NEEDED = {
+    "CvTBody": {"image_size": 64},
+    "Decomposed": {"net": MLP([4, 3, 2]), "layers": "1.*", "tasks": 2},
+    "EchoStateNetwork": {"in_features": 3, "units": 7},
+    "LVTBody": {
+        "image_size": 32,
+        "channels": 3,
+        "patch_size": 4,
+        "width": 12,
+        "depth": 1,
+        "heads": 2,
+        "mlp_ratio": 2.0,
+    },
+    "MLP": {"sizes": [4, 3, 2]},
+    "RidgeReadout": {"in_features": 3, "out_features": 2},
+    "SplitViT": {"body": MLP([12, 3]), "features": 3, "image_size": 2},
+    "T2TBody": {"image_size": 32, "splits": ((3, 2), (3, 2)), "token_width": 8},
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_is_made_again_from_its_description(name):
+    make = getattr(lightning_fcl.models, name)
+    network = make(**NEEDED.get(name, {}))
+    told = json.loads(json.dumps(network.described))  # plain data
+    again = rebuild(told, "model")
+    assert type(again) is type(network) and again.described == network.described
+    shapes = {key: value.shape for key, value in network.state_dict().items()}
+    assert {key: value.shape for key, value in again.state_dict().items()} == shapes
+    assert copy.deepcopy(network).described == network.described
+    assert get_type_hints(make.__init__ if isinstance(make, type) else make)  # else no type could be checked
+
+
+def test_a_function_is_told_in_place_of_what_it_makes():
+    assert fcl_vit("deit", depth=1).described["init_args"] == {
+        "name": "deit",
+        "image_size": 32,
+        "num_classes": 100,
+        "channels": 3,
+        "depth": 1,
+    }
+    assert decomposed_vit(2, depth=1).described["class_path"] == "lightning_fcl.models.decomposed_vit"
+
+
+def test_parsers_see_the_signature_of_init():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(nn.Module, "model")
+    told = {"class_path": "lightning_fcl.models.EchoStateNetwork", "init_args": {"in_features": 3}}
+    made = parser.instantiate(parser.parse_object({"model": told})).model
+    assert isinstance(made, EchoStateNetwork) and made.described["init_args"]["units"] == 100
+    with pytest.raises(TypeError, match="sizes"):
+        MLP()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, partial(torch.optim.Adam, lr=0.5, betas=(0.8, 0.9))])
+def test_optimizers_of_torch_are_made_again(make):
+    again = rebuild(describe(make), "optimizer")([torch.zeros(1, requires_grad=True)])
+    expected = make([torch.zeros(1, requires_grad=True)])
+    assert type(again) is torch.optim.Adam
+    assert again.defaults == {**expected.defaults, "betas": type(again.defaults["betas"])(expected.defaults["betas"])}
+
+
+@pytest.mark.parametrize(
+    "described, message",
+    [
+        ({"class_path": "os.system", "init_args": {"command": "touch marker"}}, "`model` to be handed in .* os.system"),
+        ({"class_path": "lightning_fcl.models.os.system", "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": "lightning_fcl.models.described.import_module", "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": "lightning_fcl.models.RidgeStatistics", "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": "torch.optim.os", "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": "torch.optim.Adafactor.load", "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": ["lightning_fcl.models.MLP"], "init_args": {}}, "`model` to be handed in"),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": [3]}, "`model` to be handed in"),
+        ({"class_path": "lightning_fcl.models.MLP"}, "`model` to be handed in"),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": {}}, "argument `sizes` of lightning_fcl.models.MLP"),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": {"size": [2, 3]}}, "got `size`. Did you mean sizes?"),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": "23"}}, "`model.sizes` to be of type"),
+        ({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [2, "3"]}}, "`model.sizes` to be of type"),
+        ({"class_path": "lightning_fcl.models.HARCNN", "init_args": {"init": "evil"}}, "`model.init` to be of type"),
+        (
+            {"class_path": "lightning_fcl.models.Decomposed", "init_args": {"net": "os.system", "tasks": 2}},
+            "`model.net` to be of type Module but got 'os.system'",
+        ),
+        (
+            {
+                "class_path": "lightning_fcl.models.SplitViT",
+                "init_args": {"body": {"class_path": "timm.x"}, "features": 2},
+            },
+            "`model` to be handed in .* timm.x",
+        ),
+    ],
+)
+def test_what_is_not_ours_or_does_not_fit_is_refused(described, message):
+    with pytest.raises(ValueError, match=message):
+        rebuild(described, "model")
+
+
+def test_what_is_not_ours_is_told_by_its_class():
+    class Own(nn.Module):
+        pass
+
+    assert describe(Own())["class_path"].endswith("Own") and "init_args" not in describe(Own())
+    assert "init_args" not in describe(lambda parameters: None)
+    body = SplitViT(Own(), features=3, image_size=2).described
+    with pytest.raises(ValueError, match=r"Expected `model` to be handed in but it was not: .*Own"):
+        rebuild(body, "model")
+
+
+def test_a_users_own_subclass_is_not_taken_for_ours():
+    class MLP(lightning_fcl.models.MLP):
+        pass
+
+    assert "lightning_fcl" not in MLP([2, 3]).described["class_path"]
+    assert issubclass(MLP, Described) and DSICNet().described != DyTox([[0, 1]], 2, depth=1).described
+    assert T2TBody.__signature__.parameters["width"].default == 256
+    assert cast_arguments(DSICNet, {"image_size": [32, 32]}, "model") == {"image_size": (32, 32)}
