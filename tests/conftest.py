@@ -1,4 +1,4 @@
-"""What all tests share: one thread, silence, and a small stream."""
+"""What all tests share: one thread unless told otherwise, silence, and a small stream."""
 
 import hashlib
 import http.server
@@ -25,7 +25,7 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.sequences import ReservoirClassifier
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
 
 
