@@ -11,6 +11,7 @@ RUNS = {
     "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
     "many_clients": (["--clients", "20"], ["20 clients: set-up"]),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),
+    "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
     "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),
     "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
 }
