@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow lint types recipes benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable lint types recipes benchmarks clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -24,6 +24,16 @@ coverage: .venv/ready ## the same, with the lines that no test has run
 
 test-slow: .venv/ready ## the slow tests
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
+CPUS = OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_CBWR=SSE4_2
+ON_CPUS ?= rounding and not slow
+
+test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherwise, as on other CPUs
+	for cpu in $(CPUS); do echo "== $$cpu" && env $$cpu $(BIN)/python -m pytest -n 2 -m "$(ON_CPUS)" tests || exit 1; done
+
+test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and on the other Pythons that are there
+	$(BIN)/tox run
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -49,6 +59,7 @@ benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else shou
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/fedvit_step.py
+	$(BIN)/python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
 clean:
 	rm -rf .venv runs

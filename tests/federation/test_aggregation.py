@@ -11,6 +11,8 @@ from torch import nn
 from lightning_fcl.federation.aggregation import Aggregator, built_in, declare, resolve
 from lightning_fcl.federation.robust import Krum, krum, median, trimmed_mean
 
+pytestmark = pytest.mark.rounding
+
 REDUCTIONS = ("mean", "sparse_mean", "sum", "cat", "none", "download", "fixed", "median", "trimmed_mean", "krum")
 
 

@@ -16,6 +16,8 @@ from lightning_fcl.federation.exact import ExactSum
 from lightning_fcl.federation.limbs import PIECE, Weights
 from lightning_fcl.federation.reductions import Accumulator, Mean, Sum
 
+pytestmark = pytest.mark.rounding
+
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)

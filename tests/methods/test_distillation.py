@@ -17,6 +17,8 @@ from lightning_fcl.methods.functional import teacher_of
 from lightning_fcl.methods.method import remember, section
 from lightning_fcl.methods.step import Step
 
+pytestmark = pytest.mark.rounding
+
 
 def kd(student, teacher, temperature=2.0):
     """Mean over the batch of the cross-entropy between softened outputs, by torch's own functions."""

@@ -16,6 +16,8 @@ from lightning_fcl.methods.episodic import labelled, past_tasks, remember_task, 
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
 
+pytestmark = pytest.mark.rounding
+
 METHODS = {"GEM": lambda: GEM(1.0), "A-GEM": lambda: AGEM(1.0)}
 
 

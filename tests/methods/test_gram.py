@@ -7,6 +7,8 @@ import torch
 from lightning_fcl.methods import gram as module
 from lightning_fcl.methods.gram import gram
 
+pytestmark = pytest.mark.rounding
+
 
 def vectors(k, p, dtype=torch.float32):
     generator = torch.Generator().manual_seed(k * 31 + p)

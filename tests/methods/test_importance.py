@@ -16,6 +16,8 @@ from lightning_fcl.methods.importance import fisher_information, output_sensitiv
 from lightning_fcl.methods.method import section
 from lightning_fcl.methods.step import Step
 
+pytestmark = pytest.mark.rounding
+
 KINDS = {"EWC": EWC, "MAS": MAS}
 STRENGTHS = {"EWC": 5.0, "MAS": 2.0}
 

@@ -34,6 +34,8 @@ with warnings.catch_warnings():
     from avalanche.training.plugins import AGEMPlugin, EWCPlugin, GEMPlugin, LwFPlugin, ReplayPlugin
     from avalanche.training.storage_policy import ExemplarsBuffer
 
+pytestmark = pytest.mark.rounding
+
 CLASSES = ([3, 0, 7, 5], [1, 8, 2], [9, 4, 6])
 BATCH, EPOCHS = 16, 2
 DOUBLE = {"precision": "64-true"}  # no rounding grows

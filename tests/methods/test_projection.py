@@ -14,6 +14,8 @@ from scipy.stats import wasserstein_distance
 
 from lightning_fcl.methods.projection import agem, distance, flatten, most_dissimilar, project, unflatten
 
+pytestmark = pytest.mark.rounding
+
 
 def problem(seed, k=None, p=None, spread=False, dtype=torch.float64):
     """A gradient and constraints, of scales from 1e-6 to 1e3 if they are to spread."""

@@ -9,6 +9,8 @@ import torch
 from lightning_fcl.models import esn
 from lightning_fcl.models.esn import EchoStateNetwork
 
+pytestmark = pytest.mark.rounding
+
 
 def inputs(batch=4, steps=11, features=3, seed=0):
     return torch.randn(batch, steps, features, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -10,6 +10,8 @@ import torch
 from lightning_fcl.models import RidgeReadout, RidgeStatistics, ridge
 from lightning_fcl.models.ridge import accumulate, solve, square
 
+pytestmark = pytest.mark.rounding
+
 
 def samples(n=200, features=8, outputs=3, seed=0):
     generator = torch.Generator().manual_seed(seed)

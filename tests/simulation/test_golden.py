@@ -19,6 +19,8 @@ from lightning_fcl.data.partition import Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.models import MLP, EchoStateNetwork
 
+pytestmark = pytest.mark.rounding
+
 FILE = Path(__file__).with_name("golden.json")
 
 

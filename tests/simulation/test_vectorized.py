@@ -25,6 +25,8 @@ from lightning_fcl.callbacks import (
 from lightning_fcl.models import MLP
 from lightning_fcl.simulation.choose import automatic_size
 
+pytestmark = pytest.mark.rounding
+
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),

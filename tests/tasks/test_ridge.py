@@ -14,6 +14,8 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.models import DSICNet
 
+pytestmark = pytest.mark.rounding
+
 
 def faces(people=8, images=10, seed=0):
     """Images and people."""
