@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fcl.tasks.classification import Classifier as Classifier
     from lightning_fcl.tasks.classification import HARClassifier as HARClassifier
     from lightning_fcl.tasks.classification import RandomClassifier as RandomClassifier
+    from lightning_fcl.tasks.regression import Regressor as Regressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier
     from lightning_fcl.tasks.sequences import ReservoirClassifier as ReservoirClassifier
     from lightning_fcl.tasks.sequences import ReservoirRegressor as ReservoirRegressor

@@ -8,30 +8,32 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
-from lightning_fcl.data.attached import need_stream
-from lightning_fcl.data.client_round import ClientRound, current_round
+from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
+from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, check_fields, one_of
+from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import entries, load_entries
-from lightning_fcl.federation.protocol import FederationView, HasLocalModels, federation_of
-from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.predicting import predicting
-from lightning_fcl.tasks.classification import Classifier
-
-Counts = list[int | None]
-"""Correct predictions of each group; None for a group that was not tested."""
+from lightning_fcl.federation.messages import RoundRecord
+from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.driver import MethodDriver
 
 
 @dataclass(eq=False)
 class ContinualMetrics(Callback):
     """After each client and each round: tests the model at hand on the stream's common test set.
 
-    The server's model is tested after aggregation. The counts make up ``record``, from which
+    The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
     `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
-    ``server/accuracy``.
+    ``server/accuracy``. A module that tells ``measures()``, as `Regressor` does, is measured by these in place of
+    accuracy, as in ``server/MSE``; curves and matrices are of the first.
+
+    In a plain Trainer, whose stream has one client, each epoch is a round, and its only model goes by the name of
+    ``"server"``.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
@@ -63,17 +65,17 @@ class ContinualMetrics(Callback):
         elif self.clients not in ("all", "none"):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".')
         self.record: dict[str, Any] = {}
-        self._current: dict[str, Counts] = {}
-        self._test: tuple[Any, Tensor, Tensor] | None = None
+        self._current: dict[str, Counts | Values] = {}
+        self._test: Tester | None = None
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the record; a continued fit continues its own.
 
         Raises:
-            ValueError: If the Trainer is no federation's, or the stream has no such samples or clients.
+            ValueError: If the Trainer has no stream, the stream no such samples or clients, or, in a plain Trainer, a
+                method that has a rule of prediction stands behind this callback.
         """
-        self._federation(trainer)
         stream = need_stream(trainer)
         plan = stream.plan
         unknown = sorted(set(self.clients) - set(plan.clients)) if not isinstance(self.clients, str) else []
@@ -81,16 +83,15 @@ class ContinualMetrics(Callback):
             raise ValueError(
                 f"Expected `clients` of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
             )
+        if federation_of(trainer) is None:
+            self._check_order(trainer)
         samples = plan.test if self.on == "test" else plan.validation
         if not len(samples):
             raise ValueError(
                 f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
             )
-        x, y = stream.take(samples)[:2]
         self._current = {}
-        groups = torch.from_numpy(plan.groups[samples])
-        self._test = (x.to(pl_module.device), y.to(pl_module.device), groups.to(pl_module.device))
-        names = stream.group_names
+        self._test = Tester.of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
@@ -98,57 +99,69 @@ class ContinualMetrics(Callback):
             for e in range(longest)
         ]
         if not self.record or trainer.current_epoch == 0:
-            self.record = {
-                "groups": names,
-                "totals": torch.bincount(groups, minlength=len(names)).tolist(),
-                "tasks": tasks,
-                "rounds": [],
-            }
+            names, sizes = stream.group_names, self._test.sizes()
+            self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
+            if isinstance(pl_module, MeasuresPredictions):
+                self.record["measures"] = [
+                    {"name": name, "higher_is_better": bool(metric.higher_is_better)}
+                    for name, metric in pl_module.measures().items()
+                ]
             if self.start:
-                self.record["start"] = self._count(pl_module)
+                self.record["start"] = self._evaluate(pl_module, "server")
         self._started = time.monotonic()
+
+    def _check_order(self, trainer: L.Trainer) -> None:
+        """Methods end their epoch first: what they do is measured."""
+        callbacks = callbacks_of(trainer)
+        behind = callbacks[callbacks.index(self) :]
+        ruling = [type(method).__name__ for method in methods_of(trainer) if overrides(method, "predict")]
+        if ruling and any(isinstance(callback, MethodDriver) for callback in behind):
+            raise ValueError(
+                f"Expected `ContinualMetrics` behind `{ruling[0]}` among the callbacks of a plain Trainer, as that "
+                "predicts by what it has when its epoch ends, but it stands before it. Change their order."
+            )
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Test a client's model."""
         predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
         if predicts and self.when == "trained" and self._tests(client_round.client):
-            self._current[client_round.client] = self._count(pl_module)
-
-    @staticmethod
-    def _federation(trainer: L.Trainer) -> FederationView:
-        """The Trainer's federation.
-
-        Raises:
-            ValueError: If it runs none.
-        """
-        federation = federation_of(trainer)
-        if federation is None:
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `ContinualMetrics` but got a plain one, which has '
-                "no rounds. Log metrics in the module's `validation_step`."
-            )
-        return federation
+            self._current[client_round.client] = self._evaluate(pl_module, client_round.client)
 
     def _tests(self, client: str) -> bool:
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's model and close the round's entry."""
-        federation = self._federation(trainer)
-        plan, happened = federation.plan, federation.record
+        federation = federation_of(trainer)
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
-        correct, self._current = self._current, {}
+        tested, self._current = self._current, {}
         if self.when == "aggregated":
-            correct = self._aggregated(trainer, pl_module)
+            tested = self._aggregated(trainer, pl_module)
         elif not adapting:
-            correct = {**correct, "server": self._count(pl_module)}
+            tested = {**tested, "server": self._evaluate(pl_module, "server")}
+        self._close(trainer, pl_module, tested, federation.record if federation is not None else RoundRecord())
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The end of a round in a plain Trainer."""
+        if federation_of(trainer) is None:
+            self.on_round_end(trainer, pl_module)
+
+    def _close(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        tested: dict[str, Counts | Values],
+        happened: RoundRecord,
+    ) -> None:
+        """Add a round to the record, and log what models came to on the whole test set."""
+        plan = need_stream(trainer).plan
         experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
         now = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
                 "experience": {**experiences, "server": max(experiences.values())},
-                "correct": correct,
+                **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 "upload_bytes": dict(happened.upload_bytes),
                 "download_bytes": dict(happened.download_bytes),
                 "dropped": dict(happened.dropped),
@@ -159,56 +172,77 @@ class ContinualMetrics(Callback):
             }
         )
         self._started = now
-        total = sum(self.record["totals"])
-        whole = {name: [count for count in counts if count is not None] for name, counts in correct.items()}
-        values = {f"{n}/accuracy": sum(counts) / total for n, counts in whole.items() if len(counts) == len(correct[n])}
-        pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
+        module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
-    def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts]:
+    def _whole(self, found: Counts | Values) -> dict[str, float]:
+        """What a model came to on the whole test set, if it was tested on all of it."""
+        if isinstance(found, dict):
+            every = part_name(range(len(self.record["groups"])))
+            whole = {name: parts.get(every) for name, parts in found.items()}
+            return {name: value for name, value in whole.items() if value is not None}
+        counts = [count for count in found if count is not None]
+        return {"accuracy": sum(counts) / sum(self.record["totals"])} if len(counts) == len(found) else {}
+
+    def _aggregated(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Counts | Values]:
         """Test the models with which the clients go on whose experience ends with this round."""
-        federation, round = self._federation(trainer), current_round(trainer)
+        federation, round = federation_of(trainer), trainer.current_epoch
         stream = need_stream(trainer)
-        client_rounds = [stream.client_round(client, round) for client in filter(self._tests, stream.plan.clients)]
-        ending = [client_round for client_round in client_rounds if client_round.last_round]
+        asked = stream.plan.clients if self.clients == "none" else filter(self._tests, stream.plan.clients)
+        ending = [part for part in (stream.client_round(client, round) for client in asked) if part.last_round]
         if not ending:
             return {}
+        found: dict[str, Counts | Values] = {"server": self._evaluate(module, "server")}
+        if federation is None or self.clients == "none":
+            return found
         received = {name: value.detach().clone() for name, value in entries(module).items()}
-        counts: dict[str, Counts] = {"server": self._count(module)}
         for client_round in ending:
-            state = federation.client_state(client_round.client, received)
+            client = client_round.client
+            state = federation.client_state(client, received)
             if state is received:
-                counts[client_round.client] = counts["server"]  # all predict with the same model
+                found[client] = found["server"]  # all predict with the same model
                 continue
             load_entries(module, state)
-            seen = stream.plan.tasks[client_round.client][: client_round.experience + 1]
-            counts[client_round.client] = self._count(module, sorted({group for groups in seen for group in groups}))
+            seen = stream.plan.tasks[client][: client_round.experience + 1]
+            found[client] = self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
         load_entries(module, received)
-        return counts
+        return found
 
-    def _count(self, module: L.LightningModule, groups: list[int] | None = None) -> Counts:
-        """Correct predictions of each group on the test set, or of some groups and None for others.
+    def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
+        """What a model comes to on the test set, or on that of some groups alone.
 
-        A model that predicts every time step has more of them.
+        Correct predictions of each group, None for others, of which a model that predicts every time step has more; or
+        what the module's own measures come to on the groups of its tasks.
         """
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
+        if "measures" in self.record:
+            parts = parts_of(self.record["tasks"][model], number)
+            tested = set(range(number) if groups is None else groups)
+            return test.measured(module, [part for part in parts if tested.issuperset(part)])
         if groups is None:
-            correct, steps = _correct(module, *test, number)
-            self.record["totals"] = (torch.bincount(test[2], minlength=number) * steps).tolist()
+            correct, steps = test.correct(module)
+            self.record["totals"] = test.sizes(steps)
             return correct
-        rows = torch.isin(test[2], torch.tensor(groups, device=test[2].device))
-        x, y, of = (part[rows] for part in test)
-        correct, _ = _correct(module, x, y, of, number)
-        return [count if group in groups else None for group, count in enumerate(correct)]
+        return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Test the server's last model on what the clients have learnt from."""
-        if self.training:
-            stream = need_stream(trainer)
-            seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
-            x, y = (part.to(pl_module.device) for part in stream.take(seen)[:2])
-            correct, steps = _correct(pl_module, x, y, torch.zeros_like(y), 1)
-            self.record["training"] = {"correct": correct[0], "total": len(y) * steps}
+        if not self.training:
+            return
+        stream = need_stream(trainer)
+        seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
+        learnt = Tester.of(stream, seen, pl_module.device, alike=True)
+        if "measures" in self.record:
+            self.record["training"] = learnt.measured(pl_module, [(0,)])
+            return
+        correct, steps = learnt.correct(pl_module)
+        self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A plain Trainer skips a continued fit with nothing left to train, and `on_train_end` with it."""
+        if federation_of(trainer) is None and self.record and "training" not in self.record:
+            self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The record so far."""
@@ -217,24 +251,3 @@ class ContinualMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue an earlier record."""
         self.record = state_dict["record"]
-
-
-@torch.no_grad()
-def _correct(module: L.LightningModule, x: Any, y: Tensor, group: Tensor, groups: int) -> tuple[Counts, int]:
-    """A model's correct predictions in each group of samples, and how many predictions it makes for each sample."""
-    counts, steps = torch.zeros(groups, dtype=torch.long, device=module.device), 1
-    precision = module.trainer.precision_plugin
-    with evaluating(module), precision.forward_context(), predicting(module):
-        for part, label, where in zip(*(torch.split(values, 512) for values in (x, y, group)), strict=True):
-            part = precision.convert_input(part)
-            if isinstance(module, Classifier):
-                output = module.mask_logits(module.outputs_by_task(part, label), label)
-            else:
-                output = module(part)
-            prediction = output.argmax(dim=-1)
-            if prediction.dim() > 1:
-                steps = prediction.shape[1]
-                label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
-            counts += torch.bincount(where[prediction.flatten() == label], minlength=groups)
-    correct: Counts = counts.tolist()
-    return correct, steps

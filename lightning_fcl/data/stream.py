@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any, Never
@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fcl.data.arguments import named, refuse_renamed
-from lightning_fcl.data.batches import Request, batches, read
-from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
+from lightning_fcl.data.client_loader import ClientLoader
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.samples import Benchmark, Collate, PublicData, Samples, experiences_of, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
@@ -314,37 +313,3 @@ class FederatedStream(L.LightningDataModule):
             return DataLoader(TensorDataset(*self.take(indices)), batch_size=size)
         subset: Dataset[Any] = Subset(self.samples.x, indices.tolist())
         return DataLoader(subset, size, num_workers=self.num_workers, collate_fn=self.samples.collate_fn)
-
-
-class ClientLoader:
-    """The training data of all clients, as `FederatedStream.train_dataloader` hands it to the Trainer.
-
-    A `FederatedStrategy` replaces it by the batches of each round. In a plain Trainer a stream of one client can be
-    iterated as it is: an epoch is a round.
-    """
-
-    def __init__(self, stream: FederatedStream) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[Any]:
-        stream, trainer = self.stream, self.stream.trainer
-        clients = stream.plan.clients
-        if len(clients) != 1 or trainer is None:
-            raise ValueError(
-                f'Expected a Trainer with `strategy="federated"` for a stream of {len(clients)} clients but got a '
-                "plain one, which trains a single client."
-            )
-        client, round = clients[0], current_round(trainer)
-        if round >= stream.plan.rounds:
-            raise ValueError(
-                f"Expected `max_epochs` to be at most the stream's {stream.plan.rounds} rounds but got "
-                f"{trainer.max_epochs}."
-            )
-        rows = stream.plan.train[round][client]
-        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        plan = plan_batches(len(rows), 1, batching, order_keys(stream.seed, [client], round))
-        if not stream.draws:
-            yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
-            return
-        requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
-        yield from read(stream.take, requests, stream.num_workers)

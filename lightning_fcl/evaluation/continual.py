@@ -9,7 +9,7 @@ and 1.
 "A distillation-based approach integrating continual learning and federated learning for pervasive services".
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Tasks: TypeAlias = Sequence[Sequence[int]]
+Values: TypeAlias = Callable[[Iterable[int]], FloatArray]
+"""What a model came to on the test samples of some groups, round by round, shape (R,)."""
 
 
 def general_accuracy(correct: ArrayLike, totals: ArrayLike) -> float:
@@ -53,13 +55,7 @@ def personal_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLi
         >>> personal_accuracy([[10, 0], [0, 10]], totals=[10, 10], experience=[0, 1], tasks=[[0], [1]])
         0.75
     """
-    counts, sizes = check_counts(correct, totals)
-    learnt: set[int] = set()
-    values = []
-    for row, number in zip(counts, _numbers(experience, len(counts), tasks), strict=True):
-        learnt.update(tasks[number])
-        values.append(float(accuracy_on(row, sizes, learnt)))
-    return finite_mean(values)
+    return personal_value(counted(correct, totals), experience, tasks)
 
 
 def accuracy_matrix(
@@ -92,16 +88,7 @@ def accuracy_matrix(
         array([[0.9, 0. ],
                [0. , 1. ]])
     """
-    if rounds not in ("mean", "last"):
-        raise ValueError(f'Expected `rounds` to be "mean" or "last" but got "{rounds}".')
-    counts, sizes = check_counts(correct, totals)
-    numbers = _numbers(experience, len(counts), tasks)
-    on_task = np.stack([accuracy_on(counts, sizes, groups) for groups in tasks], axis=1)
-    matrix = np.full((len(tasks), len(tasks)), np.nan)
-    for t in np.unique(numbers):
-        chosen = on_task[numbers == t]
-        matrix[t] = chosen.mean(axis=0) if rounds == "mean" else chosen[-1]
-    return matrix
+    return value_matrix(counted(correct, totals), experience, tasks, rounds)
 
 
 def average_accuracy(matrix: ArrayLike, t: int) -> float:
@@ -210,12 +197,76 @@ def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike
         >>> stream_accuracy([[10, 0], [5, 30]], totals=[10, 30], experience=[0, 1], tasks=[[0], [1]])
         array([1.   , 0.875])
     """
+    return stream_values(counted(correct, totals), experience, tasks)
+
+
+# The same of any quantity: accuracy, or what a task is measured by in its place.
+
+
+def counted(correct: ArrayLike, totals: ArrayLike) -> Values:
+    """Accuracy, of counts (R, G) and totals (G,).
+
+    Raises:
+        ValueError: If they do not fit together.
+
+    Example:
+        >>> counted([[10, 0], [5, 30]], totals=[10, 30])([0, 1])
+        array([0.25 , 0.875])
+    """
     counts, sizes = check_counts(correct, totals)
-    numbers = _numbers(experience, len(counts), tasks)
+    return lambda groups: accuracy_on(counts, sizes, groups)
+
+
+def measured(rounds: Sequence[Mapping[str, float | None]]) -> Values:
+    """A measure, of what it came to in each round on the samples of some groups, by `part_name`; NaN where not there.
+
+    Example:
+        >>> measured([{"0": 4.0, "0+1": 2.5}, {"0": 1.0, "0+1": None}])([1, 0])
+        array([2.5, nan])
+    """
+    return lambda groups: np.array([row.get(part_name(groups)) for row in rounds], dtype=np.float64)
+
+
+def part_name(groups: Iterable[int]) -> str:
+    """What the test samples of some groups together are called in a record.
+
+    Example:
+        >>> part_name([2, 0, 2])
+        '0+2'
+    """
+    return "+".join(map(str, sorted(set(groups))))
+
+
+def personal_value(on: Values, experience: ArrayLike, tasks: Tasks) -> float:
+    """What `personal_accuracy` is of accuracy."""
+    learnt: set[int] = set()
+    values = []
+    for row, number in enumerate(_numbers(experience, len(on(())), tasks)):
+        learnt.update(tasks[number])
+        values.append(float(on(learnt)[row]))
+    return finite_mean(values)
+
+
+def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
+    """What `accuracy_matrix` is of accuracy."""
+    if rounds not in ("mean", "last"):
+        raise ValueError(f'Expected `rounds` to be "mean" or "last" but got "{rounds}".')
+    on_task = np.stack([on(groups) for groups in tasks], axis=1)
+    numbers = _numbers(experience, len(on_task), tasks)
+    matrix = np.full((len(tasks), len(tasks)), np.nan)
+    for t in np.unique(numbers):
+        chosen = on_task[numbers == t]
+        matrix[t] = chosen.mean(axis=0) if rounds == "mean" else chosen[-1]
+    return matrix
+
+
+def stream_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+    """What `stream_accuracy` is of accuracy."""
+    numbers = _numbers(experience, len(on(())), tasks)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
         seen = {group for groups in tasks[: i + 1] for group in groups}
-        result[i] = accuracy_on(counts[numbers == i][-1], sizes, seen)
+        result[i] = on(seen)[numbers == i][-1]
     return result
 
 

@@ -1,8 +1,10 @@
-"""Metrics of a run: from its record of correct predictions to curves, matrices and a flat summary.
+"""Metrics of a run: from its record of predictions to curves, matrices and a flat summary.
 
 A record tells how many test samples of each *group* (a class, or a domain) each model got right after each round:
 ``groups``, ``totals`` (test samples of each group), ``tasks`` (of each model, the groups of each task) and ``rounds``.
-What is computed of it is defined in `lightning_fcl.evaluation.continual`.
+Where a task is measured by other quantities than accuracy, ``measures`` tells their names and which way is better, and
+the rounds tell what each came to, under ``values``. What is computed is defined in
+`lightning_fcl.evaluation.continual`.
 """
 
 from collections.abc import Mapping
@@ -14,17 +16,22 @@ from numpy.typing import NDArray
 
 from lightning_fcl.evaluation.continual import (
     FloatArray,
+    Tasks,
+    Values,
     accuracy_matrix,
-    accuracy_on,
     average_accuracy,
     backward_transfer,
-    check_counts,
+    counted,
     finite_mean,
     forgetting,
     general_accuracy,
     learning_accuracy,
+    measured,
     personal_accuracy,
+    personal_value,
     stream_accuracy,
+    stream_values,
+    value_matrix,
 )
 
 __all__ = [
@@ -52,8 +59,8 @@ class Curve:
     Args:
         rounds: Numbers of the rounds in which it was tested, from 0, shape (R,).
         experience: Number of its experience in each of them, from 0, shape (R,).
-        accuracy: Accuracy per round and group, shape (R, G); NaN for a group without test samples.
-        overall: Accuracy on the whole test set, shape (R,).
+        accuracy: Accuracy, or `quantity`, per round and group, shape (R, G); NaN for a group without test samples.
+        overall: The same on the whole test set, shape (R,).
 
     Example:
         >>> Curve(np.array([0]), np.array([0]), accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3])).overall
@@ -66,8 +73,31 @@ class Curve:
     overall: FloatArray
 
 
+def quantity(record: Mapping[str, Any]) -> str:
+    """What curves and matrices of a record are of: accuracy, or the first of its measures.
+
+    Example:
+        >>> quantity({"measures": [{"name": "MSE", "higher_is_better": False}]})
+        'MSE'
+    """
+    name: str = record["measures"][0]["name"] if "measures" in record else "accuracy"
+    return name
+
+
+def _sign(record: Mapping[str, Any], measure: str | None = None) -> int:
+    """1 for a quantity that is better when higher, else -1."""
+    higher = {one["name"]: one["higher_is_better"] for one in record.get("measures", [])}
+    return 1 if higher.get(measure or quantity(record), True) else -1
+
+
+def models_tested(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The models that were tested in a round, with what they came to."""
+    found: Mapping[str, Any] = entry["values"] if "values" in entry else entry["correct"]
+    return found
+
+
 def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
-    """Accuracy per group and round of every model of a record, the server first.
+    """Accuracy, or `quantity`, per group and round of every model of a record, the server first.
 
     Args:
         record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
@@ -84,18 +114,18 @@ def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     result = {}
     for model in sorted(record["tasks"], key=lambda model: bool(model != "server")):
         if entries := _tested(record, model):
-            counts, sizes = check_counts([entry["correct"][model] for entry in entries], record["totals"])
+            on, groups = _on(record, [models_tested(entry)[model] for entry in entries]), range(len(record["groups"]))
             result[model] = Curve(
                 rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),
                 experience=np.array([entry["experience"][model] for entry in entries], dtype=np.int64),
-                accuracy=np.stack([accuracy_on(counts, sizes, [group]) for group in range(len(sizes))], axis=1),
-                overall=accuracy_on(counts, sizes, range(len(sizes))),
+                accuracy=np.stack([on([group]) for group in groups], axis=1),
+                overall=on(groups),
             )
     return result
 
 
 def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean") -> dict[str, FloatArray]:
-    """Accuracy matrix of every model of a record that has at least two tasks, the server first.
+    """Matrix of the accuracy, or `quantity`, of every model of a record with at least two tasks, the server first.
 
     Args:
         record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
@@ -111,7 +141,7 @@ def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean"
         [[1.0, 0.0], [0.1, 0.8]]
     """
     several = [model for model in curves(record) if len(record["tasks"][model]) > 1]
-    return {model: accuracy_matrix(*_history(record, model), rounds=rounds) for model in several}
+    return {model: value_matrix(*_history(record, model), rounds) for model in several}
 
 
 def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
@@ -143,7 +173,7 @@ def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
         there = [matrix for matrix in of_clients if len(matrix) >= t]
         accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in there])
         if t > 1:
-            forgotten[t - 1] = finite_mean([forgetting(matrix, t) for matrix in there])
+            forgotten[t - 1] = finite_mean([forgetting(_sign(record) * matrix, t) for matrix in there])
     return accuracy, forgotten
 
 
@@ -168,8 +198,10 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
     """
     if model not in record["tasks"]:
         raise ValueError(f"Expected `model` to be one of {', '.join(record['tasks'])} but got {model}.")
-    counts, sizes, experience, tasks = _history(record, model)
-    return stream_accuracy(counts, sizes, experience, tasks) if counts else np.full(len(tasks), np.nan)
+    tested = any(model in models_tested(entry) for entry in record["rounds"]) or (
+        model == "server" and "start" in record
+    )
+    return stream_values(*_history(record, model)) if tested else np.full(len(record["tasks"][model]), np.nan)
 
 
 def summarize(record: Mapping[str, Any]) -> dict[str, float]:
@@ -198,31 +230,34 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
         >>> summary["A_per/a"], summary["A_2/a"], summary["F_2/clients"], summary["upload_bytes/total"]
         (0.75, 0.5, 1.0, 80.0)
     """
-    models = {model: _metrics_of(record, model) for model in curves(record)}
+    metrics_of = _measures_of if "measures" in record else _metrics_of
+    models = {model: metrics_of(record, model) for model in curves(record)}
     clients = [metrics for model, metrics in models.items() if model != "server"]
     names = dict.fromkeys(name for metrics in clients for name in metrics)
     models["clients"] = {name: finite_mean([metrics.get(name, np.nan) for metrics in clients]) for name in names}
     summary = {f"{name}/{model}": value for model, metrics in models.items() for name, value in metrics.items()}
     summary = {name: value for name, value in summary.items() if np.isfinite(value)}
     if training := record.get("training"):
-        summary["training_accuracy/server"] = training["correct"] / training["total"]
+        if "measures" in record:
+            summary |= {f"training_{name}/server": values["0"] for name, values in training.items()}
+        else:
+            summary["training_accuracy/server"] = training["correct"] / training["total"]
     for way in ("upload_bytes", "download_bytes"):
         summary[f"{way}/total"] = float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"]))
     return summary
 
 
 def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
-    history = _history(record, model)
-    counts, sizes, experience, tasks = history
-    rounds = counts[int(model == "server" and "start" in record) :]
-    metrics = {"A_gen": general_accuracy(rounds, sizes)}
+    on, experience, tasks = history = _history(record, model)
+    overall = on(range(len(record["groups"])))
+    metrics = {"A_gen": float(overall[_before_rounds(record, model) :].mean())}
     if model != "server":
-        metrics["A_per"] = personal_accuracy(*history)
-    metrics["final_accuracy"] = general_accuracy(counts[-1:], sizes)
-    passed = stream_accuracy(*history)
+        metrics["A_per"] = personal_value(*history)
+    metrics["final_accuracy"] = float(overall[-1])
+    passed = stream_values(*history)
     metrics["stream_accuracy"] = float(passed[experience[-1]])
     if (t := len(tasks)) > 1:
-        mean, last = accuracy_matrix(*history), accuracy_matrix(*history, rounds="last")
+        mean, last = value_matrix(*history, "mean"), value_matrix(*history, "last")
         metrics[f"A_{t}"] = average_accuracy(mean, t)
         metrics[f"F_{t}"] = forgetting(mean, t)
         metrics["average_accuracy"] = average_accuracy(last, t)
@@ -233,16 +268,49 @@ def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
     return metrics
 
 
+def _measures_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name in (one["name"] for one in record["measures"]):
+        on, experience, tasks = history = _history(record, model, name)
+        overall, sign = on(range(len(record["groups"]))), _sign(record, name)
+        metrics[f"general_{name}"] = finite_mean(overall[_before_rounds(record, model) :])
+        metrics[f"final_{name}"] = float(overall[-1])
+        if model != "server":
+            metrics[f"personal_{name}"] = personal_value(*history)
+        passed = stream_values(*history)
+        metrics[f"stream_{name}"] = float(passed[experience[-1]])
+        if (t := len(tasks)) > 1:
+            last = value_matrix(*history, "last")
+            metrics[f"average_{name}"] = average_accuracy(last, t)
+            metrics[f"learning_{name}"] = learning_accuracy(last)
+            metrics[f"forgetting_{name}"] = forgetting(sign * last, t)
+            metrics[f"BWT_{name}"] = backward_transfer(sign * last)
+            metrics |= {f"stream_{name}_{i}": float(value) for i, value in enumerate(passed)}
+    return metrics
+
+
+def _before_rounds(record: Mapping[str, Any], model: str) -> int:
+    """How often a model was tested before the first round: that of a base session, which was no round."""
+    return int(model == "server" and "start" in record)
+
+
 def _tested(record: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
     """The rounds in which a model was tested."""
-    return [entry for entry in record["rounds"] if model in entry["correct"]]
+    return [entry for entry in record["rounds"] if model in models_tested(entry)]
 
 
-def _history(record: Mapping[str, Any], model: str) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
-    """Counts, totals, experience and tasks of a model in the rounds in which it was tested."""
+def _on(record: Mapping[str, Any], found: list[Any], measure: str | None = None) -> Values:
+    """The values of what a model came to, time after time."""
+    if "measures" not in record:
+        return counted(found, record["totals"])
+    return measured([one[measure or quantity(record)] for one in found])
+
+
+def _history(record: Mapping[str, Any], model: str, measure: str | None = None) -> tuple[Values, list[int], Tasks]:
+    """Values, experiences and tasks of a model in the rounds in which it was tested."""
     entries = _tested(record, model)
-    counts = [entry["correct"][model] for entry in entries]
+    found = [models_tested(entry)[model] for entry in entries]
     experiences = [entry["experience"][model] for entry in entries]
-    if model == "server" and "start" in record:  # the model of a base session, which was no round
-        counts, experiences = [record["start"], *counts], [0, *experiences]
-    return counts, record["totals"], experiences, record["tasks"][model]
+    if _before_rounds(record, model):
+        found, experiences = [record["start"], *found], [0, *experiences]
+    return _on(record, found, measure), experiences, record["tasks"][model]

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.metrics import stream_accuracies
+from lightning_fcl.evaluation.metrics import models_tested, quantity, stream_accuracies
 from lightning_fcl.evaluation.plots import blank_figure, model_name, panels_of, style
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def stream_accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
     Clients with fewer experiences than the server are left out. Several clients are one line, their mean.
     """
     names = experience_names(record)
-    tested = {model for entry in record["rounds"] for model in entry["correct"]}
+    tested = {model for entry in record["rounds"] for model in models_tested(entry)}
     if len(names) < 2 or not tested:
         return None
     models = [model for model, tasks in record["tasks"].items() if model in tested and len(tasks) == len(names)]
@@ -60,14 +60,14 @@ def stream_accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
     lines = {"server": [curves.pop("server")]} if "server" in curves else {}
     if curves:
         lines[model_name("clients" if len(curves) > 1 else next(iter(curves)))] = list(curves.values())
-    return stream_accuracy_panels({"": lines}, names) if lines else None
+    return stream_accuracy_panels({"": lines}, names, of=quantity(record)) if lines else None
 
 
 def stream_accuracy_panels(
-    panels: Mapping[str, Mapping[str, ArrayLike]], experiences: Sequence[str], title: str = ""
+    panels: Mapping[str, Mapping[str, ArrayLike]], experiences: Sequence[str], title: str = "", of: str = "accuracy"
 ) -> "Figure":
-    """Stream accuracy, shape (repeats, experiences), as in figures 4 and 6 of De Caro et al. 2023."""
-    figure, axes = _grid(panels, 3.1, title, "after experience", "stream accuracy")
+    """Stream accuracy, shape (repeats, experiences), as in figures 4 and 6 of De Caro et al. 2023, or another."""
+    figure, axes = _grid(panels, 3.1, title, "after experience", f"stream {of}")
     order = _order(panels)
     for panel, lines in zip(axes, panels.values(), strict=True):
         for label, values in lines.items():
@@ -77,7 +77,8 @@ def stream_accuracy_panels(
         slanted = max(len(line) for tick in ticks for line in tick.split("\n")) * len(ticks) > 4 * letters
         panel.set_xticks(range(1, len(ticks) + 1), ticks, fontsize=8, rotation=30 if slanted else 0)
         panel.set_xlim(0.7, len(ticks) + 0.3)
-        panel.set_ylim(-0.04, 1.04)
+        if of == "accuracy":
+            panel.set_ylim(-0.04, 1.04)
     _legend(figure, axes)
     return figure
 
@@ -107,13 +108,13 @@ def task_panels(panels: Mapping[str, Mapping[str, tuple[FloatArray, FloatArray]]
     axes = figure.subplots(*shape, sharex=True, sharey="row" if number > 1 else False, squeeze=False)
     for place, (name, lines) in enumerate(panels.items()):
         both = (axes[0, 0], axes[0, 1]) if number == 1 else (axes[0, place], axes[1, place])
-        for panel, kind, quantity in zip(both, (0, 1), ("average accuracy", "forgetting"), strict=True):
+        for panel, kind, of in zip(both, (0, 1), ("average accuracy", "forgetting"), strict=True):
             for label, values in lines.items():
                 _band(panel, np.asarray(values[kind], dtype=np.float64), label, style(order[label]))
             panel.grid(axis="y", alpha=0.3)
             panel.locator_params(axis="x", integer=True)
             if place == 0:
-                panel.set_ylabel(f"{quantity}, mean of the clients")
+                panel.set_ylabel(f"{of}, mean of the clients")
             if kind or number == 1:
                 panel.set_xlabel("after task")
         both[1].axhline(0, color="black", linewidth=0.8)

@@ -1,14 +1,15 @@
 """Plots of a run's record, as Matplotlib figures that need no display."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.communication import volumes
-from lightning_fcl.evaluation.metrics import Curve, curves, matrices
+from lightning_fcl.evaluation.metrics import Curve, curves, matrices, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,12 +67,19 @@ def compare_figure(results_by_label: Mapping[str, Mapping[str, Any]]) -> "Figure
         (results["record"] for results in results_by_label.values()), key=lambda record: len(record["rounds"])
     )
     _experiences(left, longest, "server", letters=75)
-    left.set_ylim(-0.04, 1.04)
-    left.set_ylabel("accuracy of the server, whole test set")
+    of = scale(left, longest)
+    left.set_ylabel(f"{of} of the server, whole test set")
     left.grid(axis="y", alpha=0.3)
-    _bars(right, {label: results["metrics"] for label, results in results_by_label.items()})
+    _bars(right, {label: results["metrics"] for label, results in results_by_label.items()}, of)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
+
+
+def scale(panel: "Axes", record: Mapping[str, Any]) -> str:
+    """Let an axis of accuracies go from 0 to 1, that of another quantity as it will; the quantity's name."""
+    if "measures" not in record:
+        panel.set_ylim(-0.04, 1.04)
+    return quantity(record)
 
 
 def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
@@ -84,34 +92,41 @@ def accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
     for panel, (model, curve) in zip(panels, models.items(), strict=True):
         # More lines than markers would be a tangle.
         draw = _lines if len(names) <= len(_MARKERS) else _heat
-        draw(panel, curve, names)
+        draw(panel, curve, names, record)
         _experiences(panel, record, model, letters=120 // columns)
         panel.set_title(model_name(model), fontweight="bold", loc="left", pad=28)
     if len(names) <= len(_MARKERS):
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title="group", frameon=False)
     else:
-        figure.colorbar(panels[0].images[0], ax=figure.axes, label="accuracy", shrink=0.8)
+        figure.colorbar(panels[0].images[0], ax=figure.axes, label=quantity(record), shrink=0.8)
     return figure
 
 
-def _lines(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
+def _lines(panel: "Axes", curve: Curve, names: Sequence[str], record: Mapping[str, Any]) -> None:
     for group, name in enumerate(names):
         panel.plot(curve.rounds + 1, curve.accuracy[:, group], label=name, **style(group))
     panel.plot(curve.rounds + 1, curve.overall, color="black", linestyle=":", linewidth=2, label="whole test set")
-    panel.set_ylim(-0.04, 1.04)
+    panel.set_ylabel(scale(panel, record))
     panel.grid(axis="y", alpha=0.3)
-    panel.set_ylabel("accuracy")
 
 
-def _heat(panel: "Axes", curve: Curve, names: Sequence[str]) -> None:
+def _heat(panel: "Axes", curve: Curve, names: Sequence[str], record: Mapping[str, Any]) -> None:
     first, last = int(curve.rounds[0]), int(curve.rounds[-1])
     grid = np.full((len(names), last - first + 1), np.nan)
     grid[:, curve.rounds - first] = curve.accuracy.T
     extent = (first + 0.5, last + 1.5, -0.5, len(names) - 0.5)
-    panel.imshow(grid, extent=extent, origin="lower", aspect="auto", vmin=0, vmax=1, interpolation="nearest")
+    low, high = _limits([curve.accuracy for curve in curves(record).values()], record)
+    panel.imshow(grid, extent=extent, origin="lower", aspect="auto", vmin=low, vmax=high, interpolation="nearest")
     panel.set_ylabel("group")
     if len(names) <= 25:
         panel.set_yticks(range(len(names)), names, fontsize=7)
+
+
+def _limits(values: Iterable[NDArray[np.float64]], record: Mapping[str, Any]) -> tuple[float, float]:
+    """What the colours of a heat map go from and to: accuracies from 0 to 1, other quantities by what there is."""
+    every = np.concatenate([value.ravel() for value in values])
+    every = every[np.isfinite(every)]
+    return (float(every.min()), float(every.max())) if "measures" in record and len(every) else (0.0, 1.0)
 
 
 def _experiences(panel: "Axes", record: Mapping[str, Any], model: str, letters: int) -> None:
@@ -146,18 +161,19 @@ def _task_label(number: int, names: Sequence[str], letters: int) -> str:
 
 
 def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
-    """A heat map per model with several tasks: accuracy on task d after task t."""
+    """A heat map per model with several tasks: accuracy, or `quantity`, on task d after task t."""
     models = dict(list(matrices(record).items())[:_PANELS])
     if not models:
         return None
     alone = len(models) == 1
     width, height = (8.2, 5.6) if alone else (12, 4.6 * -(-len(models) // 2))
     figure, panels = panels_of(len(models), 1 if alone else 2, width, height)
+    of, (low, high) = quantity(record), _limits(models.values(), record)
     for panel, (model, matrix) in zip(panels, models.items(), strict=True):
-        image = panel.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+        image = panel.imshow(matrix, vmin=low, vmax=high, cmap="viridis")
         size = len(matrix)
         for (t, d), value in np.ndenumerate(matrix) if size <= 10 else ():
-            colour = "white" if value < 0.6 else "black"
+            colour = "white" if value < low + 0.6 * (high - low) else "black"
             panel.text(d, t, "-" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color=colour)
         # Right of this staircase the task has not been learnt yet.
         panel.step(np.arange(size) + 0.5, np.arange(size) - 0.5, where="pre", color="white", linewidth=2)
@@ -167,9 +183,9 @@ def matrix_figure(record: Mapping[str, Any]) -> "Figure | None":
         shown = range(0, size, 1 + size // 20)
         panel.set_xticks(shown, [labels[t] for t in shown], fontsize=8)
         panel.set_yticks(shown, [labels[t] for t in shown], fontsize=8)
-        panel.set(xlabel="accuracy on task", ylabel="after task")
+        panel.set(xlabel=f"{of} on task", ylabel="after task")
         panel.set_title(model_name(model), fontweight="bold")
-    figure.colorbar(image, ax=figure.axes, label="accuracy, mean over the task's rounds", shrink=0.8)
+    figure.colorbar(image, ax=figure.axes, label=f"{of}, mean over the task's rounds", shrink=0.8)
     return figure
 
 
@@ -197,9 +213,10 @@ def traffic_figure(record: Mapping[str, Any]) -> "Figure | None":
     return figure
 
 
-def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
-    """Final accuracy and forgetting of the server, a bar per run."""
-    names = ("final_accuracy", "forgetting")
+def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]], of: str) -> None:
+    """Final accuracy, or another quantity, and forgetting of the server, a bar per run."""
+    names = (f"final_{of}", "forgetting" if of == "accuracy" else f"forgetting_{of}")
+    better = "\n(higher is better)" if of == "accuracy" else ""
     width = 0.8 / len(metrics)
     for index, (label, values) in enumerate(metrics.items()):
         for position, name in enumerate(names):
@@ -211,7 +228,7 @@ def _bars(panel: "Axes", metrics: Mapping[str, Mapping[str, float]]) -> None:
             text = "n/a" if value is None else f"{value:.2f}"
             panel.annotate(text, (x, max(value or 0, 0)), (0, 2), textcoords="offset points", ha="center", fontsize=8)
     panel.axhline(0, color="black", linewidth=0.8)
-    panel.set_xticks(range(len(names)), ["final accuracy\n(higher is better)", "forgetting\n(lower is better)"])
+    panel.set_xticks(range(len(names)), [f"final {of}" + better, "forgetting\n(lower is better)"])
     panel.set_ylabel("server, test set")
     panel.margins(y=0.1)
     panel.grid(axis="y", alpha=0.3)

@@ -10,6 +10,7 @@ import numpy as np
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
+from lightning_fcl.evaluation.metrics import quantity
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
 
@@ -30,6 +31,17 @@ _MEANINGS = {
     "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
     "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
     "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
+}
+_MEASURED = {
+    "general": "on the whole test set, mean over the rounds",
+    "personal": "on all groups the client has learnt so far, mean over the rounds",
+    "final": "on the whole test set after the last round",
+    "stream": "on the test data of all experiences so far, after the last round",
+    "average": "mean over the tasks after the last round",
+    "learning": "on a task after its last round, mean over tasks",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task: above 0",
+    "BWT": "backward transfer: what was gained on a task from its last round to the end of the run; below 0 if lost",
+    "training": "on all samples that clients have trained on, after the last round",
 }
 
 
@@ -85,17 +97,19 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     results = read_results(folder)
     record = results["record"]
+    of = quantity(record)
+    title = of[0].upper() + of[1:]
     figures = {
-        "accuracy": ("Accuracy per round", accuracy_figure(record)),
-        "matrices": ("Accuracy on each task after each task", matrix_figure(record)),
-        "stream_accuracy": ("Stream accuracy after each experience", stream_accuracy_figure(record)),
+        "accuracy": (f"{title} per round", accuracy_figure(record)),
+        "matrices": (f"{title} on each task after each task", matrix_figure(record)),
+        "stream_accuracy": (f"Stream {of} after each experience", stream_accuracy_figure(record)),
         "densities": (
             "Density of the reservoir's activations on the test samples after each experience",
             density_figure(results["densities"], record) if "densities" in results else None,
         ),
         "traffic": ("Traffic per round", traffic_figure(record)),
     }
-    parts = [_head(results), *_against_paper(results), _metrics_section(results["metrics"])]
+    parts = [_head(results), *_against_paper(results), _metrics_section(results["metrics"], record)]
     for name, (title, figure) in figures.items():
         if figure is not None:
             save_figure(figure, folder / f"{name}.png")
@@ -230,7 +244,7 @@ def _against_paper(results: Results) -> list[str]:
     return [f"## Against the paper\n\n{markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
 
 
-def _metrics_section(metrics: Mapping[str, float]) -> str:
+def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) -> str:
     """All metrics, a line per model and a column per metric, then what they mean."""
     pairs = [name.rpartition("/")[::2] for name in metrics]
     kinds = list(dict.fromkeys(kind for kind, model in pairs if model != "total"))
@@ -244,6 +258,10 @@ def _metrics_section(metrics: Mapping[str, float]) -> str:
     ]
     # A_5 and F_5 are explained as A_T and F_T.
     meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
+    for one in record.get("measures", []):
+        way = "higher" if one["higher_is_better"] else "lower"
+        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEASURED.items()}
+    meanings = {kind: meaning for kind, meaning in meanings.items() if kind in kinds}
     notes = [f"- `{kind}`: {meaning}" for kind, meaning in meanings.items() if meaning]
     total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
     return "\n\n".join(["## Metrics", markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])

@@ -22,6 +22,7 @@ from lightning_fcl.federation.server import RoundRecord
 if TYPE_CHECKING:
     import lightning.pytorch as L
     from torch.optim import Optimizer
+    from torchmetrics import Metric
 
     from lightning_fcl.data.scenarios import Plan
 
@@ -219,9 +220,6 @@ def federation_of(trainer: L.Trainer) -> FederationView | None:
     return strategy.federation if isinstance(strategy, HostsFederation) else None
 
 
-# What a callback may listen to beside Lightning's hooks.
-
-
 @runtime_checkable
 class ListensToClients(Protocol):
     """A callback that is told when a client's local training is done, the client's state in the module."""
@@ -236,9 +234,6 @@ class ListensToRounds(Protocol):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After the aggregation."""
-
-
-# What a module may offer.
 
 
 @runtime_checkable
@@ -285,6 +280,14 @@ class HasClasses(Protocol):
     """A module that tells a number of classes apart."""
 
     num_classes: int
+
+
+@runtime_checkable
+class MeasuresPredictions(Protocol):
+    """A module that says what its predictions are measured by, in place of accuracy."""
+
+    def measures(self) -> Mapping[str, Metric]:
+        """New metrics of ``(predictions, targets)``, by name; curves and matrices are of the first."""
 
 
 @runtime_checkable

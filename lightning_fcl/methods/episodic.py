@@ -97,7 +97,7 @@ def remember_task(
     Args:
         memory: What the client remembers of its tasks: their samples ``x`` and ``y``, the ``task`` of each, and the
             number of the ``present`` one.
-        data: The client's samples ``[x, y]``.
+        data: The client's samples ``[x, y]``; where targets are no labels, all are drawn alike.
         client_round: The client's part in the round.
         max_size: Number or share of the samples to keep.
         generator: Draws them.
@@ -107,7 +107,8 @@ def remember_task(
     """
     x, y = labelled(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
-    chosen = stratified(y.cpu(), size, generator).to(y.device)
+    labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
+    chosen = stratified(labels, size, generator).to(y.device)
     return with_task(memory, x[chosen], y[chosen], client_round.experience)
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.stream import ClientLoader
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanSquaredError, Metric
+from torchmetrics import MeanSquaredError, Metric, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.models.esn import EchoStateNetwork
@@ -108,6 +109,10 @@ class ReservoirRegressor(ReservoirTask):
     def metric(self) -> Metric:
         """The mean squared error."""
         return MeanSquaredError()
+
+    def measures(self) -> Mapping[str, Metric]:
+        """Mean squared error and coefficient of determination, by which `ContinualMetrics` measures."""
+        return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def targets(self, y: Tensor) -> Tensor:
         """The targets as they are.

@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import FederatedStream
-from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, ICaRL, Replay
 from lightning_fcl.data.scenarios import ODFCLScenario
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.federation.swarm import Swarm
@@ -177,8 +177,50 @@ def test_counts_add_up_over_batches(fit, make_stream, make_task):
 def test_wrong_arguments(make_task, samples, train):
     with pytest.raises(ValueError, match=r'^Expected `clients` to be "all", "none" or a list of ids but got "some"\.$'):
         ContinualMetrics("some")
-    with pytest.raises(ValueError, match='`strategy="federated"` for `ContinualMetrics` but got a plain one'):
+    with pytest.raises(ValueError, match=r"Expected a `FederatedStream` as the Trainer's `datamodule` but got None"):
         train(make_task(), [ContinualMetrics()], samples())
+
+
+@pytest.mark.parametrize("when", ["trained", "aggregated"])
+def test_a_plain_trainer_has_the_record_of_a_federation_of_one(fit, make_stream, make_task, when):
+    records, words = [], {"clients": 1, "rounds_per_experience": 2}
+    for strategy in (None, "auto"):
+        metrics = ContinualMetrics(clients="none", when=when, start=True, training=True)
+        trainer = fit(make_task(), make_stream(**words), [metrics], strategy=strategy, max_epochs=4)
+        counts = metrics.record["rounds"][-1]["correct"]["server"]
+        assert trainer.callback_metrics["server/accuracy"].item() == pytest.approx(sum(counts) / 48)
+        records.append(metrics.record)
+    federated, plain = records
+    assert [entry["correct"] for entry in federated["rounds"]] == [entry["correct"] for entry in plain["rounds"]]
+    for name in ("groups", "totals", "tasks", "start", "training"):
+        assert federated[name] == plain[name]
+    left, right = ({k: v for k, v in summarize(r).items() if "bytes" not in k} for r in records)
+    assert left == right and "forgetting/server" in left
+    assert plain["rounds"][-1]["upload_bytes"] == {}
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+@pytest.mark.parametrize("make", [lambda: [Replay(12), EWC(2.0)], lambda: [GEM(12)], lambda: [ICaRL(12)], list])
+def test_a_sequence_of_tasks_in_a_plain_trainer_is_resumed(fit, make_stream, make_task, tmp_path, make, epoch):
+    words, options = {"clients": 1, "rounds_per_experience": 2}, {"strategy": "auto", "max_epochs": 4}
+    whole, parts = make_task(), make_task(seed=9)
+    records = [ContinualMetrics(training=True), ContinualMetrics(training=True)]
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    saving = {"enable_checkpointing": True}
+    fit(whole, make_stream(**words), [*make(), records[0], saver], trainer_args=saving, **options)
+    path = tmp_path / f"epoch={epoch}.ckpt"
+    fit(parts, make_stream(**words), [*make(), records[1]], ckpt_path=path, **options)
+    assert all(torch.equal(value, parts.state_dict()[name]) for name, value in whole.state_dict().items())
+    left, right = ([entry["correct"] for entry in metrics.record["rounds"]] for metrics in records)
+    assert left == right and len(left) == 4
+    assert records[0].record["training"] == records[1].record["training"]
+
+
+def test_what_predicts_by_a_rule_stands_before_it_in_a_plain_trainer(fit, make_stream, make_task):
+    words = {"strategy": "auto", "max_epochs": 1}
+    with pytest.raises(ValueError, match="Expected `ContinualMetrics` behind `ICaRL` among the callbacks"):
+        fit(make_task(), make_stream(clients=1), [ContinualMetrics(), ICaRL(12)], **words)
+    fit(make_task(), make_stream(clients=1), [ICaRL(12), ContinualMetrics()], **words)
 
 
 def test_validation_samples_in_place_of_test_samples(fit, make_stream, make_task):

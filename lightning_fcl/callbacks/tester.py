@@ -1,0 +1,131 @@
+"""What a model makes of test samples: right predictions of each group, or what its task is measured by instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.evaluation.continual import Tasks, part_name
+from lightning_fcl.federation.protocol import MeasuresPredictions
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.predicting import predicting
+from lightning_fcl.tasks.classification import Classifier
+
+Counts: TypeAlias = list[int | None]
+"""Correct predictions of each group; None for a group that was not tested."""
+Values: TypeAlias = dict[str, dict[str, float | None]]
+"""What each measure came to on the samples of some groups, by `part_name`; None where it is not defined."""
+
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Tester:
+    """Samples on a device, and what a model makes of them.
+
+    Args:
+        x: The samples.
+        y: Their targets.
+        group: The group of each, shape (n,).
+        groups: How many groups there are.
+    """
+
+    x: Tensor
+    y: Tensor
+    group: Tensor
+    groups: int
+
+    @classmethod
+    def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
+        """Some samples of a stream; ``alike``: all in one group."""
+        x, y = (part.to(device) for part in stream.take(samples)[:2])
+        group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
+        return cls(x, y, torch.from_numpy(group).to(device), 1 if alike else len(stream.group_names))
+
+    def among(self, groups: Iterable[int]) -> Tester:
+        """The samples of some groups."""
+        rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
+        return Tester(self.x[rows], self.y[rows], self.group[rows], self.groups)
+
+    def sizes(self, steps: int = 1) -> list[int]:
+        """Predictions of each group, of a model that makes so many for each sample."""
+        sizes: list[int] = (torch.bincount(self.group, minlength=self.groups) * steps).tolist()
+        return sizes
+
+    @torch.no_grad()
+    def _outputs(self, module: L.LightningModule) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """What a model says of some samples after the other, with their targets and groups."""
+        precision = module.trainer.precision_plugin
+        with evaluating(module), precision.forward_context(), predicting(module):
+            parts = (torch.split(values, _BATCH) for values in (self.x, self.y, self.group))
+            for part, label, where in zip(*parts, strict=True):
+                part = precision.convert_input(part)
+                if isinstance(module, Classifier):
+                    yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
+                else:
+                    yield module(part), label, where
+
+    def correct(self, module: L.LightningModule) -> tuple[Counts, int]:
+        """Correct predictions of each group, and how many predictions the model makes for each sample."""
+        counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
+        for output, label, where in self._outputs(module):
+            prediction = output.argmax(dim=-1)
+            if prediction.dim() > 1:
+                steps = prediction.shape[1]
+                label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
+            counts += torch.bincount(where[prediction.flatten() == label], minlength=self.groups)
+        correct: Counts = counts.tolist()
+        return correct, steps
+
+    def measured(self, module: L.LightningModule, parts: Iterable[Sequence[int]]) -> Values:
+        """What a model's own measures come to on the samples of some groups together, for each of these."""
+        assert isinstance(module, MeasuresPredictions)
+        found = [(output.cpu(), label.cpu(), where.cpu()) for output, label, where in self._outputs(module)]
+        outputs, targets, group = (torch.cat(column) for column in zip(*found, strict=True))
+        values: Values = {name: {} for name in module.measures()}
+        for part in parts:
+            rows = torch.isin(group, torch.tensor(sorted(part)))
+            for name, metric in module.measures().items():
+                values[name][part_name(part)] = _measure(metric, outputs[rows], targets[rows]) if rows.any() else None
+        return values
+
+
+def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
+    """A metric of predictions; None where so few have none, as a single one has no R2."""
+    targets = targets.to(outputs.dtype)
+    while targets.dim() < outputs.dim():  # one output, or a target for all steps
+        targets = targets[..., None] if outputs.shape[-1] == 1 and targets.dim() == 1 else targets[:, None]
+    targets = targets.expand_as(outputs)
+    if outputs.dim() > 2:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten(0, -2)
+    try:
+        metric.update(outputs, targets)
+        value = float(metric.compute())
+    except ValueError:
+        if len(outputs) > 1:
+            raise
+        return None
+    return value if np.isfinite(value) else None
+
+
+def parts_of(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
+    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far.
+
+    Example:
+        >>> parts_of([[0], [2]], groups=3)
+        [(0,), (1,), (2,), (0, 1, 2), (0, 2)]
+    """
+    learnt: set[int] = set()
+    parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
+    for task in tasks:
+        learnt.update(task)
+        parts += [tuple(sorted(set(task))), tuple(sorted(learnt))]
+    return list(dict.fromkeys(parts))
