@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,9 +12,10 @@ from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 
 from lightning_fcl.tasks.classification import OptimizerCallable
+from lightning_fcl.tasks.task import Task
 
 
-class Regressor(L.LightningModule):
+class Regressor(Task):
     """A network trained by the mean squared error; it states its loss apart, so that cohorts can train it.
 
     `ContinualMetrics` measures it by ``measures()``, the mean squared error and the coefficient of determination. A

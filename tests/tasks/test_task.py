@@ -10,6 +10,7 @@ from torch import nn
 from lightning_fcl import Classifier, FederatedStrategy, HARClassifier
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.classification import RandomClassifier
+from lightning_fcl.tasks.regression import Regressor
 from lightning_fcl.tasks.ridge import RidgeClassifier
 from lightning_fcl.tasks.sequences import ReservoirClassifier, ReservoirRegressor
 
@@ -45,6 +46,7 @@ TASKS = [
     lambda: Classifier(MLP([6, 5, 4]), 4),
     lambda: HARClassifier("196-16C_4M_24D", init="keras"),
     lambda: RandomClassifier(4),
+    lambda: Regressor(MLP([6, 5, 2]), 2, functools.partial(torch.optim.Adam, lr=0.3)),
     lambda: RidgeClassifier(MLP([6, 5, 4]), 4, beta=0.5),
     lambda: ReservoirClassifier(EchoStateNetwork(3, 10), 4, beta=[0.1, 1.0]),
     lambda: ReservoirRegressor(EchoStateNetwork(3, 10), 2, readout="mean"),
