@@ -167,6 +167,7 @@ class ContinualMetrics(Callback):
                 "dropped": dict(happened.dropped),
                 "skipped": list(happened.skipped),
                 "missed": list(happened.missed),
+                "diverged": list(happened.diverged),
                 "master": happened.master,
                 "seconds": now - self._started,
             }

@@ -120,6 +120,8 @@ def write_report(folder: str | Path) -> Path:
         for client, reason in entry.get("dropped", {}).items()
     ]:
         parts.append("\n".join(["## Dropped clients\n", *lines]))
+    if lines := [f"- round {e['round'] + 1}, {client}" for e in record["rounds"] for client in e.get("diverged", [])]:
+        parts.append("\n".join(["## Clients whose loss was not finite\n", *lines]))
     return write_whole(folder / "report.md", "\n\n".join(parts) + "\n")
 
 

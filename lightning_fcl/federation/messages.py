@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 _UNSENT = "unsent"  # the section of what a client could not send
 _RESIDUAL = "residual"  # and of what compression has left over
 
+DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
+"""What to do about numbers that are not finite."""
+
 
 @dataclass
 class RoundRecord:
@@ -32,6 +35,7 @@ class RoundRecord:
         dropped: Clients whose upload was refused, and why.
         skipped: Clients that were chosen but had no data.
         missed: Clients that trained but missed the synchronisation.
+        diverged: Clients whose loss was not finite in some step, though all that they sent is.
         master: In a swarm, the client that brought the uploads together.
     """
 
@@ -41,6 +45,7 @@ class RoundRecord:
     dropped: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
     master: str | None = None
 
     def upload(self, client: str, number: int) -> None:
@@ -167,7 +172,8 @@ class Messages:
             self._store[client] = {section: memory for section, memory in kept.items() if section != _UNSENT}
         names = ", ".join(at_fault[:3]) + (" ..." if len(at_fault) > 3 else "")
         self.record.dropped[client] = f"not finite: {names}"
-        log.warning("Round %d: dropped the upload of client %s (not finite: %s).", client_round.round, client, names)
+        message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
+        log.warning(message, client_round.round, client, names, DIVERGED)
 
     def _coded(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
         """What the server decodes in place of some entries, and bytes per client of all whose bytes do not vary."""

@@ -56,12 +56,14 @@ class Trained:
         memories: For each client, the memory of each method.
         own: The only client's own state, which stands in the module; None: the clients' are their uploads.
         optimizer: The only client's optimizer's state; None where it does not last.
+        finite: Whether the loss of each client's every step was finite, shape (clients,); None where nobody has looked.
     """
 
     uploads: State
     memories: Sequence[Sequence[Memory]]
     own: State | None = None
     optimizer: Memory | None = None
+    finite: Tensor | None = None
 
     def state(self, row: int) -> State:
         """The state that a client's training has left."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
@@ -101,8 +102,8 @@ class FederatedServer:
                 values from round to round, in ``extra``; the one given here counts where it has none yet.
 
         Raises:
-            ValueError: As `lightning_fcl.federation.aggregation.declare` does, or if an extra entry has the name of
-                one of the module's.
+            ValueError: As `lightning_fcl.federation.aggregation.declare` does, if an extra entry has the name of one of
+                the module's, or if a learnt number is not finite.
         """
         self.reductions = reductions_of(module, rules, self._known)
         self.state = {name: value.detach().clone() for name, value in entries(module).items()}
@@ -112,6 +113,7 @@ class FederatedServer:
             self.reductions[name] = resolve(name, reduction, self._known)
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
+        self._check_finite(self.state, "before a round, as the module has it. Begin with a sound state")
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
@@ -170,17 +172,30 @@ class FederatedServer:
         self._messages.keep(client, state, memories, missed)
 
     def finish_round(self) -> State:
-        """Bring the uploads together; the new server state."""
+        """Bring the uploads together; the new server state.
+
+        Raises:
+            ValueError: If the server's optimizer has made a number of it that is not finite.
+        """
         aggregator = self._messages.aggregator
         aggregate = aggregator.result(self.state)
         if not aggregator.uploads:
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
+            self._check_finite(aggregate, "after its optimizer's step. Lower the learning rate of `server_optimizer`")
         self.state = aggregate
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
         self._messages.offer(aggregate)
         return aggregate
+
+    def _check_finite(self, state: Mapping[str, Tensor], when: str) -> None:
+        """Refuse a state with which every client would diverge: one with learnt numbers that are not finite."""
+        wrong = [name for name in self._learnt if not torch.isfinite(state[name].sum())]
+        wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
+        if wrong:
+            names = ", ".join(f"`{name}`" for name in wrong[:3]) + (" ..." if len(wrong) > 3 else "")
+            raise ValueError(f"Expected a server state of finite numbers but {names} is not finite {when}.")
 
     def _weights(self, parts: ClientRounds) -> Sequence[float]:
         if isinstance(self.client_weights, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as L
+import torch
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
@@ -67,5 +68,5 @@ def compose(
         if applies is None:
             scale, extra = scale * weight, extra + penalty
         else:
-            scale, extra = scale * (1 + applies[i] * (weight - 1)), extra + applies[i] * penalty
+            scale, extra = scale * (1 + applies[i] * (weight - 1)), extra + torch.where(applies[i] > 0, penalty, 0.0)
     return scale, extra

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.messages import DIVERGED
 from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
@@ -29,6 +31,8 @@ from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
 from lightning_fcl.randomness import Keys, global_seed, keys_of
+
+log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
@@ -45,6 +49,7 @@ class MethodDriver(Callback):
         self.methods = list(methods)
         self.server: State = {}
         self.random: KeyedRandomness | None = None  # what random layers draw by in the step, in a federation
+        self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
         self._federation: FederationView | None = None
         self._recalls = Recalls()
         self._freezer = Freezer()
@@ -120,7 +125,7 @@ class MethodDriver(Callback):
             active: Whether it uses each method.
             recalls: Draws remembered samples.
         """
-        self.server, self._recalls = server, recalls or Recalls()
+        self.server, self._recalls, self.finite = server, recalls or Recalls(), torch.tensor(True)
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
             method.memory = memory
             if method.running is not None:
@@ -199,6 +204,7 @@ class MethodDriver(Callback):
         with self.random or nullcontext():
             weight, extra = compose(active, [method.memory for method in active], steps, zero)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
+        self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Turn the step's gradient into the method's, in place: after the backward pass, before any clipping."""
@@ -229,6 +235,8 @@ class MethodDriver(Callback):
         """End a round in a plain Trainer."""
         if self._federation is not None:
             return
+        if not self.finite:
+            log.warning("Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGED)
         self._unfinished = []
         for method in self.methods:
             memory, at = method.memory, self._client_round(trainer, method)

@@ -22,6 +22,7 @@ from lightning_fcl.methods.step import Step
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 _CHUNK = 256  # samples whose gradients are taken at once, at most
+_SCALE = "scale"  # the entry of a memory that the importance is multiplied by
 _NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
 
 
@@ -36,6 +37,18 @@ def quadratic_penalty(
     """
     terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
     return 0.5 * summed(terms, params)
+
+
+def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
+    """What makes the greatest importance of all parameters 1; 0 where none is important.
+
+    Example:
+        >>> scale_of({"w": torch.tensor([0.0, 4.0]), "b": torch.tensor([2.0])})
+        tensor(0.2500)
+    """
+    greatest = torch.stack([value.max() for value in importance.values()]).max()
+    tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
+    return torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)
 
 
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
@@ -200,6 +213,7 @@ class _Consolidation(Method):
 
     strength: float = argument(1.0, at_least, 0)
     decay: float = argument(1.0, between, 0, 1)
+    normalize: bool = True
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The importance of parameters for some samples."""
@@ -207,17 +221,21 @@ class _Consolidation(Method):
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         """Before the first experience has ended, nothing is important."""
-        if memory or self.strength == 0:
-            return {name: value.to(server[name.split(".", 1)[1]].device) for name, value in memory.items()}
-        params = {name: server[name] for name, p in self.module.named_parameters() if p.requires_grad}
-        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
-        return remember(params, "center") | remember(nothing, "importance")
+        if self.strength == 0:
+            return memory
+        if not memory:
+            params = {name: server[name] for name, p in self.module.named_parameters() if p.requires_grad}
+            nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+            memory = remember(params, "center") | remember(nothing, "importance")
+        memory = {n: value.to(server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
+        return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """The weighted quadratic penalty."""
         if self.strength == 0:
             return 0.0
-        return self.strength * quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
+        penalty = quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
+        return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
     def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
@@ -242,9 +260,14 @@ class EWC(_Consolidation):
     nothing from this experience.
 
     Args:
-        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning. Plain SGD stays stable only where
-            ``learning rate * strength * F_i`` is below 2.
+        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning. Plain SGD on the penalty alone is stable
+            only where ``learning rate * strength * F_i`` is below 2 for every i.
         decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
+        normalize: Whether F, summed as it is, is divided by the greatest F_i of the client, so that the greatest is 1
+            whatever the model, the data and the number of experiences. The penalty alone then never blows up with
+            plain SGD whose ``learning rate * strength`` is below 2; the task loss adds its own curvature, so stay well
+            below. Nothing is promised of the sum of both, nor of other optimizers. False: the paper's F as it is; the
+            strengths of papers, 40,000 in Zuo et al. 2024, belong to it, and blow up many a small network.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -252,14 +275,14 @@ class EWC(_Consolidation):
         TypeError: If the samples are no pairs.
 
     Example:
-        >>> EWC(strength=100.0).strength
-        100.0
+        >>> EWC(strength=10.0).strength
+        10.0
     """
 
     needs_sample_loss: ClassVar[bool] = True
     """Its gradients are the Fisher information."""
 
-    strength: float = argument(40000.0, at_least, 0)
+    strength: float = argument(1.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The empirical Fisher information."""
@@ -276,6 +299,8 @@ class MAS(_Consolidation):
     Args:
         strength: Weight of the penalty, at least 0; 0 is fine-tuning.
         decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
+        normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
+            have a strength of 100 without.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -283,11 +308,11 @@ class MAS(_Consolidation):
         TypeError: If the module's output is no tensor, or the samples are no pairs.
 
     Example:
-        >>> MAS(strength=10.0).strength
-        10.0
+        >>> MAS(strength=2.0).strength
+        2.0
     """
 
-    strength: float = argument(100.0, at_least, 0)
+    strength: float = argument(0.5, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         """The sensitivity of the output's squared norm."""

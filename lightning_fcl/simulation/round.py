@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.messages import DIVERGED
 from lightning_fcl.federation.protocol import Batch, SolvesAtServer, Start, Trained
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation, there
 from lightning_fcl.simulation.loader import BatchContext
+
+log = logging.getLogger(__name__)
 
 
 def next_batch(federation: Federation) -> None:
@@ -96,6 +100,7 @@ def upload(federation: Federation, context: BatchContext) -> None:
     participation = federation.participation
     missed = [participation.may_miss and participation.misses(client, federation.round) for client in clients.clients]
     taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
+    _name_diverged(federation, clients, trained, taken)
     personal = federation.server.personal or federation.participation.swarm is not None
     listeners = federation.client_listeners  # once for all clients of a cohort
     if not (federation.methods or federation.keep_optimizer or personal or listeners):
@@ -138,6 +143,18 @@ def _send(federation: Federation, clients: ClientRounds, states: State, missed: 
         for row, taken in zip(rows, federation.server.upload([clients[row] for row in rows], sent), strict=True):
             fine[row] = taken
     return fine
+
+
+def _name_diverged(federation: Federation, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
+    """Name the clients whose loss was not finite and who send finite numbers all the same."""
+    if trained.finite is None or bool(trained.finite.all()):
+        return
+    finite = trained.finite.tolist()
+    names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
+    federation.record.diverged += names
+    for name in names:
+        message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
+        log.warning(message, federation.round, name, DIVERGED)
 
 
 def _end_client(

@@ -66,7 +66,7 @@ class SequentialTrainer:
             start.memories,
             start.optimizers,
         )
-        self._client_round, self._steps = client_round, 0
+        self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
@@ -84,6 +84,8 @@ class SequentialTrainer:
             driver_of(self._module.trainer).random = random
         with random:
             loss: Tensor | None = self._step(batch, batch_idx)
+        if isinstance(loss, Tensor):
+            self._finite = self._finite.to(loss.device) & loss.detach().isfinite()
         return loss
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
@@ -103,6 +105,7 @@ class SequentialTrainer:
             [[method.memory for method in self._methods]],
             own,
             optimizer_memory(self._optimizer) if self._keep_optimizer else None,
+            self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
         )
 
     def abort(self) -> None:

@@ -68,6 +68,7 @@ class VectorizedTrainer:
         """Stack the clients' states, memories and optimizers."""
         self._received, self._step = stack(start.states), 0
         self._params, self.optimizer = self._parameters(len(start.states))
+        self._finite = torch.tensor(True)
         own = set(entries(self._module))
         self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self._params}
         self._kept = start.memories
@@ -123,6 +124,7 @@ class VectorizedTrainer:
             step = self._traced.setdefault(learning, TracedStep(partial(self._plain_step, learning, tuple(self._rest))))
             known = step(list(self._params.values()), list(self._rest.values()), [keys, x, y, weight])
             losses, task_losses, *self._known = known
+        self._finite = self._finite.to(losses.device) & losses.detach().isfinite()
         samples = (weight > 0).sum(dim=1)
         self._loss.count_loss((task_losses.detach() * samples).sum(), int(samples.sum()))
         return losses.sum()
@@ -270,7 +272,7 @@ class VectorizedTrainer:
         states = {**self._params, **self._rest}
         uploads = {name: states[name].detach() for name in self._received if name in states}
         self.abort()
-        return Trained(uploads, self._kept)
+        return Trained(uploads, self._kept, finite=self._finite)
 
     def abort(self) -> None:
         """Forget the stacked parameters."""

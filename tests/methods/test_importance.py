@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_fcl import Classifier
 from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.datasets import load
 from lightning_fcl.methods import importance as module_under_test
 from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
 from lightning_fcl.methods.method import section
-from lightning_fcl.methods.step import Step
+from lightning_fcl.methods.step import Running, Step
+from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
 
@@ -137,15 +141,16 @@ def test_penalty_and_its_gradient(kind):
     assert at_center == 0 and not any(p.grad.any() for p in there.values())
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.25])
+@pytest.mark.parametrize(("decay", "normalize"), [(1.0, False), (0.25, False), (1.0, True), (0.25, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, assert_same, kind, decay):
-    task, copied, method = make_task(), make_task(), KINDS[kind](STRENGTHS[kind], decay)
+def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, assert_same, kind, decay, normalize):
+    task, copied, method = make_task(), make_task(), KINDS[kind](STRENGTHS[kind], decay, normalize)
     parts = [samples([0, 2]), samples([1, 3], seed=1), samples([0, 1], seed=2)]
     weights, centers, plain = {}, {}, None
 
     def loss(output, x, y):
-        terms = [(weights[n] * (p - centers[n]) ** 2).sum() for n, p in copied.named_parameters()]
+        scale = max(value.max() for value in weights.values()) if normalize else 1.0
+        terms = [(weights[n] / scale * (p - centers[n]) ** 2).sum() for n, p in copied.named_parameters()]
         return F.cross_entropy(output, y) + STRENGTHS[kind] / 2 * sum(terms)
 
     for i, part in enumerate(parts):
@@ -159,6 +164,68 @@ def test_drops_in_over_three_experiences(make_task, samples, train, by_hand, ass
         assert_close(section(method.memory, "importance"), weights)
     by_hand(plain, parts[-1])  # the penalty does something
     assert (plain.model[1].weight - task.model[1].weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("greatest", [1e-30, 1e4, 1e30])
+def test_the_normalised_penalty_never_blows_up_below_its_rate(kind, greatest, make_task):
+    """Gradient descent on the penalty alone, whatever the importance: of two experiences, spread over decades."""
+    torch.manual_seed(0)
+    rate, strength = 0.1, 19.0  # their product is 1.9
+    method, task = KINDS[kind](strength), make_task()
+    method.running = Running(task, None)
+    memory = method.on_download({}, task.state_dict(), ClientRound("a", 0))
+    for name, value in memory.items():
+        if name.startswith("importance."):
+            memory[name] = greatest * (10 ** (-6 * torch.rand_like(value)) + torch.rand_like(value))
+    memory = method.on_download(memory, task.state_dict(), ClientRound("a", 1))
+    params = {name: (p + torch.randn_like(p)).detach().requires_grad_() for name, p in task.named_parameters()}
+
+    def distance():
+        return sum(float((p - memory[f"center.{name}"]).square().sum()) for name, p in params.items())
+
+    before = first = distance()
+    for _ in range(50):
+        method.penalty(memory, Step(params, {}, None, torch.zeros(1), None)).backward()
+        with torch.no_grad():
+            for p in params.values():
+                p -= rate * p.grad
+                p.grad = None
+        assert distance() <= before * (1 + 1e-6)
+        before = distance()
+    assert before < 0.9 * first
+
+
+class Convolutional(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64, 10)),
+        )
+
+
+def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in_bounds(quiet):
+    """Digits, then the same turned by a quarter: both defaults over several seeds, a perceptron and convolutions."""
+    data = load("digits")
+    x, y = torch.from_numpy(data.x), torch.from_numpy(data.y)
+    test = torch.arange(len(y)) % 5 == 0
+    models = [Convolutional, lambda: nn.Sequential(nn.Flatten(), MLP([64, 64, 10]))]
+    for make in models:
+        kept = {name: [] for name in ("naive", *KINDS)}
+        for seed in range(3):
+            for name, accuracies in kept.items():
+                torch.manual_seed(seed)
+                task = Classifier(make(), 10, lambda params: torch.optim.SGD(params, lr=0.1))
+                callbacks = [KINDS[name]()] if name in KINDS else []
+                for turned in range(2):
+                    samples = TensorDataset(torch.rot90(x[~test], turned, (2, 3)), y[~test])
+                    loader = DataLoader(samples, 32, shuffle=True)
+                    L.Trainer(max_epochs=4, callbacks=callbacks, **quiet).fit(task, loader)
+                assert all(p.isfinite().all() and p.abs().max() < 10 for p in task.parameters())
+                accuracies.append(float((task(x[test]).argmax(dim=1) == y[test]).float().mean()))
+        means = {name: sum(accuracies) / len(accuracies) for name, accuracies in kept.items()}
+        assert min(means["EWC"], means["MAS"]) > means["naive"] + 0.02, means
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStrategy
-from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Replay
+from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Method, Replay
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.federation.participation import participants
 from lightning_fcl.models import MLP
@@ -356,6 +356,59 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
     assert all(set(log.dropped) == {"1"} and "1" not in log.upload_bytes for log in logs)
     assert "not finite: model.1.weight" in logs[0].dropped["1"]
     assert "dropped the upload of client 1" in caplog.text
+    assert "Lower the learning rate, or a method's strength, or clip gradients" in caplog.text
+
+
+class Overflowing(Method):
+    """A penalty so large that it overflows, though its gradient does not."""
+
+    def penalty(self, memory, step):
+        return (1e30 * next(iter(step.params.values())).detach().abs().sum() + 1e30).square()
+
+
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_a_client_whose_loss_is_not_finite_is_named_though_its_weights_are(
+    fit, make_stream, make_task, caplog, cohort_size
+):
+    task, stream, records = make_task(), make_stream(), []
+
+    class Keep(Callback):
+        def on_round_end(self, trainer, pl_module):
+            records.append(trainer.strategy.server.record)
+
+    fit(task, stream, [Overflowing(clients=["1"]), Keep()], cohort_size=cohort_size)
+    assert all(record.diverged == ["1"] and not record.dropped for record in records)
+    assert all(p.isfinite().all() for p in task.parameters())
+    message = "Round 0: the loss of client 1 was not finite, though all that it sends is. Lower the learning rate"
+    assert message in caplog.text and "client 2 was not" not in caplog.text
+
+
+def test_a_loss_that_is_not_finite_in_a_plain_trainer_is_named(make_task, samples, train, caplog):
+    train(make_task(), [Overflowing()], samples())
+    assert "Epoch 1: the loss with the methods' part was not finite. Lower the learning rate" in caplog.text
+
+
+def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
+    class Diverging(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data *= 1e30 / p.data.abs().clamp(min=1e-20)  # beyond single precision
+                p.data *= p.data
+
+    message = (
+        "^Expected a server state of finite numbers but `model.1.weight`, .* is not finite after its optimizer's step. "
+        "Lower the learning rate of `server_optimizer`"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), server_optimizer=Diverging)
+    task = make_task()
+    task.model[1].weight.data[0, 0] = float("nan")
+    message = (
+        "Expected a server state of finite numbers but `model.1.weight` is not finite before a round, as the module has "
+        "it. Begin with a sound state."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(task, make_stream())
 
 
 def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
