@@ -27,7 +27,7 @@ def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str
     """The end of a message about a name that is not known: the nearest that is, if one is near.
 
     Args:
-        name: What was asked for.
+        name: What was asked for; capitals do not count.
         known: The names that exist.
         cutoff: How alike the two must be, from 0 (anything) to 1 (the same).
 
@@ -38,8 +38,9 @@ def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str
         >>> did_you_mean("FedIPP", ["FedRR", "FedIP"])
         ' Did you mean FedIP?'
     """
-    near = get_close_matches(str(name), list(known), 1, cutoff)
-    return f" Did you mean {near[0]}?" if near else ""
+    lowered = {one.lower(): one for one in known}
+    near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
+    return f" Did you mean {lowered[near[0]]}?" if near else ""
 
 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:

@@ -72,18 +72,24 @@ def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
 
     Raises:
         ValueError: If there is no such class.
+        TypeError: If it is something else.
 
     Example:
         >>> from lightning_fcl.data.partition import Partition
         >>> named("partition", "iid", Partition.__subclasses__())
         IID(clients=10)
     """
-    if not isinstance(given, str):
-        return given
     known = {kind.__name__: kind for kind in kinds}
+    if not isinstance(given, str):
+        if not isinstance(given, tuple(known.values())):
+            raise TypeError(
+                f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got "
+                f"{given!r}."
+            )
+        return given
     wanted = given.replace("-", "").lower()
     for full, kind in known.items():
         if wanted in (full.lower(), full.lower().removesuffix("scenario")):
             return kind()
     hint = did_you_mean(given, known)
-    raise ValueError(f"Expected `{argument}` to be one of {', '.join(known)} but got {given}.{hint}")
+    raise ValueError(f'Expected `{argument}` to be one of {", ".join(known)} but got "{given}".{hint}')

@@ -188,8 +188,9 @@ class ClassSubsets(Partition):
 
     Where the fractions that clients ask of one class add up to 1 or less, each client gets its fraction (to within one
     sample). Where they ask for more than there is, as with ``fraction=1.0`` and a class that several clients hold, the
-    class is divided in proportion to what they ask: equally, if all ask the same. Classes that no client drew stay
-    unused.
+    class is divided in proportion to what they ask: equally, if all ask the same. Where the clients have room for all
+    classes together, one that nobody drew takes the place of the most frequent one at a client that has it; otherwise
+    such classes stay unused.
 
     Args:
         clients: Number of clients.
@@ -232,7 +233,25 @@ class ClassSubsets(Partition):
         for client in range(self.clients):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
             asked[client, own] = rng.uniform(*_range(self.fraction))
+        _deal_left_out(asked, rng)
         return _named([_divide(labels, label, asked[:, column], rng) for column, label in enumerate(classes)])
+
+
+def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None:
+    """Let the classes that no client asks for take the place of the most frequent ones, if there is room for all.
+
+    Args:
+        asked: What clients ask of each class, shape (clients, classes), changed in place.
+        rng: Draws the clients; nothing is drawn where no class is left out.
+    """
+    holders = np.count_nonzero(asked, axis=0)
+    if holders.sum() < len(holders):
+        return
+    for left_out in np.flatnonzero(holders == 0).tolist():
+        frequent = int(holders.argmax())  # two clients have it at least: there is room
+        client = rng.choice(np.flatnonzero(asked[:, frequent]))
+        asked[client, [left_out, frequent]] = asked[client, [frequent, left_out]]
+        holders[[left_out, frequent]] += 1, -1
 
 
 def _range(given: float | Sequence[float]) -> tuple[Any, Any]:

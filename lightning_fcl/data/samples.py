@@ -105,6 +105,11 @@ def samples_of(data: str | PublicData | Arrays | Samples | Dataset[Any] | L.Ligh
     if isinstance(data, Dataset):
         return of_anything(data)
     name, scale = "the data", None
+    if not isinstance(data, str | PublicData | Arrays):
+        raise TypeError(
+            "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a map-style data set or a "
+            f"LightningDataModule but got a {type(data).__name__}. `FederatedStream.from_arrays(x, y)` takes arrays."
+        )
     if not isinstance(data, Arrays):
         wanted = PublicData(data) if isinstance(data, str) else data
         data, name = load(wanted.name, wanted.root, **wanted.options), wanted.name

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray, Plan, Pool, Scenario, split
+from lightning_fcl.errors import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ def _set_aside(
     if isinstance(what, float | int):
         kept, chosen = split(samples.labels[indices], float(what), rng)
         return indices[kept], indices[chosen]
+    if isinstance(what, str):
+        fraction = "a list of owners" if name == "train_clients" else 'a fraction, "official" or a list of owners'
+        hint = did_you_mean(what, ["official"])
+        raise ValueError(f'Expected `{name}` to be {fraction} but got "{what}".{hint}')
     if samples.owner is None:
         wanted_instead = "no `train_clients`" if name == "train_clients" else f"`{name}` to be a fraction"
         raise ValueError(f"Expected {wanted_instead} but got {what}: {samples.name} names no owners.")
@@ -96,12 +101,17 @@ def draw(
         division: Sets some aside, if the scenario does not; None: a fifth to test on.
         seed: Seed of all draws.
         own_sets: Whether the data's own test and validation sets, where there are such, go before that fifth.
+
+    Raises:
+        TypeError: If ``division`` is something else.
     """
     if division is None:
         division = Split(
             test="official" if own_sets and samples.test is not None else Split.test,
             validation="official" if own_sets and samples.validation is not None else Split.validation,
         )
+    if not isinstance(division, Split):
+        raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")
     rng, y = np.random.default_rng([seed, 0]), samples.labels
     domains, group = np.unique(samples.group, return_inverse=True) if samples.group is not None else ((), None)
     pool = Pool(y, group=group, classes=samples.classes, domains=tuple(map(str, domains)))

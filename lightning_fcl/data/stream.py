@@ -81,7 +81,9 @@ class FederatedStream(L.LightningDataModule):
         at_least(1, batch_size=batch_size)
         at_least(0, num_workers=num_workers)
         self.data = data
-        self.scenario = named("scenario", scenario or "ClassIncremental", Scenario.__subclasses__())
+        self.scenario = named(
+            "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
+        )
         kinds = Partition.__subclasses__()
         self.partition = None if partition is None else named("partition", partition, kinds)
         self.split = split
@@ -149,7 +151,9 @@ class FederatedStream(L.LightningDataModule):
         return stream
 
     @classmethod
-    def from_avalanche(cls, benchmark: Benchmark, scenario: Scenario | None = None, **kwargs: Any) -> FederatedStream:
+    def from_avalanche(
+        cls, benchmark: Benchmark, scenario: Scenario | str | None = None, **kwargs: Any
+    ) -> FederatedStream:
         """A stream of an Avalanche benchmark, or of a list of its data sets, split over clients.
 
         Args:
@@ -165,7 +169,7 @@ class FederatedStream(L.LightningDataModule):
         """
         samples, order = experiences_of(benchmark)
         default: Scenario = DomainIncremental() if order is None else ClassIncremental()
-        scenario = default if scenario is None else scenario
+        scenario = default if scenario is None else named("scenario", scenario, Scenario.__subclasses__())
         if isinstance(scenario, ClassIncremental) and order is not None:
             flat = [label for labels in order for label in labels]
             scenario = replace(scenario, experiences=[len(labels) for labels in order], class_order=flat)

@@ -89,6 +89,19 @@ class Participation:
         """Whether clients may miss a synchronisation, and go on from their own state."""
         return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
 
+    def check_rounds(self, rounds: int) -> None:
+        """Refuse settings that name rounds which a stream of so many does not have.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        for round in self.swarm.rounds if self.swarm is not None else ():
+            if round >= rounds:
+                raise ValueError(
+                    f"Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to {rounds - 1}, "
+                    f"but got {round}, which never comes. Name an earlier one."
+                )
+
     def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
         """The clients of a round, in the plan's order: those that train, and those that were drawn but have no data.
 

@@ -43,7 +43,7 @@ class Swarm:
         self.dropout = dropout
         self.missing = {str(node): list(rounds) for node, rounds in (missing or {}).items()}
         self.leaves = {str(node): int(round) for node, round in (leaves or {}).items()}
-        for round in [*self.leaves.values(), *(r for rounds in self.missing.values() for r in rounds)]:
+        for round in self.rounds:
             if round < 0:
                 raise ValueError(f"Expected rounds of `missing` and `leaves` from 0 on but got {round}.")
 
@@ -51,6 +51,11 @@ class Swarm:
     def nodes(self) -> list[str]:
         """The nodes that the settings name."""
         return [*self.missing, *self.leaves]
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds that the settings name."""
+        return [*self.leaves.values(), *(round for rounds in self.missing.values() for round in rounds)]
 
     def gone(self, round: int) -> set[str]:
         """The nodes that have left."""

@@ -30,7 +30,8 @@ class Unlearning(Method):
         requests: For each client that leaves, the round (from 0) after which it does.
 
     Raises:
-        ValueError: If a client is not in the stream, or the module is no reservoir's.
+        ValueError: If a client is not in the stream or has no data until it leaves, if the round never comes, or if the
+            module is no reservoir's.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
@@ -62,13 +63,30 @@ class Unlearning(Method):
             federation.forget(client)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse unknown clients."""
-        clients = need_stream(trainer).plan.clients
-        unknown = sorted(set(self.requests) - set(clients))
+        """Refuse unknown clients, rounds that this fit does not have, and clients that take part in none before."""
+        plan = need_stream(trainer).plan
+        unknown = sorted(set(self.requests) - set(plan.clients))
         if unknown:
             raise ValueError(
-                f"Expected `requests` of the stream's clients ({', '.join(clients)}) but got {', '.join(unknown)}."
+                f"Expected `requests` of the stream's clients ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
             )
+        rounds = trainer.max_epochs or 0
+        for client, round in self.requests.items():
+            if not 0 <= round < rounds:
+                raise ValueError(
+                    f"Expected `requests` after one of the fit's {rounds} rounds, 0 to {rounds - 1}, but client "
+                    f"{client} asks after round {round}, which never comes. Name an earlier round, or raise "
+                    "`max_epochs`."
+                )
+            if not any(client in current for current in plan.train[: round + 1]):
+                first = next((r for r, current in enumerate(plan.train) if client in current), None)
+                when = (
+                    f"before round {first}. Let it ask then or later" if first is not None else "at all. Leave it out"
+                )
+                raise ValueError(
+                    f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
+                    f"{round}, has no data {when}."
+                )
 
     def end_round(
         self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator

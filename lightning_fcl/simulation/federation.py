@@ -118,6 +118,7 @@ class Federation:
         check_stream(self.module.trainer, self.stream)
         named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
         self.server.check_clients(self.plan.clients, [*named, *self.participation.named])
+        self.participation.check_rounds(self.plan.rounds)
         self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
         request = TrainerRequest(
             None if self.cohort_size == "auto" else self.cohort_size,

@@ -143,6 +143,28 @@ def test_class_subsets_share_a_class_equally_when_it_is_asked_for_too_often():
     assert alone.tolist() in (list(range(90)), list(range(90, 120)))
 
 
+@pytest.mark.parametrize(("clients", "each"), [(7, 2), (3, 2), (6, 1), (4, (1, 3))])
+def test_class_subsets_leave_no_class_out_where_there_is_room(clients, each):
+    y, lost = np.repeat(np.arange(6), 40), 0
+    for seed in range(40):
+        parts, old = class_subsets(y, clients, each, np.random.default_rng(seed)), np.random.default_rng(seed)
+        drawn = []  # as the partition draws them
+        for _ in range(clients):
+            size = old.integers(*(each if isinstance(each, tuple) else (each, each)), endpoint=True)
+            drawn.append(set(old.choice(6, size=size, replace=False).tolist()))
+            old.uniform(1.0, 1.0)
+        found = [set(y[rows].tolist()) for rows in parts.values()]
+        assert [len(own) for own in found] == [len(own) for own in drawn]
+        room = sum(map(len, drawn)) >= 6
+        everything = set.union(*drawn) == set(range(6))
+        if everything or not room:
+            assert found == drawn  # nothing is left out, or there is no room: as drawn
+        else:
+            lost += 1
+            assert set.union(*found) == set(range(6))
+    assert lost  # so that the test has seen some
+
+
 def test_class_subsets_take_ranges():
     y = np.repeat(np.arange(10), 400)
     parts = class_subsets(y, 20, (2, 5), np.random.default_rng(0), fraction=(0.05, 0.1))

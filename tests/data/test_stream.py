@@ -287,7 +287,42 @@ def test_seeds(monkeypatch):
         ),
         (
             lambda: FederatedStream(partition="fair"),
-            "Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got fair.",
+            'Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got "fair".',
+        ),
+        (
+            lambda: FederatedStream(scenario="class-incrementall"),
+            "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
+            'ODFCLScenario but got "class-incrementall". Did you mean ClassIncremental?',
+        ),
+        (
+            lambda: FederatedStream(scenario=""),
+            "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
+            'ODFCLScenario but got "".',
+        ),
+        (
+            lambda: FederatedStream(partition="IDD"),
+            'Expected `partition` to be one of Natural, IID, Dirichlet, Shards, ClassSubsets but got "IDD". Did you '
+            "mean IID?",
+        ),
+        (
+            lambda: FederatedStream(split=Split(test="offical")).setup("fit"),
+            'Expected `test` to be a fraction, "official" or a list of owners but got "offical". Did you mean '
+            "official?",
+        ),
+        (
+            lambda: FederatedStream(scenario=ClassIncremental(class_order=[*range(10), 10])).setup("fit"),
+            "Expected numbers of `class_order` between 0 and 9 but got 10.",
+        ),
+        (
+            lambda: FederatedStream(
+                scenario=ClassIncremental(class_order={c: range(10) for c in "012x"}), partition=IID(3)
+            ).setup("fit"),
+            "Expected `class_order` of the stream's clients (0, 1, 2) but got an order for x.",
+        ),
+        (
+            lambda: FederatedStream("digit").setup("fit"),
+            "Expected `name` to be one of `cifar100`, `core50`, `digits`, `fc100`, `hhar`, `lfw`, `miniimagenet`, "
+            "`orl`, `tinyimagenet`, `ucihar`, `wesad` but got 'digit'. Did you mean digits?",
         ),
         (
             lambda: FederatedStream(scenario="FLwF", split=Split(0.3)),
@@ -304,6 +339,24 @@ def test_seeds(monkeypatch):
 def test_wrong_arguments(make, message):
     with pytest.raises(ValueError, match=exactly(message)):
         make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scenario": DomainIncremental}, "Expected `scenario` to be an object of FedViTScenario, FLwFScenario,"),
+        ({"scenario": {"class_path": "FLwFScenario"}}, "Expected `scenario` to be an object of FedViTScenario,"),
+        ({"scenario": IID(3)}, "Expected `scenario` to be an object of FedViTScenario, FLwFScenario, ClassIncremental"),
+        ({"partition": ClassIncremental()}, "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards"),
+        ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
+        ({"data": np.zeros((3, 2))}, "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a"),
+        ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
+        ({"scenario": ClassIncremental(class_order=[1.5])}, "Expected `class_order` of names and whole numbers but"),
+    ],
+)
+def test_arguments_of_another_kind(options, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        FederatedStream(**options).setup("fit")
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,16 @@ def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
             fit(make_task(), make_stream(), swarm=swarm)
 
 
+@pytest.mark.parametrize("swarm", [Swarm(missing={"1": [0, 2]}), Swarm(leaves={"1": 2})])
+def test_rounds_that_never_come(fit, make_stream, make_task, swarm):
+    message = (
+        "Expected `missing` and `leaves` of the swarm to name rounds of the stream, 0 to 1, but got 2, which never "
+        "comes. Name an earlier one."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fit(make_task(), make_stream(), swarm=swarm)
+
+
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"missing": {"1": [0]}}])
 def test_reservoirs_send_every_round(fit, make_series_stream, make_reservoir_task, options):
     message = (

@@ -130,11 +130,28 @@ def test_metrics_after_it_are_those_of_the_rest(fit):
     assert sum(metrics.record["rounds"][-1]["correct"]["server"]) == int(right)
 
 
+class Absent(L.Callback):
+    """Client 1 has no data in the first two rounds."""
+
+    def on_fit_start(self, trainer, pl_module):
+        for current in trainer.datamodule.plan.train[:2]:
+            del current["1"]
+
+
 def test_bad_requests(fit, quiet):
     with pytest.raises(
         ValueError, match=re.escape("Expected `requests` of the stream's clients (0, 1, 2, 3) but got 9.")
     ):
         run(fit, callbacks=[Unlearning({"9": 0})])
+    for never in (-1, 3):
+        message = f"after one of the fit's 3 rounds, 0 to 2, but client 1 asks after round {never}, which never comes."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(fit, callbacks=[Unlearning({"0": 2, "1": never})])
+    with pytest.raises(ValueError, match=re.escape("the fit's 2 rounds, 0 to 1, but client 1 asks after round 2,")):
+        run(fit, callbacks=[Unlearning({"1": 2})], max_epochs=2)
+    message = "but client 1, which asks after round 0, has no data before round 2. Let it ask then or later."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(fit, callbacks=[Absent(), Unlearning({"1": 0})])
     with pytest.raises(ValueError, match="shares its weights: means cannot be taken apart"):
         run(fit, callbacks=[Unlearning({"1": 0})], share="weights")
     x, y, _ = arrays()

@@ -1,4 +1,5 @@
 import copy
+import re
 from collections import OrderedDict
 
 import lightning.pytorch as L
@@ -404,8 +405,8 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
     task = make_task()
     task.model[1].weight.data[0, 0] = float("nan")
     message = (
-        "Expected a server state of finite numbers but `model.1.weight` is not finite before a round, as the module has "
-        "it. Begin with a sound state."
+        "Expected a server state of finite numbers but `model.1.weight` is not finite before a round, as the module "
+        "has it. Begin with a sound state."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit(task, make_stream())

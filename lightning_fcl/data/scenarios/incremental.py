@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, numbered, with_history
-from lightning_fcl.errors import argument, at_least, check_fields, one_of, require
+from lightning_fcl.errors import argument, at_least, check_fields, did_you_mean, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -70,11 +70,11 @@ class ClassIncremental(Scenario):
         parts, tasks = {}, {}
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):
-                order = _order_of(client, self.class_order, pool.classes, "class_order")
+                order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order")
                 tasks[client] = _class_experiences(pool.y[rows], self.experiences, order, seed + 1 + position)
                 parts[client] = [rows[np.isin(pool.y[rows], group)] for group in tasks[client]]
         else:
-            order = _order_of("", self.class_order, pool.classes, "class_order")
+            order = _order_of("", pool.clients, self.class_order, pool.classes, "class_order")
             everyone = np.concatenate(list(pool.clients.values()))
             tasks = dict.fromkeys(pool.clients, _class_experiences(pool.y[everyone], self.experiences, order, seed))
             groups = next(iter(tasks.values()))
@@ -127,7 +127,8 @@ class DomainIncremental(Scenario):
             )
         parts, tasks = {}, {}
         for client, indices in pool.clients.items():
-            order = _order_of(client, self.domain_order, pool.domains, "domain_order") or np.unique(pool.group).tolist()
+            order = _order_of(client, pool.clients, self.domain_order, pool.domains, "domain_order")
+            order = order or np.unique(pool.group).tolist()
             if self.order_per_client:
                 order = rng.permutation(np.unique(pool.group[indices])).tolist()
             parts[client], tasks[client] = _domain_experiences(indices, pool.group, order)
@@ -239,9 +240,17 @@ def _require_one_order(name: str, order: Order, per_client: bool) -> None:
         raise ValueError(f"Expected `{name}` or `order_per_client=True` but got both, with {order}. Leave one out.")
 
 
-def _order_of(client: str, order: Order, names: Sequence[str], argument: str) -> list[int] | None:
+def _order_of(
+    client: str, clients: Collection[str], order: Order, names: Sequence[str], argument: str
+) -> list[int] | None:
     """A client's order, by number; None: not given."""
     if isinstance(order, Mapping):
+        unknown = sorted(set(order) - set(clients))
+        if unknown:
+            raise ValueError(
+                f"Expected `{argument}` of the stream's clients ({', '.join(clients)}) but got an order for "
+                f"{', '.join(unknown)}.{did_you_mean(unknown[0], clients)}"
+            )
         if client not in order:
             raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
         order = order[client]

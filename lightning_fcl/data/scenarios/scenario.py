@@ -201,13 +201,20 @@ def numbered(order: Sequence[int | str], names: Sequence[str], argument: str) ->
     """An order of classes or domains by number, where it may name them.
 
     Raises:
-        ValueError: If there is no such name.
+        ValueError: If there is no such name or number.
+        TypeError: If it is a word, or has entries that are neither.
 
     Example:
         >>> numbered(["walk", 0], ["sit", "walk"], "class_order")
         [1, 0]
     """
+    if isinstance(order, str):
+        raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
     for entry in order:
+        if not isinstance(entry, str | int | np.integer):
+            raise TypeError(f"Expected `{argument}` of names and whole numbers but got {entry!r} in it.")
+        if not isinstance(entry, str) and names and not 0 <= entry < len(names):
+            raise ValueError(f"Expected numbers of `{argument}` between 0 and {len(names) - 1} but got {entry}.")
         if isinstance(entry, str) and entry not in names:
             known = ", ".join(names) or "numbers, as they have no names"
             raise ValueError(f"Expected `{argument}` among {known} but got {entry}.{did_you_mean(entry, names)}")
