@@ -182,12 +182,8 @@ class MethodDriver(Callback):
         active = [method for method in self.methods if _is_active(method)]
         if not any(shapes_loss(method, method.memory) for method in active):
             return
-        if self._call is None:
-            raise RuntimeError(
-                f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output "
-                f"`{type(active[0]).__name__}` needs, but it did not."
-            )
-        (x, output), self._call = self._call, None
+        called, self._call = self._call, None
+        x, output = called or (None, loss)
         step = Step(
             {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
             self.server,
@@ -200,6 +196,12 @@ class MethodDriver(Callback):
             y=self._batch[1] if is_labelled(self._batch) else None,
         )
         steps = [self._recalls.step(method, step) for method in active]
+        if called is None:  # most penalties on parameters do not ask for it
+            message = f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output `%s` needs"
+            steps = [
+                step.without_batch(f"{message % type(method).__name__}, but it did not.")
+                for method, step in zip(active, steps, strict=True)
+            ]
         zero = torch.zeros((), device=loss.device)
         with self.random or nullcontext():
             weight, extra = compose(active, [method.memory for method in active], steps, zero)

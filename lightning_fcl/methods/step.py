@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from torch import Tensor
@@ -53,6 +54,31 @@ class Step:
     y: Tensor | None = None
     recalled: Mapping[str, Tensor] | None = None
     recalled_weight: Tensor | float = 0.0
+    _why: str = field(default="", repr=False)  # there is no batch
+
+    def without_batch(self, why: str) -> Step:
+        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError.
+
+        Args:
+            why: Its message.
+
+        Example:
+            >>> step = Step({}, {}, None, Tensor(), _elsewhere).without_batch("Call `self(x)`.")
+            >>> step.output
+            Traceback (most recent call last):
+            RuntimeError: Call `self(x)`.
+        """
+        other = copy.copy(self)
+        del other.x, other.output
+        other._why = why
+        return other
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name in ("x", "output"):
+                raise RuntimeError(self._why)
+            raise AttributeError(name)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean of per-sample ``values``, shape (batch,), over the batch's real samples."""

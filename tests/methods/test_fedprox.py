@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_fcl.callbacks import FedProx
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import AGEM, EWC, FedProx
 from lightning_fcl.methods.fedprox import proximal_term
 from lightning_fcl.methods.step import Step
+from lightning_fcl.models import MLP
 
 
 def a_step():
@@ -88,6 +90,33 @@ def test_loss_scaling_is_refused(make_task, samples, train):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(make_task(), [FedProx()], samples(), plugins=plugins)
+
+
+class Detour(Classifier):
+    """A module whose training never calls the module itself."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.model(x), y)
+
+
+@pytest.mark.parametrize("make", [lambda: FedProx(0.5), lambda: EWC(5.0), lambda: AGEM(5)])
+@pytest.mark.parametrize("federated", [False, True])
+def test_what_needs_no_output_works_with_any_training_step(make_stream, samples, train, fit, federated, make):
+    tasks = []
+    for kind in (Classifier, Detour):
+        torch.manual_seed(0)
+        tasks.append(kind(MLP([6, 5, 4]), 4, lambda params: torch.optim.SGD(params, lr=0.1)))
+    plain = copy.deepcopy(tasks[0])
+    for task, methods in (*((task, [make()]) for task in tasks), (plain, [])):
+        if federated:
+            fit(task, make_stream(), methods, cohort_size=1, seed=0)
+        else:
+            for part in (samples([0, 2]), samples([1, 3], seed=1)):
+                train(task, methods, part)
+    for left, right in zip(*(task.parameters() for task in tasks), strict=True):
+        torch.testing.assert_close(left, right)
+    assert not torch.allclose(plain.model[1].weight, tasks[1].model[1].weight, atol=1e-4)  # the method did something
 
 
 def test_nothing_watches_the_model_afterwards(make_task, samples, train):
