@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fcl.hub.documents import check_file
 
 WHAT = {"fit": "Train what a recipe says.", "test": "Test a checkpoint."}
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
@@ -24,7 +27,10 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--out", help="folder of the results (default: runs/fit)")
     parser.add_argument("--seed_everything", type=int, help="seed of everything (default: 0)")
     parser.add_argument("--ckpt_path", default="", help="checkpoint to continue from, or to test")
-    parser.parse_known_args(words[1:])
+    options, _ = parser.parse_known_args(words[1:])
+    for recipe in options.config or []:
+        if Path(recipe).exists():
+            check_file(Path(recipe))
     from lightning_fcl.cli.run import run
 
     run([word.replace("--help.all", "--help") for word in words])

@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import torch
 import yaml
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -36,6 +37,7 @@ from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.metrics import models_tested, summarize
 from lightning_fcl.evaluation.report import write_report
 from lightning_fcl.hub.checkpoint import local_checkpoint
+from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
@@ -88,9 +90,10 @@ class FederatedCLI(LightningCLI):
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
 
     def before_instantiate_classes(self) -> None:
-        """Take a checkpoint from afar here, verified, and nothing but tensors and plain values from any."""
-        config = self.config.get(self.config.get("subcommand") or "")
-        if config and config["ckpt_path"]:
+        """Refuse what would be called and makes nothing; take a checkpoint from afar here, verified, as data alone."""
+        config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
+        check_class_paths(config)
+        if self.config.get("subcommand") and config["ckpt_path"]:
             if config["weights_only"] is False:
                 raise ValueError(
                     "Expected `weights_only` to be true but got false: a checkpoint is read as tensors and plain "
@@ -198,6 +201,32 @@ def read_parts(recipes: Sequence[str | Path]) -> Parts:
         raise
 
 
+def check_class_paths(content: object) -> None:
+    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes.
+
+    Args:
+        content: What a recipe says, or a part of it.
+
+    Raises:
+        ValueError: If there is one, such as a command of the system.
+
+    Example:
+        >>> check_class_paths({"optimizer": {"class_path": "os.system", "init_args": {"command": "ls"}}})
+        Traceback (most recent call last):
+        ValueError: Expected `class_path` to name a class, or a function that says what it makes, but got os.system.
+    """
+    content = vars(content) if isinstance(content, Namespace) else content
+    if isinstance(content, Mapping):
+        path = content.get("class_path")
+        made = resolve_name(path) if isinstance(path, str) else type
+        if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
+            raise ValueError(
+                f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
+            )
+    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
+        check_class_paths(part)
+
+
 def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
     """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
@@ -257,6 +286,15 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
         ValueError: If a recipe or an argument is not understood.
     """
     return _cli(FederatedCLI, arguments)
+
+
+def _bounded(text: str) -> Any:
+    check_yaml(text)
+    return _load_yaml(text)
+
+
+_load_yaml = get_loader("yaml")
+set_loader("yaml", _bounded, (yaml.YAMLError,))
 
 
 def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import itertools
 import json
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -23,19 +22,13 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from lightning_fcl.cli.jobs import config_words
 from lightning_fcl.errors import did_you_mean, one_of
+from lightning_fcl.hub.documents import read_yaml
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),
     "direction": ("maximize", "minimize"),
     "measure_on": ("validation", "test"),
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 @dataclass(frozen=True)
@@ -82,10 +75,7 @@ class Search:
         Raises:
             ValueError: If it is not understood.
         """
-        try:
-            content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split())}") from error
+        content = read_yaml(path)
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
         known = [entry.name for entry in fields(cls)]

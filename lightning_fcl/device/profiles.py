@@ -8,9 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.hub.documents import read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
 MEMORIES = ("tcdm", "ram", "flash")
@@ -137,21 +136,14 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise ValueError(f"Expected `{option}` to be a YAML file that exists but got {name}. Mend its path.")
-        return _check(kind, path.stem, _load(path), str(path))
-    known = _load(SHIPPED)[section]
+        return _check(kind, path.stem, read_yaml(path), str(path))
+    known = read_yaml(SHIPPED)[section]
     if name not in known:
         raise ValueError(
             f"Expected `{option}` to be one of {', '.join(known)}, or a YAML file of your own, but got "
             f"{name}.{did_you_mean(name, known)}"
         )
     return _check(kind, name, known[name], f"{name} of {SHIPPED.name}")
-
-
-def _load(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"Expected {path} to hold YAML but got: {error}.") from error
 
 
 def _check(kind: type[Profile], name: str, content: Any, where: str) -> Profile:

@@ -15,6 +15,17 @@ from lightning_fcl.simulation.loader import fingerprint
 FORMAT = 1
 """The version of what a federation keeps in a checkpoint."""
 
+CONTENTS = {
+    "epoch": int,
+    "global_step": int,
+    "pytorch-lightning_version": str,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+"""What Lightning keeps in a checkpoint beside the module's state."""
+
 DRAWS = 2
 """The version of how orders, participation, recalled samples and dropout are drawn: 0.1 drew otherwise."""
 
@@ -48,24 +59,25 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
     }
 
 
-def check_checkpoint(
-    checkpoint: Mapping[str, Any], kept: Mapping[str, Any] | None, here: Mapping[str, Any], path: object
-) -> None:
+def check_checkpoint(checkpoint: Mapping[str, Any], federation: str, here: Mapping[str, Any], path: object) -> None:
     """Refuse a checkpoint from which a federation cannot go on.
 
     Args:
         checkpoint: The checkpoint.
-        kept: What a federation has kept in it; None: nothing.
+        federation: The name under which a federation keeps its own among the callbacks' states.
         here: The `fingerprint_of` the federation that is to go on.
         path: Where the checkpoint is.
 
     Raises:
-        ValueError: If it holds weights only, is another strategy's, was taken within a round, or is of another recipe.
+        ValueError: If it holds weights only, or not all that it should, is another strategy's or of another format, was
+            taken within a round, or is of another recipe.
     """
     if "optimizer_states" not in checkpoint:
         raise ValueError(
             f"Expected a whole checkpoint but {path} holds weights only. Save it without `save_weights_only`."
         )
+    _check_contents(checkpoint, path)
+    kept = checkpoint["callbacks"].get(federation)
     if kept is None:
         raise ValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
     if (found := kept.get("format", 0)) != FORMAT and "belongs_to" not in kept:  # the second: 0.1 wrote it
@@ -86,3 +98,20 @@ def check_checkpoint(
             f"Expected a checkpoint of this recipe but {path} is of another: {what}. Continue with the recipe that "
             "wrote it, or start without `ckpt_path`."
         )
+
+
+def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:
+    """Refuse a checkpoint that would begin anew in silence, since what it should hold is not there."""
+    for name, kind in CONTENTS.items():
+        if not isinstance(checkpoint.get(name), kind):
+            raise ValueError(
+                f"Expected `{name}` of the checkpoint {path} to be of type {kind.__name__} but got "
+                f"{checkpoint.get(name)!r}. Continue from another one."
+            )
+    states = {"the training loop": checkpoint["loops"].get("fit_loop"), **checkpoint["callbacks"]}
+    for name, state in states.items():
+        if not isinstance(state, dict) or not state:
+            raise ValueError(
+                f"Expected the checkpoint {path} to hold the state of {name} but got {state!r}. Continue from another "
+                "one."
+            )

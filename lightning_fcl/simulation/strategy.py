@@ -273,8 +273,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         read = super().load_checkpoint
         checkpoint = read_checkpoint(lambda path: read(path, True), checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
-            kept = checkpoint.get("callbacks", {}).get(self._rounds.state_key)
-            check_checkpoint(checkpoint, kept, fingerprint_of(self.federation), checkpoint_path)
+            check_checkpoint(checkpoint, self._rounds.state_key, fingerprint_of(self.federation), checkpoint_path)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,85 @@
+"""YAML comes in: bounded in size, depth and aliases, so that a small file cannot grow into one that never ends."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SIZE = 1_000_000
+"""Characters that a document may have."""
+
+NODES = 100_000
+"""Values that it may stand for, each counted as often as an alias repeats it."""
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ValueError: If it is too large, no text, no YAML, or stands for more than it may.
+    """
+    check_file(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split())}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse to read a file that is larger than a document may be, or that never ends.
+
+    Raises:
+        ValueError: If it is.
+        FileNotFoundError: If there is none.
+
+    Example:
+        >>> check_file(Path("/dev/zero"))
+        Traceback (most recent call last):
+        ValueError: Expected /dev/zero to be a YAML file but it is a device. Name a file.
+    """
+    if path.is_block_device() or path.is_char_device():
+        raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
+    if (size := path.stat().st_size) > SIZE:
+        raise ValueError(f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}. Cut it.")
+
+
+def check_yaml(text: str) -> None:
+    """Refuse a document that is too large, too deep, or grows too large by its aliases.
+
+    Raises:
+        yaml.YAMLError: If it is, or is no YAML.
+
+    Example:
+        >>> check_yaml("grown: &grown [0, *grown]")
+        Traceback (most recent call last):
+        yaml.error.YAMLError: Expected values within values but they are too deep. Write them flatter.
+    """
+    if len(text) > SIZE:
+        raise yaml.YAMLError(f"Expected at most {SIZE} characters but got {len(text)}. Cut them.")
+    try:
+        root = yaml.compose(text, _Loader)
+        if root is not None and _size(root, {}) > NODES:
+            raise yaml.YAMLError(
+                f"Expected at most {NODES} values but aliases repeat them more often. Write them out, or cut them."
+            )
+    except RecursionError:
+        raise yaml.YAMLError("Expected values within values but they are too deep. Write them flatter.") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
+    if id(node) not in known:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]

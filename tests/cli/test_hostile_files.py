@@ -1,0 +1,81 @@
+"""What a file says, damaged or evil, is refused in one message: nothing in it is called, and nothing hangs."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
+
+LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
+
+
+@pytest.fixture
+def tiny(tmp_path, small_recipe):
+    """A small recipe on the bundled digits."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
+    return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
+
+
+def error_of(capsys, words):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [LAUGHS, "grown: &grown [0, *grown]", "trainer: &t {max_epochs: 1, callbacks: *t}"])
+@pytest.mark.parametrize("command", ["fit", "test", "tune", "device-report"])
+def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, capsys, command, text):
+    path = tmp_path / "evil.yaml"
+    path.write_text(text)
+    error = error_of(capsys, [command, "--config", str(path)] if command in ("fit", "test") else [command, str(path)])
+    assert "aliases repeat them more often" in error or "too deep" in error
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, capsys):
+    out, again = tmp_path / "out", tmp_path / "again"
+    main(["fit", *tiny, "--out", str(out)])
+    (path,) = (out / "checkpoints").glob("*.ckpt")
+    whole = torch.load(path, weights_only=True)
+    states = whole["callbacks"]
+    federation = next(key for key, state in states.items() if "fingerprint" in state)
+    wrong = (None, 3, {"x": 3})
+    changes = [{key: value for key, value in whole.items() if key != name} for name in whole]
+    changes += [{**whole, name: value} for name in whole for value in wrong]
+    changes += [{**whole, "callbacks": {**states, key: value}} for key in states for value in (*wrong, {})]
+    for key in states[federation]:
+        changes += [{**whole, "callbacks": {**states, federation: {**states[federation], key: v}}} for v in wrong]
+    refused, metrics = 0, json.loads((out / "results.json").read_text())["metrics"]
+    for change in changes:
+        torch.save(change, tmp_path / "changed.ckpt")
+        try:
+            main(["fit", *tiny, "--out", str(again), "--ckpt_path", str(tmp_path / "changed.ckpt")])
+            assert json.loads((again / "results.json").read_text())["metrics"] == metrics
+        except SystemExit:
+            message = capsys.readouterr().err
+            assert "Traceback" not in message and ("Expected" in message or "Invalid version" in message)
+            refused += 1
+    assert refused > len(changes) / 2
+
+
+@pytest.mark.parametrize("named", ["os.system", "os.popen", "subprocess.call", "builtins.print", "no.such.thing"])
+@pytest.mark.parametrize("command", ["fit", "device-report"])
+def test_a_recipe_cannot_pass_a_command_for_an_optimizer(tiny, tmp_path, capsys, named, command):
+    path, marker = tmp_path / "evil.yaml", tmp_path / "marker"
+    optimizer = {"class_path": named, "init_args": {"command": f"touch {marker}"}}
+    path.write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": optimizer}}}))
+    words = [*tiny, "--config", str(path)]
+    error = error_of(capsys, [command, *(words if command == "fit" else words[1::2])])
+    assert named in error and not marker.exists()
+
+
+def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, capsys):
+    words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
+    assert "Expected `weights_only` to be true but got false" in error_of(capsys, ["fit", *words])
+    words = [*tiny, "--ckpt_path", "http://127.0.0.1:1/x.ckpt"]
+    assert "Expected a checkpoint from afar to tell its SHA-256" in error_of(capsys, ["test", *words])
