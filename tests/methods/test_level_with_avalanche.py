@@ -196,10 +196,13 @@ def with_ridge(gradient, constraints, margin):
 CASES = {
     "Naive": (lambda: None, lambda ours: []),
     "LwF": (lambda: LwF(strength=3.0, temperature=1.5), lambda ours: [LwFPlugin(alpha=3.0, temperature=1.5)]),
-    # Ours has a factor 1/2, and one center for all experiences: Avalanche's mode "online".
-    "EWC": (lambda: EWC(strength=3.0), lambda ours: [EWCBySample(1.5, mode="online", decay_factor=1.0)]),
+    # Ours has a factor 1/2, one center for all experiences, which is the mode "online" there, and may be normalised.
+    "EWC": (
+        lambda: EWC(strength=3.0, normalize=False),
+        lambda ours: [EWCBySample(1.5, mode="online", decay_factor=1.0)],
+    ),
     "EWC that fades": (
-        lambda: EWC(strength=3.0, decay=0.5),
+        lambda: EWC(strength=3.0, decay=0.5, normalize=False),
         lambda ours: [EWCBySample(1.5, mode="online", decay_factor=0.5)],
     ),
     "GEM": (lambda: GEM(20, margin=0.5), lambda ours: [GEMOnGiven(ours, 0.5)]),
