@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["above", "argument", "at_least", "between", "check_fields", "did_you_mean", "one_of", "require", "share"]
+__all__ = [
+    "NoRoomError",
+    "above",
+    "argument",
+    "at_least",
+    "between",
+    "check_fields",
+    "did_you_mean",
+    "one_of",
+    "require",
+    "share",
+]
 
 Value = TypeVar("Value")
 
@@ -21,6 +32,10 @@ _WHOLE = ("int", int, "int | None", int | None)  # types of fields, as they are 
 
 # What pip calls the packages that are imported by another name.
 _DISTRIBUTIONS = {"PIL": "pillow", "avalanche": "avalanche-lib", "sklearn": "scikit-learn"}
+
+
+class NoRoomError(OSError):
+    """A disk is full, or a quota reached."""
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -11,7 +11,8 @@ import yaml
 
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.reproduce import recipes_folder
-from lightning_fcl.evaluation.report import compare_plot, read_results
+from lightning_fcl.evaluation.report import compare_plot
+from lightning_fcl.evaluation.results import read_results
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +18,9 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from lightning_fcl import __version__
+from lightning_fcl.cli.stop import Stopped, end_with_parent, own_processes, stop
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.results import is_whole
 
 T = TypeVar("T")
 
@@ -65,17 +71,37 @@ def config_words(recipes: Iterable[str | Path]) -> list[str]:
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:
     """Run jobs side by side, in a process per core or so many; each continues where an interruption left it."""
     todo = [job for job in jobs if not finished(job)]
-    if len(todo) < len(jobs):
-        print(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already.", file=sys.stderr)
-    if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
-        for number, job in enumerate(todo, 1):
-            print(f"[{number}/{len(todo)}] {job.label}", file=sys.stderr)
-            run_job(job)
-        return
-    with tqdm(total=len(todo), unit="run") as bar:
-        for job, _ in side_by_side(run_job, todo, workers):
-            bar.set_description_str(f"done: {job.label}")
-            bar.update()
+    done = len(jobs) - len(todo)
+    if done:
+        print(f"{done} of {len(jobs)} runs are there already.", file=sys.stderr)
+
+    def so_far() -> str:
+        return f"{done} of {len(jobs)} runs are finished; the same command goes on with the others where they were."
+
+    with telling(so_far):
+        if min(workers or os.cpu_count() or 1, len(todo)) <= 1:
+            for job in todo:
+                print(f"[{done + 1}/{len(jobs)}] {job.label}", file=sys.stderr)
+                run_job(job)
+                done += 1
+            return
+        with tqdm(total=len(todo), unit="run") as bar:
+            for job, _ in side_by_side(run_job, todo, workers):
+                done += 1
+                bar.set_description_str(f"done: {job.label}")
+                bar.update()
+
+
+@contextmanager
+def telling(how_to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Let a command that is told to stop in this block say what is finished and how to go on."""
+    stop.how_to_go_on = how_to_go_on
+    try:
+        yield
+    except Stopped as stopped:
+        raise Stopped(stopped.number, how_to_go_on()) from None
+    finally:
+        stop.how_to_go_on = str
 
 
 def side_by_side(
@@ -87,16 +113,43 @@ def side_by_side(
         yield from ((job, function(job)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _quiet_worker)
-    futures = {pool.submit(function, job): job for job in jobs}
+    pool = ProcessPoolExecutor(workers, context, _begin_worker)
     try:
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        with stop.after(_end_workers):
+            yield from _results(pool, function, jobs)
+            if stop.signal:
+                raise Stopped(stop.signal, "the workers have ended.")
+    except BrokenProcessPool as error:
+        if stop.signal:
+            raise Stopped(stop.signal, "the workers have ended.") from None
+        raise ChildProcessError(
+            "Expected each worker to end its runs but one was killed, perhaps since memory ran out. The same command "
+            "goes on where the runs were; fewer --workers need less memory."
+        ) from error
     finally:  # not `with`: its exit would let what is still queued run to its end after an error
         pool.shutdown(cancel_futures=True)
 
 
-def _quiet_worker() -> None:
+def _results(
+    pool: ProcessPoolExecutor, function: Callable[[Job], T], jobs: Sequence[Job]
+) -> Generator[tuple[Job, T], None, None]:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a terminal's Ctrl-C is this process's alone
+    try:
+        futures: dict[Future[T], Job] = {pool.submit(function, job): job for job in jobs}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+def _end_workers() -> str:
+    for process in own_processes():
+        process.terminate()
+    return "ending the workers; each run goes on from its last round."
+
+
+def _begin_worker() -> None:
+    end_with_parent()
     import torch
 
     torch.set_num_threads(1)  # several processes with several threads each get in each other's way
@@ -104,21 +157,23 @@ def _quiet_worker() -> None:
 
 
 def finished(job: Job) -> bool:
-    """Whether a job's results are there, and are of this very job."""
+    """Whether all files of a job are there and whole, and are of this very job."""
     stamp = job.out / "fingerprint"
-    return (job.out / "results.json").is_file() and stamp.is_file() and stamp.read_text() == job.fingerprint
+    return stamp.is_file() and stamp.read_bytes() == job.fingerprint.encode() and is_whole(job.out)
 
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
-    from lightning_fcl.cli.run import run, start_over
+    from lightning_fcl.cli.run import run, start_over, write_rest
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     stamp = job.out / "fingerprint"
-    if not stamp.is_file() or stamp.read_text() != job.fingerprint:
+    if not stamp.is_file() or stamp.read_bytes() != job.fingerprint.encode():
         start_over(job.out)
         job.out.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(job.fingerprint)
+        write_whole(stamp, job.fingerprint)
+    elif write_rest(job.out):
+        return
     checkpoint = newest_checkpoint(job.out / "checkpoints")
     more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):

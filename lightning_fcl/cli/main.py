@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from lightning_fcl.cli.stop import Stopped, end, stop
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.evaluation.files import own_temporary_folder
 
 # A command's module, and what it is for. Modules are imported when asked for: a list of commands needs none of them.
 COMMANDS = {
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The words after ``lightning-fcl``; default: those of this process.
 
     Raises:
-        SystemExit: With code 2 and one message if the input is at fault.
+        SystemExit: With code 2 and one message if the input is at fault; with 128 and the signal's number if it was
+            told to stop.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     raw = argparse.RawDescriptionHelpFormatter
@@ -54,16 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
     _import_from_here()
-    try:
-        own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
-        import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
-    except KeyboardInterrupt:
-        parser.exit(130, "lightning-fcl: interrupted. `reproduce` and `tune` go on where they were.\n")
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
-            raise
-        where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
-        parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
+    with stop.listening():
+        try:
+            own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
+            with own_temporary_folder():
+                import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
+        except Stopped as stopped:
+            parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+                raise
+            where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
+            parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
+        except Exception:
+            if not stop.signal:
+                raise
+            # What was still to be done, with processes that were told to stop as well, has come to no end.
+            end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
 
 
 def _import_from_here() -> None:

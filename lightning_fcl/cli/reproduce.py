@@ -15,7 +15,8 @@ import yaml
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.evaluation.figures import check_figures, write_figures
-from lightning_fcl.evaluation.report import read_results, table, write_table
+from lightning_fcl.evaluation.report import table, write_table
+from lightning_fcl.evaluation.results import read_results
 
 
 def recipes_folder() -> Path:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
-import itertools
-import json
 import logging
 import os
 import platform
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -29,14 +26,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
+from lightning_fcl.cli.ending import StopAfterRound
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
-from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.metrics import models_tested, summarize
-from lightning_fcl.evaluation.report import write_report
-from lightning_fcl.hub.checkpoint import local_checkpoint
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.report import write_files
+from lightning_fcl.evaluation.results import read_results, write_results
+from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
@@ -69,8 +67,10 @@ class SaveConfig(SaveConfigCallback):
         """Nothing yet."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write it."""
-        super().setup(trainer, pl_module, "fit")
+        """Write it, whole."""
+        folder = Path(trainer.log_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
 
 
 class FederatedCLI(LightningCLI):
@@ -126,6 +126,9 @@ class FederatedCLI(LightningCLI):
             if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
                 folder = self.out / "checkpoints"
                 callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
+            wanted = config["enable_checkpointing"] is not False
+            self._ending = StopAfterRound(self.out / "checkpoints" if wanted else None)
+            callbacks.append(self._ending)
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:
@@ -144,7 +147,19 @@ class FederatedCLI(LightningCLI):
         self._began = time.monotonic()
 
     def after_fit(self) -> None:
-        """Write ``results.json`` and the report."""
+        """Write ``results.json`` and the report.
+
+        Raises:
+            Stopped: If the fit was told to stop.
+        """
+        try:
+            self._write_results()
+            done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
+            self._ending.check(self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
+        finally:
+            self._ending.close()
+
+    def _write_results(self) -> None:
         trainer, config = self.trainer, self.config["fit"]
         metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))  # type: ignore[attr-defined]
         recipe = config["recipe"]
@@ -159,13 +174,13 @@ class FederatedCLI(LightningCLI):
             "machine": machine(),
             "seconds": round(time.monotonic() - self._began, 1),
             "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
+            "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
         }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, ActivationDensity):
                 results["densities"] = callback.record
-        write_csv(self.out / "metrics.csv", metrics.record)
-        write_whole(self.out / "results.json", json.dumps(results, indent=1))
-        write_report(self.out)
+        write_results(self.out, results)
+        write_files(self.out)
 
 
 class Parts(FederatedCLI):
@@ -243,42 +258,6 @@ def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
 
 
-def write_csv(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a line for each model and round: its accuracy, that of each group, and its bytes on the wire.
-
-    Or, in place of accuracy, each measure of the record. What was not tested is left empty.
-    """
-    names = [one["name"] for one in record.get("measures", [])]
-    heads = [[name, *(f"{name} {group}" for group in record["groups"])] for name in names]
-    text = io.StringIO()
-    writer = csv.writer(text)
-    columns = list(itertools.chain(*heads)) or ["accuracy", *record["groups"]]
-    writer.writerow(["round", "model", *columns, "upload_bytes", "download_bytes"])
-    for entry in record["rounds"]:
-        ways, found = [entry[key] for key in ("upload_bytes", "download_bytes")], models_tested(entry)
-        for model in dict.fromkeys([*found, *ways[0], *ways[1]]):
-            cells = [""] * len(columns)
-            if model in found:
-                cells = _measured_cells(found[model], names, record) if names else _counted_cells(found[model], record)
-            writer.writerow([entry["round"], model, *cells, *(way.get(model, "") for way in ways)])
-    write_whole(path, text.getvalue())
-
-
-def _counted_cells(correct: Sequence[int | None], record: Mapping[str, Any]) -> list[Any]:
-    totals = record["totals"]
-    groups = ["" if c is None or not n else c / n for c, n in zip(correct, totals, strict=True)]
-    return ["" if None in correct else sum(c or 0 for c in correct) / sum(totals), *groups]
-
-
-def _measured_cells(
-    values: Mapping[str, Mapping[str, float | None]], names: Sequence[str], record: Mapping[str, Any]
-) -> list[Any]:
-    numbers = range(len(record["groups"]))
-    parts = [part_name(numbers), *(part_name([number]) for number in numbers)]
-    cells = [values[name].get(part) for name in names for part in parts]
-    return ["" if cell is None else cell for cell in cells]
-
-
 def run(arguments: Sequence[str]) -> FederatedCLI:
     """Run ``fit`` or ``test`` with the words of a command line.
 
@@ -342,6 +321,17 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))
+
+
+def write_rest(out: Path) -> bool:
+    """Write what is missing beside the results of a run that had come to its end; False: it had not."""
+    try:
+        done: bool = read_results(out)["finished"]
+    except (FileNotFoundError, ValueError):
+        return False
+    if done:
+        write_files(out)
+    return done
 
 
 def start_over(out: Path) -> None:

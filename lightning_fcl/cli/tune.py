@@ -7,7 +7,6 @@ journal in the search's folder says which trials there are, and which are done.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import shlex
@@ -34,10 +33,11 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
-from lightning_fcl.cli.jobs import Job, config_words, finished, run_job, side_by_side
+from lightning_fcl.cli.jobs import Job, config_words, finished, run_job, side_by_side, telling
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import save_figure, write_whole
+from lightning_fcl.evaluation.results import read_results
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}
@@ -87,7 +87,12 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
     if done:
         print(f"{done} trials are there already.", file=sys.stderr)
-    with tqdm(total=max(number, done), initial=done, unit="trial") as bar:
+
+    def so_far() -> str:
+        finished_trials = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
+        return f"{finished_trials} of {number} trials are done; the same command goes on with the others."
+
+    with telling(so_far), tqdm(total=max(number, done), initial=done, unit="trial") as bar:
         for start in range(0, number, size):
             jobs: dict[Job, int] = {}
             for index in range(start, min(start + size, number)):
@@ -209,7 +214,7 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     problem, value = next(filter(None, problems.values()), ""), math.nan
     if not problem:
-        results = [json.loads((job.out / "results.json").read_text())["metrics"] for job in problems]
+        results = [read_results(job.out)["metrics"] for job in problems]
         if search.objective not in results[0] and not _those(study, TrialState.COMPLETE):
             known = ", ".join(results[0])
             raise ValueError(f"Expected `objective` to be one of {known} but got {search.objective}.")

@@ -1,38 +1,191 @@
-"""Files that are written under a temporary name and then renamed: an interruption leaves none half-written."""
+"""Files that are written under a temporary name and then renamed, and folders that go with their owner.
 
+An interruption leaves nothing half-written. Temporary files and folders are locked as long as their owner lives: what a
+killed process has left is taken over or swept by the next one, and nothing is taken from the living.
+"""
+
+from __future__ import annotations
+
+import errno
 import os
+import shutil
+import sys
+import tempfile
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_fcl.errors import require
+from lightning_fcl.errors import NoRoomError, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+if sys.platform != "win32":
+    import fcntl
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LOCK = ".lock"
+_PREFIX = "lightning-fcl-"
+_temporary: set[Path] = set()  # what a sudden end must not leave behind
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_temporary.clear)  # it is the parent's
+
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place only if all goes well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
+    """A temporary path beside ``path`` that takes its place only if all goes well.
+
+    Args:
+        path: The file.
+        size: The bytes that are to be written, where that is known.
+
+    Raises:
+        NoRoomError: If the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    if (descriptor := _lock(temporary)) is None:  # others may write the same
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _temporary.add(temporary)
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _no_room(path, size) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+        _temporary.discard(temporary)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write a file whole or not at all; text in UTF-8."""
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, len(data)) as temporary:
+        temporary.write_bytes(data)
     return path
 
 
-def save_figure(figure: "Figure", path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure whole or not at all."""
     canvas = require("matplotlib.backends.backend_agg", "draws figures").FigureCanvasAgg(figure)
     with replacing(path) as temporary:
         canvas.print_png(temporary)  # `savefig` would draw it twice
     return path
+
+
+class TemporaryFolder:
+    """A folder below the system's temporary one that goes with its owner, at the latest when its process ends.
+
+    Those of owners that were killed go when the next is made.
+
+    Args:
+        name: What it is for, a part of its name.
+
+    Example:
+        >>> folder = TemporaryFolder("example")
+        >>> path = folder.path
+        >>> folder.cleanup()
+        >>> path.exists()
+        False
+    """
+
+    def __init__(self, name: str) -> None:
+        _sweep(Path(tempfile.gettempdir()))
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-"))
+            with suppress(FileNotFoundError):  # another has swept it before it was locked
+                descriptor = _lock(self.path / _LOCK)
+                break
+        _temporary.add(self.path)
+        self._finalizer = weakref.finalize(self, _leave, self.path, descriptor)
+
+    def cleanup(self) -> None:
+        """Remove it now."""
+        self._finalizer()
+
+
+@contextmanager
+def own_temporary_folder() -> Iterator[None]:
+    """Let all that this process and its children write for a while, other libraries too, lie in one folder of its own.
+
+    So it goes with the process, or is swept if that was killed.
+    """
+    folder, before = TemporaryFolder("run"), os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        os.environ |= {} if before is None else {"TMPDIR": before}
+        tempfile.tempdir = None
+        folder.cleanup()
+
+
+def remove_temporary() -> None:
+    """Remove this process's temporary files and folders: before an end at which nothing else is done."""
+    for path in [*_temporary]:
+        _remove(path)
+
+
+def _no_room(path: Path, size: int | None) -> NoRoomError:
+    needed = "more room" if size is None else f"{size:,} bytes"
+    free = shutil.disk_usage(path.parent).free
+    return NoRoomError(
+        f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. Nothing that "
+        "was there is lost. Make room, then go on from the newest checkpoint."
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+    _temporary.discard(path)
+
+
+def _leave(path: Path, descriptor: int | None) -> None:
+    if path in _temporary:  # a forked process has its parent's finalizers
+        _remove(path)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of killed owners: those of this user that are locked by nobody."""
+    if sys.platform == "win32":
+        return
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # its owner lives, or it has gone meanwhile
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    """Make a file and lock it until its descriptor is closed, at the latest when this process ends.
+
+    None: the system knows no locks, or not for this place.
+    """
+    if sys.platform == "win32":
+        return None
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            os.close(descriptor)
+            return None
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)  # its owner has renamed or removed it before it could be locked

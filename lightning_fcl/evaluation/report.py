@@ -1,6 +1,7 @@
 """From the ``results.json`` of runs to what a reader wants: a report with plots, and tables over seeds."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,13 +14,14 @@ from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.metrics import quantity
 from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figure
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
+from lightning_fcl.evaluation.results import read_results, seal
+from lightning_fcl.evaluation.rounds import write_csv
 
-__all__ = ["compare_plot", "read_results", "table", "write_report", "write_table"]
+__all__ = ["compare_plot", "table", "write_files", "write_report", "write_table"]
 
 Results: TypeAlias = Mapping[str, Any]
 Table: TypeAlias = dict[str, dict[str, dict[str, float | None]]]
 
-_KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command")
 _MEANINGS = {
     "A_gen": "accuracy on the whole test set, mean over the rounds",
     "A_per": "accuracy on all groups the client has learnt so far, mean over the rounds",
@@ -45,33 +47,6 @@ _MEASURED = {
 }
 
 
-def read_results(folder: str | Path) -> dict[str, Any]:
-    """Read and check ``results.json`` of a run's folder.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not JSON, or an entry is missing.
-
-    Example:
-        >>> read_results("no/such/run")
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the run's results in no/such/run/results.json but found no such file. ...
-    """
-    path = Path(folder) / "results.json"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"Expected the run's results in {path} but found no such file. Name the folder of a finished run."
-        )
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Repeat the run.") from error
-    missing = [key for key in _KEYS if not isinstance(results, dict) or key not in results]
-    if missing:
-        raise ValueError(f"Expected {path} to have the entries {', '.join(missing)} but they are missing.")
-    return dict(results)
-
-
 def write_report(folder: str | Path) -> Path:
     """Write ``report.md`` and its plots beside the ``results.json`` of a run.
 
@@ -83,14 +58,15 @@ def write_report(folder: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: If there is no ``results.json``.
-        ValueError: If it is not JSON, or an entry is missing.
+        ValueError: If it is not understood: see `lightning_fcl.evaluation.results.read_results`.
 
     Example:
         >>> import tempfile
+        >>> from lightning_fcl.evaluation.results import write_results
         >>> run = {**dict.fromkeys(("recipe", "seed", "machine", "command")), "seconds": 1.0, "expected": {}}
         >>> run |= {"versions": {}, "metrics": {"A_gen/server": 0.5}, "record": {"tasks": {}, "rounds": []}}
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "results.json").write_text(json.dumps(run))
+        ...     _ = write_results(folder, run | {"finished": True})
         ...     "| server | 0.500 |" in write_report(folder).read_text()
         True
     """
@@ -123,6 +99,26 @@ def write_report(folder: str | Path) -> Path:
     if lines := [f"- round {e['round'] + 1}, {client}" for e in record["rounds"] for client in e.get("diverged", [])]:
         parts.append("\n".join(["## Clients whose loss was not finite\n", *lines]))
     return write_whole(folder / "report.md", "\n\n".join(parts) + "\n")
+
+
+def write_files(folder: str | Path) -> None:
+    """Write all that a run's folder has beside ``results.json``: ``metrics.csv``, the report, and last the seal.
+
+    A run that was stopped before its end gets no seal.
+
+    Args:
+        folder: The run's folder.
+
+    Raises:
+        FileNotFoundError: If there is no ``results.json``.
+        ValueError: If it is not understood.
+    """
+    folder = Path(folder)
+    results = read_results(folder)
+    table, report = write_csv(folder / "metrics.csv", results["record"]), write_report(folder)
+    figures = [folder / name for name in re.findall(r"]\((\w+\.png)\)", report.read_text(encoding="utf-8"))]
+    if results["finished"]:
+        seal(folder, [folder / "results.json", table, report, *figures])
 
 
 def table(results: Sequence[Results]) -> Table:
@@ -226,12 +222,13 @@ def _head(results: Results) -> str:
     clients = len([model for model in results["record"]["tasks"] if model != "server"])
     title = recipe["row"] if recipe else "Run"
     instead = results.get("measured_on") == "validation"
+    stopped = "" if results["finished"] else "; the run was stopped before its end"
     measured = "- Measured on the validation samples in place of the test set\n" if instead else ""
     if recipe and recipe["paper"]:
         title += f" ({recipe['paper']})"
     return (
         f"# {title}\n\n- Command: `{results['command']}`\n- Seed: {results['seed']}\n"
-        f"- Extent: {rounds} rounds, {clients} clients\n{measured}- Time: {results['seconds']:.1f} s\n"
+        f"- Extent: {rounds} rounds, {clients} clients{stopped}\n{measured}- Time: {results['seconds']:.1f} s\n"
         f"- Machine: {results['machine']}\n- Versions: {versions}"
     )
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
+
+from lightning_fcl.errors import NoRoomError
+from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -18,11 +22,17 @@ Memory = dict[str, Tensor]
 ClientState = dict[str, Memory]
 """All that one client keeps between rounds: one `Memory` per section (``model``, ``optimizer``, each method)."""
 
+FORMAT = "1"
+"""The format of a client's file; 0.1 wrote none."""
+
 _SUFFIX = ".safetensors"
 
 
 class ClientStore:
     """Keeps every client's state between rounds, in memory or in one safetensors file per client.
+
+    A file has its format and a checksum with it. It is written whole or not at all, and one that is not as it was
+    written is refused.
 
     Args:
         kind: ``"memory"`` or ``"disk"``.
@@ -45,8 +55,8 @@ class ClientStore:
         self._folder: Path | None = None
         if kind == "disk":
             if folder is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="lightning-fcl-")
-                folder = self._temporary.name
+                self._temporary = TemporaryFolder("clients")
+                folder = self._temporary.path
             self._folder = Path(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -55,22 +65,28 @@ class ClientStore:
             return self._states.get(client, {})
         path = self._path(client)
         state: ClientState = {}
-        for key, tensor in (load_file(path) if path.exists() else {}).items():
+        for key, tensor in (_read(path, client) if path.exists() else {}).items():
             section, name = key.split("\x1f")
-            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
-            # empty tensors of several types share an address, which `torch.save` refuses.
-            state.setdefault(section, {})[name] = tensor.clone()
+            state.setdefault(section, {})[name] = tensor
         return state
 
     def __setitem__(self, client: str, state: ClientState) -> None:
         if self._folder is None:
             self._states[client] = state
             return
-        flat = {f"{s}\x1f{name}": t.detach().contiguous() for s, memory in state.items() for name, t in memory.items()}
-        path = self._path(client)
-        temporary = path.with_suffix(".part")
-        save_file({key: tensor.clone() for key, tensor in flat.items()}, temporary)
-        os.replace(temporary, path)
+        flat = {
+            f"{section}\x1f{name}": tensor.detach().cpu().contiguous().clone()
+            for section, memory in state.items()
+            for name, tensor in memory.items()
+        }
+        content = save(flat, {"format": FORMAT, "checksum": _checksum(client, flat)})
+        try:
+            write_whole(self._path(client), content)
+        except NoRoomError as error:
+            raise NoRoomError(
+                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
+                'in memory: client_store="memory".'
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
@@ -89,3 +105,44 @@ class ClientStore:
     def _path(self, client: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{quote(client, safe='')}{_SUFFIX}"
+
+
+def _read(path: Path, client: str) -> dict[str, Tensor]:
+    """The tensors of a client's file.
+
+    Raises:
+        ValueError: If they are not as they were written.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            about: Mapping[str, str] = file.metadata() or {}
+            # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
+            # empty tensors of several types share an address, which `torch.save` refuses.
+            flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(_damaged(path, client, str(error))) from error
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"Expected the state of client {client} in {path} to be of format {FORMAT} but it is of "
+            f"{about.get('format', 'none')}: another version of lightning-fcl wrote it. Remove the file, or continue "
+            "with that version."
+        )
+    if about.get("checksum") != _checksum(client, flat):
+        raise ValueError(_damaged(path, client, "its checksum is another"))
+    return flat
+
+
+def _damaged(path: Path, client: str, why: str) -> str:
+    return (
+        f"Expected the state of client {client} in {path} to be as it was written but {why}. Go on from the newest "
+        "checkpoint, which has all clients' states."
+    )
+
+
+def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of a client's name, and of its tensors' names, types, shapes and numbers."""
+    digest = hashlib.sha256(client.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\x1e{name}\x1f{tensor.dtype}\x1f{tuple(tensor.shape)}\x1f".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

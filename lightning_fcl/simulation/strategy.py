@@ -28,6 +28,7 @@ from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed, start_randomness
 from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, check_checkpoint, fingerprint_of
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
@@ -102,7 +103,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        super().__init__("cpu", accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin)
         at_least(1, local_epochs=local_epochs)
         if cohort_size != "auto" and cohort_size < 1:
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')

@@ -2,6 +2,8 @@
 
 import pytest
 
+from lightning_fcl.evaluation.files import write_whole
+
 
 @pytest.fixture
 def small_recipe():
@@ -27,4 +29,6 @@ def reports():
 @pytest.fixture(autouse=True)
 def _no_reports(request, monkeypatch):
     if "reports" not in request.fixturenames:
-        monkeypatch.setattr("lightning_fcl.cli.run.write_report", lambda folder: folder / "report.md")
+        monkeypatch.setattr(
+            "lightning_fcl.evaluation.report.write_report", lambda folder: write_whole(folder / "report.md", "")
+        )

@@ -1,5 +1,6 @@
 import csv
 import json
+import signal
 
 import pytest
 import yaml
@@ -10,6 +11,8 @@ from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.cli.search import _distribution, _grid_points
+from lightning_fcl.cli.stop import Stopped
+from lightning_fcl.evaluation.results import _KEYS, seal, write_results
 
 LR = "model.init_args.optimizer.init_args.lr"
 ALPHA = "trainer.callbacks.FLwF2T.alpha"
@@ -57,7 +60,8 @@ def pretend(monkeypatch):
             seen.append(job.label)
             value = objective(yaml.safe_load(job.configs[-1].read_text()))
             job.out.mkdir(parents=True)
-            (job.out / "results.json").write_text(json.dumps({"metrics": {"final_accuracy/server": value}}))
+            write_results(job.out, {**dict.fromkeys(_KEYS), "metrics": {"final_accuracy/server": value}})
+            seal(job.out, [job.out / "results.json"])
             (job.out / "fingerprint").write_text(job.fingerprint)
 
         monkeypatch.setattr(module, "run_job", run_job)
@@ -132,14 +136,14 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
     def cut_off(job):
         if len(seen) in (5, 13):
             seen.append("cut off")
-            raise KeyboardInterrupt
+            raise Stopped(signal.SIGINT, "")
         run_job(job)
 
     monkeypatch.setattr(module, "run_job", cut_off)
     for _ in range(2):
         with pytest.raises(SystemExit, match="130"):
             main(search(sampler=sampler, trials=20))
-    capsys.readouterr()
+        assert "trials are done; the same command goes on" in capsys.readouterr().err
     main(search(sampler=sampler, trials=20))
     assert "12 trials are there already" in capsys.readouterr().err
     assert [label for label in seen if label != "cut off"] == whole

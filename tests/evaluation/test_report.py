@@ -8,7 +8,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.report import compare_plot, read_results, table, write_report, write_table
+from lightning_fcl.evaluation.report import compare_plot, table, write_report, write_table
+from lightning_fcl.evaluation.results import read_results, write_results
 
 EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
 
@@ -59,12 +60,13 @@ def results(row="FLwF-2T/FT", seed=0, expected=None, **shape):
         "machine": "a small computer",
         "seconds": 12.34,
         "command": "lightning-fcl fit --config flwf.yaml",
+        "finished": True,
     }
 
 
 def save(folder, content):
     folder.mkdir(exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(content))
+    write_results(folder, content)
     return folder
 
 
@@ -159,11 +161,12 @@ def test_broken_results_are_named(tmp_path):
     path.write_text('{"seed": 0,')
     with pytest.raises(ValueError, match=f"Expected {path} to hold JSON but got: Expecting"):
         write_report(tmp_path)
-    path.write_text('{"seed": 0}')
+    for other in ('{"seed": 0}', "[1]"):
+        path.write_text(other)
+        with pytest.raises(ValueError, match=f"Expected {path} to be of format 1 but it is of none: it is damaged, or"):
+            write_report(tmp_path)
+    write_results(tmp_path, {"seed": 0})
     with pytest.raises(ValueError, match=f"Expected {path} to have the entries recipe, metrics"):
-        read_results(tmp_path)
-    path.write_text("[1]")
-    with pytest.raises(ValueError, match=f"Expected {path} to have the entries recipe, seed"):
         read_results(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 

@@ -1,0 +1,86 @@
+"""How a fit ends that is told to stop: after the round at hand, with a checkpoint from which it goes on."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.cli.stop import Stopped, stop
+
+
+class StopAfterRound(Callback):
+    """Ends a fit with the round in which Ctrl-C or SIGTERM came, where Lightning would cut that round short.
+
+    A round is the safe point: within one, some clients have kept what they learnt in it and others have not.
+
+    Args:
+        checkpoints: Where a checkpoint of the last round goes if no other callback writes one; None: nowhere.
+    """
+
+    def __init__(self, checkpoints: Path | None) -> None:
+        self._checkpoints = checkpoints
+        self._saved = -1  # the round of the newest checkpoint
+        self._patience = ExitStack()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Listen in place of Lightning."""
+        stop.listen()
+        self._patience.enter_context(
+            stop.after(
+                lambda: (
+                    f"stopping after this round, {trainer.current_epoch + 1} of {trainer.max_epochs}, with the results "
+                    "so far."
+                )
+            )
+        )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ask Lightning to stop: between rounds it does so at once."""
+        if stop.signal:
+            trainer.fit_loop.min_epochs = None
+            trainer.fit_loop.epoch_loop.min_steps = None
+            trainer.should_stop = True
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Note of which round it is."""
+        self._saved = trainer.current_epoch
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write a checkpoint of the round if there is none."""
+        if stop.signal and self._checkpoints is not None and self._saved + 1 < trainer.current_epoch:
+            trainer.save_checkpoint(self._checkpoints / f"round-epoch={trainer.current_epoch - 1}.ckpt")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Nothing is left to bring to an end."""
+        self.close()
+
+    def close(self) -> None:
+        """From now on a signal ends the process at once."""
+        self._patience.close()
+
+    def check(self, out: Path, done: int, rounds: int, checkpoint: Path | None) -> None:
+        """Say how to go on if the fit was told to stop.
+
+        Args:
+            out: The run's folder.
+            done: The rounds done.
+            rounds: The rounds of the whole run.
+            checkpoint: From where it goes on.
+
+        Raises:
+            Stopped: If it was.
+        """
+        if not stop.signal:
+            return
+        report = f"Results of the rounds done: {out / 'report.md'}"
+        if done >= rounds:
+            raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
+        words = ["lightning-fcl", "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
+        way = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
+        raise Stopped(stop.signal, f"stopped after round {done} of {rounds}. {report}\n{way}")

@@ -1,0 +1,109 @@
+"""The files of a finished run: ``results.json``, and the seal, which is written last and says that all are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_fcl.evaluation.files import write_whole
+
+__all__ = ["FORMAT", "is_whole", "read_results", "seal", "write_results"]
+
+FORMAT = 1
+"""The format of ``results.json`` and of the seal: 0.1 wrote none."""
+
+_SEAL = "files.json"
+_KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
+
+
+def write_results(folder: str | Path, results: Mapping[str, Any]) -> Path:
+    """Write ``results.json`` of a run's folder, with its format and a checksum.
+
+    Args:
+        folder: The run's folder.
+        results: What it has come to, plain values.
+
+    Example:
+        >>> import tempfile
+        >>> run = dict.fromkeys(_KEYS)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = write_results(folder, run | {"seed": 7})
+        ...     read_results(folder)["seed"]
+        7
+    """
+    content = {"format": FORMAT, **results}
+    text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=1)
+    return write_whole(Path(folder) / "results.json", text)
+
+
+def read_results(folder: str | Path) -> dict[str, Any]:
+    """Read and check ``results.json`` of a run's folder.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not JSON, of another format, damaged, or an entry is missing.
+
+    Example:
+        >>> read_results("no/such/run")
+        Traceback (most recent call last):
+        FileNotFoundError: Expected the run's results in no/such/run/results.json but found no such file. ...
+    """
+    path = Path(folder) / "results.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Expected the run's results in {path} but found no such file. Name the folder of a finished run."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Repeat the run.") from error
+    results = content if isinstance(content, dict) else {}
+    form, checksum = results.get("format"), results.pop("checksum", None)
+    if form != FORMAT:
+        raise ValueError(
+            f"Expected {path} to be of format {FORMAT} but it is of {'none' if form is None else form}: it is damaged, "
+            "or another version of lightning-fcl wrote it. Repeat the run, or read it with the version that wrote it."
+        )
+    if checksum != _checksum(results):
+        raise ValueError(f"Expected {path} to be as it was written but its checksum is another. Repeat the run.")
+    missing = [key for key in _KEYS if key not in results]
+    if missing:
+        raise ValueError(f"Expected {path} to have the entries {', '.join(missing)} but they are missing.")
+    return results
+
+
+def seal(folder: Path, files: Iterable[Path]) -> Path:
+    """Say that a run is finished, and what its files hold: the last that is written."""
+    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+    return write_whole(folder / _SEAL, json.dumps({"format": FORMAT, "sha256": digests}, indent=1) + "\n")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a run is finished: its seal is there and understood, and each file as the seal says.
+
+    Example:
+        >>> is_whole(Path("no/such/run"))
+        False
+    """
+    try:
+        content = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return False
+    digests = content.get("sha256")
+    if not isinstance(digests, dict) or "results.json" not in digests:
+        return False
+    return all((folder / name).is_file() and _digest(folder / name) == digest for name, digest in digests.items())
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,264 @@
+"""What is told to stop, or killed: real processes, which send themselves the signal, or say where they are."""
+
+import json
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_fcl.cli.jobs import Job, finished, run_jobs
+from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.evaluation.results import read_results
+
+ROOT = Path(__file__).parents[2]
+
+CALLBACKS = '''
+import os
+import signal
+from lightning.pytorch.callbacks import Callback
+from lightning_fcl.evaluation import report
+
+class Sends(Callback):
+    """In the middle of a round."""
+
+    def __init__(self, signals: str, round: int = 1):
+        self.signals, self.round = signals.split(), round
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == self.round and batch_idx == 3:
+            for name in self.signals:
+                os.kill(os.getpid(), signal.Signals[name])
+
+class Waits(Callback):
+    """Says who it is in the middle of a round, and waits for ever."""
+
+    def __init__(self, pipe: str):
+        self.pipe = pipe
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch == 1:
+            with open(self.pipe, "w") as pipe:
+                pipe.write(f"{os.getpid()}\\n")
+            signal.sigwait([signal.SIGUSR1])
+
+class DiesInReport(Callback):
+    """While the second figure is written."""
+
+    def __init__(self):
+        once, save = [], report.save_figure
+
+        def die(figure, path):
+            if once:
+                path.with_name(f".{path.name}.tmp").write_bytes(b"half a figure")
+                os.kill(os.getpid(), signal.SIGKILL)
+            once.append(path)
+            return save(figure, path)
+
+        report.save_figure = die
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path, small_recipe):
+    """Writes a small recipe of four rounds, with callbacks of a test, and gives its files."""
+    (tmp_path / "for_a_test.py").write_text(CALLBACKS)
+
+    def write(callback=None, **trainer):
+        content = small_recipe(rounds=4, clients=3)
+        content["data"]["scenario"]["init_args"]["rounds_per_experience"] = 2
+        content["trainer"] |= trainer
+        quickstart = yaml.safe_load((recipes_folder() / "quickstart.yaml").read_text())
+        kept = quickstart["trainer"]["callbacks"]
+        content["trainer"]["callbacks"] = [*kept, callback] if callback else kept
+        path = tmp_path / f"recipe-{len(list(tmp_path.glob('recipe-*')))}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return recipes_folder() / "quickstart.yaml", path
+
+    return write
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command, or a piece of Python, as a process of its own."""
+    (tmp_path / "tmp").mkdir()
+    started = []
+
+    def run(words, code="from lightning_fcl.cli.main import main; main()"):
+        path = f"{ROOT}{os.pathsep}{tmp_path}"
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-c", code, *map(str, words)]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def fit_words(files, out):
+    return ["fit", *(word for file in files for word in ("--config", file)), "--out", out]
+
+
+def temporary(folder):
+    return [path for path in folder.rglob("*") if path.name.endswith(".tmp") or path.parent.name == "tmp"]
+
+
+def weights(out):
+    newest = max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    return torch.load(newest, weights_only=True)["state_dict"]
+
+
+def same_run(left, right):
+    """The weights and what was measured, but not the time that it took."""
+    records = [read_results(out)["record"]["rounds"] for out in (left, right)]
+    for entry in (entry for rounds in records for entry in rounds):
+        entry.pop("seconds", None)
+    states = weights(left), weights(right)
+    return records[0] == records[1] and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start, tmp_path, name):
+    sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
+    own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_epochs": 3}}
+    files = recipe(sends, min_epochs=4)
+    if name == "SIGTERM":  # no checkpoint of the round is due
+        content = yaml.safe_load(files[1].read_text())
+        content["trainer"]["callbacks"].append(own)
+        files[1].write_text(yaml.safe_dump(content))
+    process = start(fit_words(files, "out"))
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.Signals[name], said
+    assert "stopping after this round, 2 of 4" in said and "stopped after round 2 of 4" in said
+    assert "Traceback" not in said
+    out = tmp_path / "out"
+    results = read_results(out)
+    assert not results["finished"] and [entry["round"] for entry in results["record"]["rounds"]] == [0, 1]
+    assert "2 rounds, 3 clients; the run was stopped before its end" in (out / "report.md").read_text()
+    assert not (out / "files.json").exists() and not temporary(tmp_path)
+    words = shlex.split(re.search("Go on with: lightning-fcl (.*)", said)[1])
+    process = start(words)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    sends["init_args"]["round"] = 9
+    process = start(fit_words(recipe(sends), "whole"))
+    process.communicate(timeout=240)
+    assert read_results(out)["finished"] and same_run(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("names", "code"), [("SIGINT SIGINT", 130), ("SIGTERM SIGINT", 130), ("SIGINT SIGTERM", 143)])
+def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
+    files = recipe({"class_path": "for_a_test.Sends", "init_args": {"signals": names}}, logger=False)
+    process = start(fit_words(files, "out"))
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == code, said
+    assert "Traceback" not in said and said.count("stopped.") == 1
+    out = tmp_path / "out"
+    assert not (out / "results.json").exists() and not temporary(tmp_path)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["round-epoch=0.ckpt"]
+
+
+def side_by_side(recipe, start, tmp_path, workers=2):
+    """Two runs in the middle of a round, in two processes; their parent and what tells of their ends."""
+    os.mkfifo(tmp_path / "pipe")
+    files = recipe({"class_path": "for_a_test.Waits", "init_args": {"pipe": str(tmp_path / "pipe")}}, logger=False)
+    code = (
+        "import sys; from pathlib import Path; from lightning_fcl.cli import data, main\n"
+        "from lightning_fcl.cli.jobs import Job, run_jobs\n"
+        "files = tuple(map(Path, sys.argv[2:]))\n"
+        "jobs = [Job(f'run {n}', files, n, Path(f'run-{n}')) for n in range(3)]\n"
+        "data.command = lambda parser, words: run_jobs(jobs, 2)\n"
+        "main.main(['data'])\n"
+    )
+    parent = start(["data", *files], code)
+    watched = []
+    while len(watched) < workers:  # each process opens the pipe once
+        with open(tmp_path / "pipe") as pipe:
+            watched += [os.pidfd_open(int(line)) for line in pipe]
+    return parent, watched
+
+
+def all_gone(watched):
+    """Whether processes end within a minute."""
+    left = set(watched)
+    while left and (ended := select.select(left, [], [], 60)[0]):
+        left -= set(ended)
+    for descriptor in watched:
+        os.close(descriptor)
+    return not left
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_workers_end_with_their_parent(recipe, start, tmp_path, name):
+    parent, watched = side_by_side(recipe, start, tmp_path)
+    parent.send_signal(signal.Signals[name])
+    _, said = parent.communicate(timeout=120)
+    assert all_gone(watched)
+    assert "Traceback" not in said
+    if name == "SIGKILL":
+        assert parent.returncode == -signal.SIGKILL
+        start(["data", "list"]).communicate(timeout=120)  # the next command sweeps what a killed one has left
+    else:
+        assert parent.returncode == 128 + signal.Signals[name], said
+        assert "0 of 3 runs are finished; the same command goes on" in said
+    assert not temporary(tmp_path)
+
+
+def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
+    parent, watched = side_by_side(recipe, start, tmp_path)
+    signal.pidfd_send_signal(watched[0], signal.SIGKILL)
+    _, said = parent.communicate(timeout=120)
+    assert all_gone(watched)
+    assert parent.returncode == 2
+    assert "Expected each worker to end its runs but one was killed" in said and "Traceback" not in said
+
+
+def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe, start, tmp_path, reports, capsys):
+    files = recipe({"class_path": "for_a_test.DiesInReport"}, logger=False)
+    job = Job("a run", files, 0, tmp_path / "out")
+    process = start(
+        ["--ignored", *files],
+        f"""
+import sys; from pathlib import Path; from lightning_fcl.cli.jobs import Job, run_job
+run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
+""",
+    )
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, said
+    assert (job.out / "results.json").exists() and not (job.out / "report.md").exists()
+    assert not finished(job)
+    before = (job.out / "results.json").read_bytes()
+    run_jobs([job], 1)
+    assert finished(job) and not temporary(tmp_path)
+    assert (job.out / "results.json").read_bytes() == before  # nothing was trained again
+    shown = re.findall(r"\]\((\w+\.png)\)", (job.out / "report.md").read_text())
+    assert "accuracy.png" in shown and all((job.out / name).read_bytes()[:4] == b"\x89PNG" for name in shown)
+
+
+@pytest.mark.parametrize("name", ["results.json", "metrics.csv", "report.md", "accuracy.png", "files.json"])
+def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, reports, name):
+    job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
+    run_jobs([job], 1)
+    assert finished(job)
+    whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
+    path = job.out / name
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    for content in (bytes(damaged), damaged[: len(damaged) // 2], None):
+        path.write_bytes(content) if content is not None else path.unlink()
+        assert not finished(job)
+        run_jobs([job], 1)
+        assert finished(job)
+        if name != "results.json":  # that says how long it took
+            assert {file: (job.out / file).read_bytes() for file in whole} == whole
+    assert json.loads(whole["results.json"])["metrics"] == read_results(job.out)["metrics"]
