@@ -1,15 +1,21 @@
 """What clients keep between rounds, in memory and on disk."""
 
+import os
 import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation import client_store
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.randomness import seed_of
 
+ROOT = Path(__file__).parents[2]
 STATE = {
     "model": {"head.weight": torch.randn(3, 2), "count": torch.tensor(7), "flags": torch.tensor([True, False])},
     "Replay": {"x": torch.randn(2, 4).half(), "y": torch.tensor([1, 2]), "none": torch.empty(0, 4)},
@@ -71,18 +77,95 @@ def test_without_a_folder_a_temporary_one_is_used_and_removed():
     assert not folder.exists()
 
 
-def test_a_failing_save_leaves_the_earlier_state(tmp_path, monkeypatch):
+OWNER = """
+import os, signal, sys
+import torch
+from lightning_fcl.federation.client_store import ClientStore
+store = ClientStore("disk")
+store["client1"] = {"model": {"weight": torch.zeros(3)}}
+print(store._folder, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def owner(tmp_path, monkeypatch):
+    """A process with a temporary store, and the store's folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", OWNER], env=environment, **pipes)
+    yield process, Path(process.stdout.readline().strip())
+    process.kill()
+    process.communicate()
+
+
+def test_a_temporary_store_goes_at_exit(owner):
+    process, folder = owner
+    assert (folder / "client1.safetensors").exists()
+    process.communicate("\n")
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_has_left_is_swept_but_not_what_the_living_have(owner):
+    process, folder = owner
+    other = ClientStore("disk")
+    assert (folder / "client1.safetensors").exists()
+    process.kill()
+    process.wait()
+    assert (folder / "client1.safetensors").exists()
+    third = ClientStore("disk")
+    assert not folder.exists()
+    assert other._folder.exists() and third._folder.exists()
+
+
+def test_a_full_disk_leaves_the_earlier_state_and_is_told(tmp_path):
+    """A limit of the size of files stands for the disk: the system refuses the write in its midst."""
     store = ClientStore("disk", tmp_path)
     store["client1"] = STATE
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"bytes are free.*TMPDIR.*client_store=\"memory\"") as error:
+            store["client1"] = {"model": {"head.weight": torch.zeros(10_000)}}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"bytes for {tmp_path / 'client1.safetensors'} but the disk is full" in str(error.value)
+    assert same(store["client1"], STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["client1.safetensors"]
 
-    def fail(tensors, path):
-        path.write_bytes(b"half a file")
-        raise OSError("no space left on device")
 
-    monkeypatch.setattr(client_store, "save_file", fail)
-    with pytest.raises(OSError, match=r"^no space left on device$"):
-        store["client1"] = {"model": {"head.weight": torch.zeros(1)}}
-    assert same(store["client1"], STATE) and list(store) == ["client1"]
+def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
+    store = ClientStore("disk", tmp_path)
+    state = {"model": {"weight": torch.arange(5.0), "flags": torch.tensor([True, False])}}
+    store["client1"], refused = state, 0
+    path = tmp_path / "client1.safetensors"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:  # a space of the header's may become another
+            assert same(store["client1"], state)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"Expected the state of client client1 in {path} to be ")
+    assert refused > 0.9 * len(whole)
+    for length in (0, 7, 8, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"to be as it was written but .* newest checkpoint"):
+            store["client1"]
+    path.write_bytes(whole)
+    (tmp_path / "client2.safetensors").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"the state of client client2 .* checksum is another"):
+        store["client2"]
+    assert store["client1"]["model"]["weight"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_another_format_is_refused_by_name(tmp_path):
+    save_file({"model\x1fweight": torch.zeros(2)}, tmp_path / "client1.safetensors")
+    with pytest.raises(ValueError, match=r"client1.safetensors to be of format 1 but it is of none: another version"):
+        ClientStore("disk", tmp_path)["client1"]
 
 
 def test_unknown_kind():

@@ -1,0 +1,75 @@
+"""Checkpoints are written whole or not at all."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+
+ROOT = Path(__file__).parents[2]
+BEFORE = {"state_dict": {"weight": torch.arange(4.0)}}
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+if sys.argv[2] == "while it is written":
+    write = Path.write_bytes
+    def half(path, data):
+        write(path, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path.write_bytes = half
+else:
+    os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, sys.argv[1])
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint(BEFORE, path)
+    return path
+
+
+def is_as_before(path):
+    loaded = WholeCheckpointIO().load_checkpoint(path, weights_only=True)
+    return torch.equal(loaded["state_dict"]["weight"], BEFORE["state_dict"]["weight"])
+
+
+def test_a_federation_writes_so_and_another_can_be_asked_for(fit, make_stream, make_task, tmp_path):
+    trainer = fit(make_task(), make_stream())
+    assert isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO)
+    trainer.save_checkpoint(tmp_path / "deep" / "er" / "a.ckpt")
+    assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["a.ckpt"]
+
+
+def test_a_full_disk_leaves_the_last_one_and_is_told(path):
+    """A limit of the size of files stands for the disk: the system refuses the write in its midst."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"bytes for {path} but the disk is full.*Make room, then go on from the"):
+            WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("moment", ["while it is written", "before it is renamed"])
+def test_a_kill_leaves_the_last_one_and_what_is_half_written_goes_with_the_next(path, moment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run([sys.executable, "-c", KILLED, path, moment], env=environment)
+    assert process.returncode == -signal.SIGKILL
+    assert is_as_before(path)
+    assert [entry.name for entry in path.parent.glob("*.ckpt")] == ["last.ckpt"]
+    assert len(list(path.parent.iterdir())) == 2
+    WholeCheckpointIO().save_checkpoint(BEFORE, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
