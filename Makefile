@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable lint types recipes benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes benchmarks clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,10 @@ test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherw
 
 test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and on the other Pythons that are there
 	$(BIN)/tox run
+
+ARGS ?= --write docs/reliability.md
+test-campaign: .venv/ready ## kills, full disks and the like at random moments; ARGS="--seed 7 --cases kills=10 --minutes 5"
+	$(BIN)/python tests/reliability.py $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
