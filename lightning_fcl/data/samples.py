@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default
 
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import did_you_mean
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
@@ -137,7 +138,11 @@ def of_anything(
     dataset = x if isinstance(x, Dataset) else None
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
-    targets, names = _labelled(_targets(dataset) if y is None and dataset is not None else y, classes)
+    own = y is None and dataset is not None
+    given = _targets(dataset) if y is None and dataset is not None else y
+    targets, names = _labelled(given, classes)
+    if own and names and dataset is not None and not np.array_equal(np.asarray(given), targets):
+        dataset = Numbered(dataset, targets)
     values = np.zeros((0,)) if dataset is not None else np.asarray(x)
     size = len(dataset) if dataset is not None else len(values)  # type: ignore[arg-type]  # a map-style data set
     owner, domain = (None if column is None else np.asarray(column) for column in (client, group))
@@ -151,14 +156,78 @@ def of_anything(
 
 
 def _labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Targets as an array, and the names of their classes: none, if they are not whole numbers, one for each sample."""
+    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample.
+
+    Raises:
+        ValueError: If a target is not finite, or is none of the ``classes``.
+        TypeError: If targets are neither numbers nor strings, or no labels though there are ``classes``.
+    """
     given = np.asarray(y)
-    if given.ndim == 1 and given.size and given.dtype.kind in "biuf" and (classes is None or len(classes)):
-        labels = given.astype(np.int64)
-        if (labels == given).all():
-            return labels, tuple(classes) if classes is not None else tuple(map(str, range(int(labels.max()) + 1)))
+    _require_targets(given)
+    numeric = given.dtype.kind in "biuf"
+    whole = given.dtype.kind != "f" or bool((given == np.floor(given)).all())
+    if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
+        if numeric and classes is not None:
+            return given.astype(np.int64), tuple(classes)
+        names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
+        return _numbers_of(given.astype(names.dtype), names), tuple(map(str, names))
+    if classes or not numeric:
+        what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+        raise TypeError(
+            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
+        )
     # As torch makes tensors of Python's numbers, and as models want them.
     return given.astype(np.float32) if given.dtype == np.float64 else given, ()
+
+
+def _require_targets(given: NDArray[Any]) -> None:
+    """Refuse targets that are missing: not finite, or neither numbers nor strings."""
+    if given.dtype.kind == "O":
+        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
+    else:
+        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
+            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first."
+        )
+
+
+def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
+    """The number of each label among the names of the classes."""
+    unknown = sorted(set(labels.tolist()) - set(names.tolist()))
+    if unknown:
+        known = ", ".join(map(str, names))
+        raise ValueError(
+            f"Expected every label of `y` among the `classes` {known} but got {', '.join(map(str, unknown))}."
+            f"{did_you_mean(unknown[0], map(str, names))} Name every class."
+        )
+    order = np.argsort(names)
+    return order[np.searchsorted(names, labels, sorter=order)].astype(np.int64)
+
+
+class Numbered(Dataset[Any]):
+    """A data set whose items hold the numbers of their classes in place of their labels.
+
+    Args:
+        data: A map-style data set. Its items are sequences with the label second, or dicts with one.
+        numbers: The number of the class of each.
+    """
+
+    def __init__(self, data: Dataset[Any], numbers: IntArray) -> None:
+        self.data = data
+        self.targets = numbers
+
+    def __getitem__(self, index: int) -> Any:
+        item, number = self.data[index], int(self.targets[index])
+        if isinstance(item, Mapping):
+            name = next(name for name in _TARGETS if name in item)
+            return {**item, name: number}
+        return (item[0], number, *item[2:])
+
+    def __len__(self) -> int:
+        return len(self.targets)
 
 
 def _targets(dataset: Dataset[Any]) -> Any:
@@ -201,7 +270,24 @@ def _of_module(module: L.LightningDataModule) -> Samples:
     whole = of_anything(ConcatDataset([loader.dataset for loader in loaders.values()]), collate_fn=collate_fn)
     of = np.repeat(list(loaders), [len(loader.dataset) for loader in loaders.values()])
     validation, test = (of == part if part in loaders else None for part in ("validation", "test"))
-    return replace(whole, validation=validation, test=test)
+    return _all_seen(replace(whole, validation=validation, test=test), of == "train")
+
+
+def _all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
+    """The samples, none of whose own test and validation sets has a class that nobody learns.
+
+    Raises:
+        ValueError: If one has.
+    """
+    seen = set(samples.labels[train].tolist())
+    unseen = sorted(set(samples.labels[~train].tolist()) - seen)
+    if unseen:
+        raise ValueError(
+            f"Expected validation and test samples of the classes that are trained on but got label "
+            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has. Drop these "
+            "samples, or train on some."
+        )
+    return samples
 
 
 def _loader_of(module: L.LightningDataModule, stage: str) -> Any:
@@ -257,7 +343,8 @@ def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | Non
     samples = of_anything(ConcatDataset([*train, *test]), group=group)
     if test:
         learnt = sum(map(len, train))
-        samples = replace(samples, test=np.arange(len(samples)) >= learnt)
-    classes = [sorted(set(data.targets)) for data in train]
+        samples = _all_seen(replace(samples, test=np.arange(len(samples)) >= learnt), np.arange(len(samples)) < learnt)
+    ends = np.cumsum([len(data) for data in train])
+    classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
     alone = len({label for labels in classes for label in labels}) == sum(map(len, classes))
     return samples, classes if alone else None

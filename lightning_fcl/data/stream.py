@@ -120,12 +120,14 @@ class FederatedStream(L.LightningDataModule):
         Args:
             x: Samples, shape (n, ...), float32 or whole numbers of any type; or a data set, whose items may be anything
                 that ``collate_fn`` makes a batch of.
-            y: Targets, shape (n, ...): labels 0..C-1, or others where the scenario needs no classes. Default: the data
-                set's ``targets``, or what its items hold: the second entry of a tuple, or that of a dict called labels,
+            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; `classes` keeps
+                them as names; or others where the scenario needs no classes. Default: the data set's
+                ``targets``, or what its items hold: the second entry of a tuple, or that of a dict called labels,
                 label, targets, target or y.
             client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
-            classes: Names of the classes; ``()``: targets are none, even if they are whole numbers.
+            classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
+                ``()``: targets are none, even if they are whole numbers.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
@@ -193,7 +195,8 @@ class FederatedStream(L.LightningDataModule):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
+        """Names of the classes; before `setup` the data are read, and the plan drawn, as it would do."""
+        self.setup("fit")
         return self.samples.classes
 
     @property

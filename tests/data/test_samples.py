@@ -139,7 +139,7 @@ def test_whole_numbers_are_targets_if_one_says_so():
     assert FederatedStream.from_arrays(x, counts).data.classes == tuple(map(str, range(8)))
     assert FederatedStream.from_arrays(x, counts, classes=()).data.classes == ()
     whole, parts = (FederatedStream.from_arrays(x[:2], y).data for y in ([0.0, 2.0], [0.5, 2.0]))
-    assert whole.targets.tolist() == [0, 2] and whole.classes == ("0", "1", "2")
+    assert whole.targets.tolist() == [0, 1] and whole.classes == ("0", "2")
     assert parts.targets.tolist() == [0.5, 2.0] and parts.targets.dtype == np.float32 and parts.classes == ()
 
 
@@ -286,3 +286,114 @@ def test_a_request_changes_no_generator():
 def test_samples_that_cannot_be_joined():
     with pytest.raises(ValueError, match=r"Expected samples of one shape to join but got \(2,\) and \(3,\)"):
         joined([{"a": torch.zeros(1, 2)}, {"a": torch.zeros(1, 3)}])
+
+
+LABELS = {
+    "gaps": [3, 7, 9],
+    "negative": [-1, 0, 1],
+    "strings": ["sit", "stand", "walk"],
+    "objects": np.array(["sit", "stand", "walk"], dtype=object),
+    "whole floats": [3.0, 7.0, 9.0],
+}
+
+
+def items(labels, samples, kind):
+    """Samples that are their own numbers, with labels of some kind, as arrays or as a data set of pairs or dicts."""
+    y = np.asarray(labels)[np.arange(samples) % len(labels)]
+    x = np.arange(samples, dtype=np.float32)[:, None]
+    if kind == "arrays":
+        return x, y
+
+    class Items(Dataset):
+        def __getitem__(self, index):
+            return (x[index], y[index]) if kind == "pairs" else {"x": x[index], "label": y[index]}
+
+        def __len__(self):
+            return samples
+
+    return Items(), None
+
+
+@pytest.mark.parametrize("kind", ["arrays", "pairs", "dicts"])
+@pytest.mark.parametrize("labels", LABELS)
+def test_labels_are_numbered_and_their_names_kept(labels, kind):
+    given = LABELS[labels]
+    stream = FederatedStream.from_arrays(
+        *items(given, 60, kind), scenario=ClassIncremental(3), partition=IID(2), split=Split(0.2), seed=0
+    )
+    assert stream.num_classes == 3  # before the setup
+    names = tuple(str(int(label)) if labels == "whole floats" else str(label) for label in given)
+    assert stream.classes == names and stream.group_names == list(names)
+    stream.setup("fit")
+    assert stream.y.tolist() == [index % 3 for index in range(60)]
+    batch = stream.take(np.arange(60))
+    x, y = (batch["x"], batch["label"]) if kind == "dicts" else batch
+    assert torch.equal(y, torch.arange(60) % 3) and y.dtype == torch.int64
+    assert torch.equal(x[:, 0], torch.arange(60.0))
+    assert sorted(stream.plan.tasks["0"]) == [(0,), (1,), (2,)]
+    named = FederatedStream.from_arrays(
+        *items(given, 60, kind), scenario=ClassIncremental(3, class_order=[names[2], names[0], names[1]]), seed=0
+    )
+    named.setup("fit")
+    assert list(named.plan.tasks["0"]) == [(2,), (0,), (1,)]
+
+
+def test_names_of_classes_number_labels_that_are_names():
+    x, y = items(["sit", "walk"], 20, "arrays")
+    stream = FederatedStream.from_arrays(x, y, classes=["walk", "run", "sit"], scenario=ClassIncremental(1))
+    stream.setup("fit")
+    assert stream.classes == ("walk", "run", "sit") and stream.y[:4].tolist() == [2, 0, 2, 0]
+    message = r"among the `classes` walk, run but got sit\. Name every class\."
+    with pytest.raises(ValueError, match=message):
+        FederatedStream.from_arrays(x, y, classes=["walk", "run"])
+
+
+@pytest.mark.parametrize("labels", [[0.0, 1.0, np.nan], np.array(["a", "b", None], dtype=object), [0.0, np.inf, 1.0]])
+def test_missing_labels_are_refused(labels):
+    x, y = items(labels, 12, "arrays")
+    message = r"^Expected `y` to hold a target for each sample but got (nan|None|inf) in place [12] \(and 4 such values"
+    with pytest.raises(ValueError, match=message):
+        FederatedStream.from_arrays(x, y)
+
+
+def test_fractions_are_no_labels():
+    x, y = items([0.5, 1.5], 12, "arrays")
+    with pytest.raises(
+        TypeError, match=r"^Expected `y` to be labels, one whole number or name for each sample, but got"
+    ):
+        FederatedStream.from_arrays(x, y, classes=["low", "high"])
+    stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2))
+    with pytest.raises(ValueError, match=r"^Expected targets that are classes for 2 class-incremental experiences"):
+        stream.setup("fit")
+
+
+def test_a_test_label_that_nobody_learns_is_refused():
+    class Unseen(Module):
+        def setup(self, stage):
+            super().setup(stage)
+            self.test = TensorDataset(torch.arange(8.0)[:, None], 3 * (torch.arange(8) % 4))
+
+    message = "Expected validation and test samples of the classes that are trained on but got label 6, 9, which no"
+    with pytest.raises(ValueError, match=f"^{message} training sample has"):
+        FederatedStream(Unseen()).setup("fit")
+
+
+def test_classes_of_a_benchmark_keep_their_names():
+    from avalanche.benchmarks import nc_benchmark
+
+    x, y = torch.arange(40.0)[:, None], torch.tensor([3, 7, 9, 11]).repeat(10)
+    data = TensorDataset(x, y)
+    data.targets = y
+    benchmark = nc_benchmark(data, data, n_experiences=2, task_labels=False, fixed_class_order=[9, 3, 11, 7])
+    stream = FederatedStream.from_avalanche(benchmark, partition=IID(2), seed=0)
+    stream.setup("fit")
+    assert stream.classes == ("3", "7", "9", "11")
+    assert list(stream.plan.tasks["0"]) == [(0, 2), (1, 3)]
+    assert set(stream.take(stream.plan.test)[1].tolist()) == {0, 1, 2, 3}
+
+
+def test_whole_labels_from_zero_on_are_as_they_were():
+    x, y = items(list(range(4)), 40, "arrays")
+    stream = FederatedStream.from_arrays(x, y, scenario=ClassIncremental(2))
+    stream.setup("fit")
+    assert stream.classes == ("0", "1", "2", "3") and stream.y.tolist() == y.tolist()
