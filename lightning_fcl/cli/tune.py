@@ -7,6 +7,7 @@ journal in the search's folder says which trials there are, and which are done.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import shlex
@@ -108,14 +109,16 @@ def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.St
     """The trials so far.
 
     Raises:
-        ValueError: If they are of another search.
+        ValueError: If they are of another search, or the journal is damaged.
     """
     if restart:
         for folder in out.glob("trial-[0-9]*"):
             shutil.rmtree(folder)
         (out / "optuna.journal").unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(out / "optuna.journal")))
+    journal = out / "optuna.journal"
+    _mend(journal)
+    storage = JournalStorage(JournalFileBackend(str(journal)))
     options: Any = {"storage": storage, "study_name": "tune", "direction": search.direction, "load_if_exists": True}
     mark = search.fingerprint(seed)
     study = optuna.create_study(**options)
@@ -129,6 +132,28 @@ def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.St
         study = optuna.create_study(**options)
     study.set_user_attr("fingerprint", mark)
     return study
+
+
+def _mend(journal: Path) -> None:
+    """Take away the line that a kill or a full disk has cut off at a journal's end; it is of nothing that was done.
+
+    Raises:
+        ValueError: If another line is damaged.
+    """
+    if not journal.exists():
+        return
+    content = journal.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        write_whole(journal, whole)
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected {journal} to be as it was written but line {number} is damaged: {error}. Begin anew with "
+                "--restart, or choose another --out."
+            ) from error
 
 
 def propose(

@@ -152,6 +152,19 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
     assert len(set(values)) == 20
 
 
+def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, tmp_path, capsys, pretend):
+    pretend()
+    main(search("whole", trials=6))
+    main(search(trials=3))
+    journal = tmp_path / "out" / "optuna.journal"
+    with journal.open("ab") as file:
+        file.write(b'{"op_code":4,"worker_')
+    main(search(trials=6))
+    assert rows(tmp_path / "out") == rows(tmp_path / "whole")
+    journal.write_bytes(journal.read_bytes().replace(b'{"op_code"', b'{"op_code', 1))
+    assert f"Expected {journal} to be as it was written but line 1 is damaged" in error_of(capsys, search(trials=7))
+
+
 def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend, recipe):
     seen = pretend()
     main(search(trials=2))
