@@ -154,7 +154,7 @@ def spread(values, sign=""):
 def main():
     """Run all seeds, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10, help="repetitions, at least 2")
+    parser.add_argument("--seeds", type=int, default=6, help="repetitions, at least 2")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--quick", action="store_true", help="two seeds, one epoch: says nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="where the results go")

@@ -115,6 +115,17 @@ def test_dirichlet_draws_again_until_everybody_has_enough():
     assert sum(len(index) for index in again.values()) == len(Y)
 
 
+def test_just_enough_is_enough():
+    parts = dirichlet([0] * 10, 2, 1e6, np.random.default_rng(0), min_size=5)
+    assert [len(index) for index in parts.values()] == [5, 5]
+
+
+def test_a_client_s_part_of_a_class_is_drawn():
+    y = np.zeros(100, dtype=np.int64)
+    drawn = {tuple(class_subsets(y, 1, 1, np.random.default_rng(seed), 0.1)["0"]) for seed in range(3)}
+    assert len(drawn) == 3 and tuple(range(10)) not in drawn
+
+
 def test_shards_are_whole_pieces_of_the_sorted_labels():
     y = np.repeat(np.arange(10), 60)[np.random.default_rng(0).permutation(600)]
     parts = shards(y, clients=10, shards_per_client=2, rng=np.random.default_rng(1))

@@ -1,0 +1,24 @@
+"""Randomness by keys: every generator, and every part of a key."""
+
+import random
+
+import numpy as np
+import torch
+
+from lightning_fcl.randomness import seed_of, start_randomness
+
+
+def drawn(*parts):
+    start_randomness(*parts)
+    return torch.rand(4).tolist(), np.random.rand(4).tolist(), [random.random() for _ in range(4)]
+
+
+def test_torch_numpy_and_python_begin_anew():
+    first, other, again = drawn(0, "a", 3), drawn(0, "a", 4), drawn(0, "a", 3)
+    assert first == again
+    assert all(one != two for one, two in zip(first, other, strict=True))
+
+
+def test_where_a_part_of_a_key_ends_counts():
+    keys = [(1, "23"), (12, "3"), (1, "2", "3"), (123,), (0, "a", "b"), (0, "ab"), (0, "b", "a")]
+    assert len({seed_of(*key) for key in keys}) == len(keys)
