@@ -64,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
-        except (ValueError, OSError, ModuleNotFoundError) as error:
-            if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+        except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+            ours = not isinstance(error, TypeError) or str(error).startswith("Expected ")
+            if not ours or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
             where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
             parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")

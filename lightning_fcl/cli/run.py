@@ -92,6 +92,9 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse what would be called and makes nothing; take a checkpoint from afar here, verified, as data alone."""
         config = self.config[self.config["subcommand"]] if self.config.get("subcommand") else self.config
+        for name in ("data", "recipe", "trainer"):
+            if not isinstance(config[name], Namespace):
+                raise ValueError(f"Expected `{name}` to hold arguments by name but got {config[name]!r}.")
         check_class_paths(config)
         if self.config.get("subcommand") and config["ckpt_path"]:
             if config["weights_only"] is False:
