@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import lightning.pytorch as L
@@ -36,24 +36,27 @@ class Tester:
         y: Their targets.
         group: The group of each, shape (n,).
         groups: How many groups there are.
+        prepared: Makes samples of what is stored; None: it is samples.
     """
 
     x: Tensor
     y: Tensor
     group: Tensor
     groups: int
+    prepared: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
         """Some samples of a stream; ``alike``: all in one group."""
-        x, y = (part.to(device) for part in stream.take(samples)[:2])
+        x, y = (part.to(device) for part in stream.samples.stored(samples)[:2])
         group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
-        return cls(x, y, torch.from_numpy(group).to(device), 1 if alike else len(stream.group_names))
+        number = 1 if alike else len(stream.group_names)
+        return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared)
 
     def among(self, groups: Iterable[int]) -> Tester:
         """The samples of some groups."""
         rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
-        return Tester(self.x[rows], self.y[rows], self.group[rows], self.groups)
+        return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
 
     def sizes(self, steps: int = 1) -> list[int]:
         """Predictions of each group, of a model that makes so many for each sample."""
@@ -67,7 +70,7 @@ class Tester:
         with evaluating(module), precision.forward_context(), predicting(module):
             parts = (torch.split(values, _BATCH) for values in (self.x, self.y, self.group))
             for part, label, where in zip(*parts, strict=True):
-                part = precision.convert_input(part)
+                part = precision.convert_input(part if self.prepared is None else self.prepared(part))
                 if isinstance(module, Classifier):
                     yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
                 else:

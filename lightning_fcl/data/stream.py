@@ -20,7 +20,17 @@ from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.partition import Natural, Partition
-from lightning_fcl.data.samples import Benchmark, Collate, PublicData, Samples, experiences_of, of_anything, samples_of
+from lightning_fcl.data.samples import (
+    Benchmark,
+    Collate,
+    PixelRows,
+    PublicData,
+    Samples,
+    experiences_of,
+    normalised,
+    of_anything,
+    samples_of,
+)
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -113,6 +123,8 @@ class FederatedStream(L.LightningDataModule):
         client: Any = None,
         group: Any = None,
         classes: Sequence[str] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
         **kwargs: Any,
     ) -> FederatedStream:
         """A stream of your own arrays or map-style `torch.utils.data.Dataset`.
@@ -128,6 +140,10 @@ class FederatedStream(L.LightningDataModule):
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
                 ``()``: targets are none, even if they are whole numbers.
+            mean: Of uint8 images, shape (n, channels, height, width), the mean of their pixels, scaled to [0, 1]: a
+                number, or one for each channel, as torchvision's ``Normalize`` has it. The images stay uint8, also
+                where methods remember them; batches are normalised.
+            std: The standard deviation of these pixels.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
@@ -142,6 +158,7 @@ class FederatedStream(L.LightningDataModule):
         """
         collate_fn = kwargs.get("collate_fn") or default_collate
         samples = of_anything(x, y, client, group, classes, collate_fn)
+        samples = samples if mean is None and std is None else normalised(samples, mean, std)
         stream = cls(samples, **kwargs)
         if client is not None and stream.scenario.own_clients:
             raise ValueError(
@@ -312,11 +329,15 @@ class FederatedStream(L.LightningDataModule):
         """Samples for the server's model before the first round."""
         if not len(self.plan.pretrain):
             raise ValueError(f"Expected a scenario with samples for pre-training but {self.scenario} has none.")
-        return DataLoader(TensorDataset(*self.take(self.plan.pretrain)), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(self._rows(self.plan.pretrain), batch_size=self.batch_size, shuffle=True)
+
+    def _rows(self, indices: IntArray) -> Dataset[Any]:
+        """Some samples as a data set; stored pixels are normalised batch by batch."""
+        return TensorDataset(*self.take(indices)) if self.samples.scale is None else PixelRows(self.samples, indices)
 
     def _eval_loader(self, indices: IntArray) -> DataLoader[Any]:
         size = max(self.batch_size, 256)
         if not isinstance(self.samples.x, Dataset):
-            return DataLoader(TensorDataset(*self.take(indices)), batch_size=size)
+            return DataLoader(self._rows(indices), batch_size=size)
         subset: Dataset[Any] = Subset(self.samples.x, indices.tolist())
         return DataLoader(subset, size, num_workers=self.num_workers, collate_fn=self.samples.collate_fn)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
+from lightning_fcl.federation.pixels import Pixels
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -52,6 +53,7 @@ class ClientStore:
         if kind not in ("memory", "disk"):
             raise ValueError(f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.')
         self._states: dict[str, ClientState] = {}
+        self._pixels: Pixels | None = None
         self._folder: Path | None = None
         if kind == "disk":
             if folder is None:
@@ -60,7 +62,27 @@ class ClientStore:
             self._folder = Path(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
 
+    def keep_pixels(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
+        """Keep images that methods remember as stored pixels from now on, also those that are there already.
+
+        Args:
+            scale: Mean, standard deviation and shape of the images: see `Pixels`; None: there are no stored pixels.
+        """
+        states = {client: self[client] for client in self} if scale or self._pixels else {}
+        self._pixels = Pixels(*scale) if scale else None
+        for client, state in states.items():
+            self[client] = state
+
     def __getitem__(self, client: str) -> ClientState:
+        state, pixels = self._read(client), self._pixels
+        return state if pixels is None else {section: pixels.unpack(memory) for section, memory in state.items()}
+
+    def __setitem__(self, client: str, state: ClientState) -> None:
+        pixels = self._pixels
+        packed = state if pixels is None else {section: pixels.pack(memory) for section, memory in state.items()}
+        self._write(client, packed)
+
+    def _read(self, client: str) -> ClientState:
         if self._folder is None:
             return self._states.get(client, {})
         path = self._path(client)
@@ -70,7 +92,7 @@ class ClientStore:
             state.setdefault(section, {})[name] = tensor
         return state
 
-    def __setitem__(self, client: str, state: ClientState) -> None:
+    def _write(self, client: str, state: ClientState) -> None:
         if self._folder is None:
             self._states[client] = state
             return

@@ -119,6 +119,7 @@ class Federation:
         named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
         self.server.check_clients(self.plan.clients, [*named, *self.participation.named])
         self.participation.check_rounds(self.plan.rounds)
+        self.server.store.keep_pixels(self.stream.samples.pixels)
         self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
         request = TrainerRequest(
             None if self.cohort_size == "auto" else self.cohort_size,
@@ -305,8 +306,7 @@ class Federation:
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
         state = server if server is not None else self._waiting
         state = entries(self.module) if state is None else state
-        own = self.own_entries(client)
-        if own:
+        if own := self.own_entries(client):
             state = {**state, **own}
         for method in methods_of(self.module.trainer):
             state = method.personalize(self.memory(client, method.section), state)

@@ -142,7 +142,8 @@ class RoundLoader:
             work = self._planned(names, round)
             rows, places, shares = np.concatenate(work.rows), work.places(), torch.from_numpy(work.shares())
             take: Callable[[IntArray], Any] = partial(_rows_of, self.stream, rows)
-            if work.remembers or work.epochs.max() > 1:  # most samples are seen again
+            seen_again = work.epochs.max() > 1 and self.stream.samples.scale is None  # stored pixels take less room
+            if work.remembers or seen_again:
                 pool = joined([self.stream.take(rows), *filter(number_of, work.extra)])
                 take = partial(_places_in, pool)
             samples = partial(_own_samples, self.stream, work.rows)

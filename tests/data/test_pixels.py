@@ -1,0 +1,168 @@
+"""uint8 images that are normalised on the fly, against floats normalised beforehand."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, DERpp, FedProx, ICaRL, Replay
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.pixels import Pixels
+
+MEAN, STD = (0.49, 0.48, 0.44), (0.2, 0.25, 0.26)
+
+
+def images(samples=120, classes=4, seed=0):
+    rng = np.random.default_rng(seed)
+    y = np.arange(samples) % classes
+    x = rng.integers(0, 256, size=(samples, 3, 4, 4)) * 0.5 + 120 * np.eye(classes, 4)[y][:, None, :, None]
+    return x.clip(0, 255).astype(np.uint8), y
+
+
+def make(stored, **kwargs):
+    x, y = images()
+    words = {"batch_size": 8, "seed": 0, "split": Split(test=0.2, validation=0.2), **kwargs}
+    words = {"scenario": ClassIncremental(2, rounds_per_experience=2), "partition": IID(3), **words}
+    if stored:
+        return FederatedStream.from_arrays(x, y, mean=MEAN, std=STD, **words)
+    mean, std = (np.array(values)[:, None, None] for values in (MEAN, STD))
+    return FederatedStream.from_arrays(((x / 255 - mean) / std).astype(np.float32), y, **words)
+
+
+class Network(nn.Module):
+    features = 8
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8, 4)
+
+    def embed(self, x):
+        assert x.dtype == torch.float32
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def task():
+    torch.manual_seed(0)
+    return Classifier(Network(), 4, lambda params: torch.optim.SGD(params, lr=0.05))
+
+
+METHODS = {
+    "none": [],
+    "replay": [Replay(9, "class-balanced", "round"), FedProx(0.1)],
+    "DER++": [DERpp(9, batch_size=4)],
+    "iCaRL": [ICaRL(9)],
+    "importance": [EWC(1.0)],
+    "GEM": [GEM(9)],
+}
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("methods", METHODS)
+def test_they_train_as_floats_do(fit, methods, cohort_size):
+    states, records, evaluated = [], [], []
+    size = 1 if methods == "GEM" else cohort_size
+    for stored in (True, False):
+        module, metrics = task(), ContinualMetrics(training=True)
+        words = {"cohort_size": size, "local_epochs": 2, "seed": 0}
+        trainer = fit(module, make(stored), [*copy.deepcopy(METHODS[methods]), metrics], **words)
+        states.append(dict(module.state_dict()))
+        records.append((metrics.record["training"], [entry["correct"] for entry in metrics.record["rounds"]]))
+        evaluated.append(trainer.test(module, datamodule=trainer.datamodule, verbose=False)[0]["test/loss"])
+    torch.testing.assert_close(*states, rtol=0, atol=2e-6)
+    assert records[0] == records[1]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_images_are_uint8_wherever_they_are_kept(fit, store):
+    stream, replay = make(stored=True), Replay(9, "class-balanced", "round")
+    trainer = fit(task(), stream, [replay], client_store=store)
+    assert stream.samples.x.dtype == torch.uint8
+    kept = trainer.strategy.server.store
+    for client in stream.plan.clients:
+        packed, memory = kept._read(client)["Replay"], trainer.strategy.federation.memory(client, "Replay")
+        images_of = [value for value in packed.values() if value.shape[1:] == (3, 4, 4)]
+        assert images_of and all(value.dtype == torch.uint8 for value in images_of)
+        # What a method sees are samples of the client, bit by bit.
+        own = np.concatenate([current[client] for current in stream.plan.train if client in current])
+        rows = {row.numpy().tobytes() for row in stream.take(own)[0]}
+        remembered = [value for value in memory.values() if value.shape[1:] == (3, 4, 4)]
+        assert all(row.numpy().tobytes() in rows for value in remembered for row in value)
+
+
+def test_they_are_resumed(fit, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    whole, parts = task(), task()
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(whole, make(True), [Replay(9), saver], trainer_args={"enable_checkpointing": True})
+    trainer = fit(parts, make(True), [Replay(9)], ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert all(torch.equal(value, parts.state_dict()[name]) for name, value in whole.state_dict().items())
+    packed = trainer.strategy.server.store._read("0")["Replay"]
+    assert any(value.dtype == torch.uint8 for value in packed.values())
+
+
+def test_loaders_normalise_batch_by_batch():
+    stream, floats = make(True), make(False)
+    for one in (stream, floats):
+        one.setup("fit")
+    for loader in ("val_dataloader", "test_dataloader"):
+        batches = [list(getattr(one, loader)()) for one in (stream, floats)]
+        for left, right in zip(*batches, strict=True):
+            torch.testing.assert_close(left[0], right[0], rtol=0, atol=1e-6)
+            assert torch.equal(left[1], right[1]) and left[0].dtype == torch.float32
+
+
+def test_what_is_no_image_is_kept_as_it_is():
+    pixels = Pixels(torch.full((3, 1, 1), 100.0), torch.full((3, 1, 1), 50.0), (3, 4, 4))
+    store = ClientStore()
+    stored = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
+    memory = {
+        "x": (stored - pixels.mean) / pixels.std,
+        "noise": torch.randn(5, 3, 4, 4),
+        "nan": torch.full((1, 3, 4, 4), torch.nan),
+        "y": torch.arange(5),
+        "none": torch.zeros(0, 3, 4, 4),
+        "count": torch.tensor(3),
+    }
+    store["a"] = {"Replay": memory}
+    store.keep_pixels((pixels.mean, pixels.std, pixels.shape))
+    packed, again = store._read("a")["Replay"], store["a"]["Replay"]
+    assert {name for name, value in packed.items() if value.dtype == torch.uint8} == {"x|uint8"}
+    assert list(again) == list(memory)
+    assert all(torch.equal(value.nan_to_num(7), again[name].nan_to_num(7)) for name, value in memory.items())
+    store.keep_pixels(None)
+    assert torch.equal(store._read("a")["Replay"]["x"], memory["x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"mean": 127.0, "std": 60.0}, "Expected `mean` to be at least 0 and at most 1, of pixels scaled to"),
+        ({"mean": 0.5, "std": 0.0}, "Expected `std` to be above 0 and at most 1"),
+        ({"mean": 0.5}, "Expected `std` to be above 0 .* but got None"),
+        ({"mean": [0.5, 0.5], "std": 0.2}, "one for each of 3 channels .* but got 2"),
+    ],
+)
+def test_wrong_numbers_are_named(words, message):
+    with pytest.raises(ValueError, match=message):
+        FederatedStream.from_arrays(*images(), **words)
+
+
+def test_channels_that_come_last_and_floats_are_named():
+    x, y = images()
+    last = np.ascontiguousarray(x[:, :, :, :2].transpose(0, 2, 3, 1))
+    with pytest.raises(ValueError, match=r"The channels come last: pass `x.transpose\(0, 3, 1, 2\)`"):
+        FederatedStream.from_arrays(last, y, mean=MEAN, std=STD)
+    with pytest.raises(ValueError, match=r"Expected `x` to be uint8 images .* but got torch.float32"):
+        FederatedStream.from_arrays(x.astype(np.float32), y, mean=MEAN, std=STD)
