@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -19,11 +19,6 @@ from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import did_you_mean
 
-if TYPE_CHECKING:
-    from avalanche.benchmarks import CLScenario
-    from avalanche.benchmarks.utils import AvalancheDataset
-
-Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 Collate = Callable[[list[Any]], Any]
 
 # What data sets of dicts call the targets.
@@ -171,71 +166,6 @@ def of_anything(
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
 
 
-class PixelRows(Dataset[tuple[Tensor, Tensor]]):
-    """Some samples of stored pixels as a data set, normalised when they are read.
-
-    Args:
-        samples: The samples.
-        indices: Which.
-    """
-
-    def __init__(self, samples: Samples, indices: IntArray) -> None:
-        self.samples = samples
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-        x, y = self.samples.take(self.indices[rows])
-        return list(zip(x, y, strict=True))
-
-
-def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
-    """Samples of uint8 images that are normalised when they are taken.
-
-    Args:
-        samples: The samples, whose ``x`` are images of shape (n, channels, ...).
-        mean: Mean of the pixels, scaled to [0, 1]: a number, or one for each channel.
-        std: Their standard deviation.
-
-    Raises:
-        ValueError: If these are no such images, or the numbers do not go with them.
-
-    Example:
-        >>> samples = of_anything(np.full((2, 3, 4, 4), 51, np.uint8), [0, 1])
-        >>> normalised(samples, mean=[0.1, 0.2, 0.4], std=0.5).take(np.array([0]))[0][0, :, 0, 0]
-        tensor([ 0.2000,  0.0000, -0.4000])
-    """
-    x = samples.x
-    if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
-        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"Expected `x` to be uint8 images of shape (n, channels, height, width) for `mean` and `std` but got "
-            f"{what}. Normalise other samples beforehand, or in your data set's transform."
-        )
-    scale = []
-    for name, given, least in (("mean", mean, "at least 0"), ("std", std, "above 0")):
-        values = np.asarray(np.nan if given is None else given, dtype=np.float32)
-        if not ((values >= 0) & (values <= 1) & ((values > 0) | (name == "mean"))).all():
-            raise ValueError(
-                f"Expected `{name}` to be {least} and at most 1, of pixels scaled to [0, 1], but got {given}. Pass "
-                "`mean` and `std`, in units of 255 grey levels."
-            )
-        if values.ndim > 1 or values.size not in (1, x.shape[1]):
-            last = x.dim() == 4 and values.size == x.shape[-1]
-            raise ValueError(
-                f"Expected `{name}` to be a number, or one for each of {x.shape[1]} channels of images of shape "
-                f"{tuple(x.shape[1:])}, but got {values.size}."
-                + (" The channels come last: pass `x.transpose(0, 3, 1, 2)`." if last else "")
-            )
-        scale.append(torch.from_numpy(255 * values.reshape(-1, *[1] * (x.dim() - 2))))
-    return replace(samples, scale=(scale[0], scale[1]))
-
-
 def _labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample.
 
@@ -351,10 +281,10 @@ def _of_module(module: L.LightningDataModule) -> Samples:
     whole = of_anything(ConcatDataset([loader.dataset for loader in loaders.values()]), collate_fn=collate_fn)
     of = np.repeat(list(loaders), [len(loader.dataset) for loader in loaders.values()])
     validation, test = (of == part if part in loaders else None for part in ("validation", "test"))
-    return _all_seen(replace(whole, validation=validation, test=test), of == "train")
+    return all_seen(replace(whole, validation=validation, test=test), of == "train")
 
 
-def _all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
+def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
     """The samples, none of whose own test and validation sets has a class that nobody learns.
 
     Raises:
@@ -383,49 +313,3 @@ def _loader_of(module: L.LightningDataModule, stage: str) -> Any:
             f"{type(loader).__name__}. Pass its data set to `FederatedStream.from_arrays`."
         )
     return loader
-
-
-class _Pairs(Dataset[tuple[Any, Any]]):
-    """The samples and labels of a data set, without Avalanche's task labels."""
-
-    def __init__(self, data: AvalancheDataset) -> None:
-        self.data = data
-        self.targets = [int(label) for label in data.targets]
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.data[index][0], self.targets[index]
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-
-def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | None]:
-    """The samples of an Avalanche benchmark, and the classes of its experiences if no class comes in two of them.
-
-    Args:
-        benchmark: A benchmark, whose test stream becomes the data's own test set, or a list of data sets.
-
-    Returns:
-        The samples, their ``group`` being the number of their experience; and the classes of each, or None.
-
-    Raises:
-        ValueError: If there is no experience.
-    """
-    if isinstance(benchmark, Sequence):
-        train, test = [_Pairs(data) for data in benchmark], []
-    else:
-        train, test = (
-            [_Pairs(experience.dataset) for experience in stream]
-            for stream in (benchmark.train_stream, benchmark.test_stream)
-        )
-    if not train:
-        raise ValueError("Expected at least one experience but got none.")
-    group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
-    samples = of_anything(ConcatDataset([*train, *test]), group=group)
-    if test:
-        learnt = sum(map(len, train))
-        samples = _all_seen(replace(samples, test=np.arange(len(samples)) >= learnt), np.arange(len(samples)) < learnt)
-    ends = np.cumsum([len(data) for data in train])
-    classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
-    alone = len({label for labels in classes for label in labels}) == sum(map(len, classes))
-    return samples, classes if alone else None

@@ -19,15 +19,13 @@ from lightning_fcl.data.arguments import named, refuse_renamed
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.experiences import Benchmark, experiences_of
 from lightning_fcl.data.partition import Natural, Partition
+from lightning_fcl.data.pixels import PixelRows, normalised
 from lightning_fcl.data.samples import (
-    Benchmark,
     Collate,
-    PixelRows,
     PublicData,
     Samples,
-    experiences_of,
-    normalised,
     of_anything,
     samples_of,
 )

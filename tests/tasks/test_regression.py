@@ -14,12 +14,12 @@ from torchmetrics import MeanAbsoluteError
 from lightning_fcl import FederatedStream, ReservoirRegressor
 from lightning_fcl.callbacks import EWC, GEM, ContinualMetrics, FedProx, Replay
 from lightning_fcl.callbacks.tester import Tester
-from lightning_fcl.cli.run import write_csv
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.metrics import curves, matrices, quantity, stream_accuracies, summarize
 from lightning_fcl.evaluation.report import compare_plot, write_report
+from lightning_fcl.evaluation.rounds import write_csv
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.regression import Regressor
 
@@ -189,7 +189,7 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     fit(regressor(), make(domains=domains, rounds=1), [metrics])
     record = metrics.record
     results = {"recipe": None, "seed": 0, "metrics": summarize(record), "record": record, "expected": {}}
-    results |= {"versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
+    results |= {"format": 1, "versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
     (tmp_path / "results.json").write_text(json.dumps(results))
     text = write_report(tmp_path).read_text()
     assert "## MSE per round" in text and "## MSE on each task after each task" in text

@@ -1,0 +1,64 @@
+"""The samples of an Avalanche benchmark, experience by experience."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset
+
+from lightning_fcl.data.samples import Samples, all_seen, of_anything
+
+if TYPE_CHECKING:
+    from avalanche.benchmarks import CLScenario
+    from avalanche.benchmarks.utils import AvalancheDataset
+
+Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
+
+
+class _Pairs(Dataset[tuple[Any, Any]]):
+    """The samples and labels of a data set, without Avalanche's task labels."""
+
+    def __init__(self, data: AvalancheDataset) -> None:
+        self.data = data
+        self.targets = [int(label) for label in data.targets]
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.data[index][0], self.targets[index]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | None]:
+    """The samples of an Avalanche benchmark, and the classes of its experiences if no class comes in two of them.
+
+    Args:
+        benchmark: A benchmark, whose test stream becomes the data's own test set, or a list of data sets.
+
+    Returns:
+        The samples, their ``group`` being the number of their experience; and the classes of each, or None.
+
+    Raises:
+        ValueError: If there is no experience.
+    """
+    if isinstance(benchmark, Sequence):
+        train, test = [_Pairs(data) for data in benchmark], []
+    else:
+        train, test = (
+            [_Pairs(experience.dataset) for experience in stream]
+            for stream in (benchmark.train_stream, benchmark.test_stream)
+        )
+    if not train:
+        raise ValueError("Expected at least one experience but got none.")
+    group = np.concatenate([np.full(len(data), n) for part in (train, test) for n, data in enumerate(part)])
+    samples = of_anything(ConcatDataset([*train, *test]), group=group)
+    if test:
+        learnt = sum(map(len, train))
+        samples = all_seen(replace(samples, test=np.arange(len(samples)) >= learnt), np.arange(len(samples)) < learnt)
+    ends = np.cumsum([len(data) for data in train])
+    classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
+    alone = len({label for labels in classes for label in labels}) == sum(map(len, classes))
+    return samples, classes if alone else None
