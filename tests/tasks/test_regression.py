@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import json
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.evaluation.metrics import curves, matrices, quantity, stream_accuracies, summarize
 from lightning_fcl.evaluation.report import compare_plot, write_report
+from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.evaluation.rounds import write_csv
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.regression import Regressor
@@ -189,8 +189,8 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     fit(regressor(), make(domains=domains, rounds=1), [metrics])
     record = metrics.record
     results = {"recipe": None, "seed": 0, "metrics": summarize(record), "record": record, "expected": {}}
-    results |= {"format": 1, "versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
-    (tmp_path / "results.json").write_text(json.dumps(results))
+    results |= {"versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
+    write_results(tmp_path, results)
     text = write_report(tmp_path).read_text()
     assert "## MSE per round" in text and "## MSE on each task after each task" in text
     assert "- `final_R2`: R2 (higher is better) on the whole test set after the last round" in text
