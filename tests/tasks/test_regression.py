@@ -189,7 +189,7 @@ def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     fit(regressor(), make(domains=domains, rounds=1), [metrics])
     record = metrics.record
     results = {"recipe": None, "seed": 0, "metrics": summarize(record), "record": record, "expected": {}}
-    results |= {"versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
+    results |= {"finished": True, "versions": {}, "machine": "", "seconds": 1.0, "command": "a run"}
     write_results(tmp_path, results)
     text = write_report(tmp_path).read_text()
     assert "## MSE per round" in text and "## MSE on each task after each task" in text
