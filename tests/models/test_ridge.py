@@ -31,6 +31,15 @@ def same(left, right, tolerance=1e-12):
     torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_more_features_than_are_multiplied_at_once(symmetric):
+    states, targets = samples(n=60, features=300)
+    readout = fitted((states[:35], targets[:35]), (states[35:], targets[35:]), symmetric=symmetric, features=300)
+    wide = states.double()
+    torch.testing.assert_close(readout.A, targets.double().T @ wide, rtol=0, atol=1e-12)
+    torch.testing.assert_close(square(readout.B, 300), wide.T @ wide, rtol=0, atol=1e-12)
+
+
 def by_numpy(states, targets, beta):
     states, targets = states.double().numpy(), targets.double().numpy()
     return np.linalg.solve(states.T @ states + beta * np.eye(states.shape[1]), states.T @ targets).T
