@@ -51,7 +51,8 @@ class FederatedStream(L.LightningDataModule):
         split: What is tested and validated on. None for scenarios that draw test samples themselves.
         batch_size: Samples per batch.
         shuffle: Whether each client's samples are shuffled every local epoch.
-        drop_last: Whether an incomplete last batch is left out (batch normalisation cannot train on one sample).
+        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one. Batch
+            normalisation cannot train on one sample: such a batch is refused by name.
         num_workers: Processes that read the items of a data set; the result does not depend on it.
         collate_fn: Makes a batch of a data set's items; default: that of the data module, or torch's.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -128,6 +129,8 @@ def why_not_vectorized(
     reason = module.why_not_vectorized()
     if reason:
         return reason
+    if any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules()):
+        return "its batch normalisation would take the padding of other clients' batches for samples"
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
     if trainer.precision != "32-true":

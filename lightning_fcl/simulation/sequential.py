@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -82,11 +83,27 @@ class SequentialTrainer:
         self._steps += 1
         if self._methods:
             driver_of(self._module.trainer).random = random
-        with random:
+        with random, self._explained():
             loss: Tensor | None = self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._finite = self._finite.to(loss.device) & loss.detach().isfinite()
         return loss
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say whose batch of one sample it is that batch normalisation cannot train on, and what to do."""
+        try:
+            yield
+        except ValueError as error:
+            part = self._client_round
+            if part is None or "more than 1 value per channel" not in str(error):
+                raise
+            raise ValueError(
+                f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
+                f"of a single sample in round {part.round}, of {part.samples} samples. Choose a `batch_size` that "
+                "leaves no single sample over, or `drop_last=True`, which leaves out a last batch that is not full "
+                "unless it is the only one."
+            ) from error
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
         """The optimizer's own step."""

@@ -14,9 +14,11 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from lightning_fcl import Classifier, FederatedStrategy
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Method, Replay
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 from lightning_fcl.federation.participation import participants
 from lightning_fcl.models import MLP
 
@@ -686,3 +688,32 @@ def test_a_stream_with_more_classes_than_outputs_is_refused(make_stream, quiet):
     trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, **quiet)
     with pytest.raises(ValueError, match="at least the stream's 4 classes but got 3"):
         trainer.fit(task, datamodule=make_stream())
+
+
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_batch_normalisation_and_a_last_batch_of_one_sample(fit, make_task, assert_same, cohort_size, running):
+    def stream(**options):
+        x = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))
+        owner = np.repeat(["a", "b"], [22, 23])  # batches of 7: the last one has one sample, or two
+        return FederatedStream.from_arrays(
+            x, torch.arange(45) % 4, owner, scenario=ClassIncremental(1), split=Split(test=0.0), seed=0, batch_size=7,
+            **options,
+        )  # fmt: skip
+
+    def task():
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(5, track_running_stats=running)
+        return make_task(model=nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 4)))
+
+    message = (
+        "Expected batches of at least two samples for batch normalisation but client a has one of a single sample in "
+        "round 0, of 22 samples. Choose a `batch_size` that leaves no single sample over, or `drop_last=True`"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        fit(task(), stream(), cohort_size=cohort_size)
+    trained, alone = task(), task()
+    trainer = fit(trained, stream(drop_last=True), cohort_size=cohort_size, seed=0)
+    fit(alone, stream(drop_last=True), cohort_size=1, seed=0)
+    assert_same(trained, alone, 0)
+    assert not trainer.strategy.server.record.dropped
