@@ -35,9 +35,9 @@ test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherw
 test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and on the other Pythons that are there
 	$(BIN)/tox run
 
-ARGS ?= --write docs/reliability.md
-test-campaign: .venv/ready ## kills, full disks and the like at random moments; ARGS="--seed 7 --cases kills=10 --minutes 5"
-	$(BIN)/python tests/reliability.py $(ARGS)
+ARGS ?= --processes 2 --write docs/reliability.md
+test-campaign: .venv/ready ## kills, full disks, damaged and evil files; ARGS="--seed 7 --cases kills=10 --minutes 5"
+	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

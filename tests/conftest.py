@@ -25,6 +25,8 @@ from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP, EchoStateNetwork
 from lightning_fcl.tasks.sequences import ReservoirClassifier
 
+collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
 

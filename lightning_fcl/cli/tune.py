@@ -7,11 +7,9 @@ journal in the search's folder says which trials there are, and which are done.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import shlex
-import shutil
 import statistics
 import sys
 import textwrap
@@ -29,12 +27,11 @@ import pandas as pd
 import yaml
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, config_words, finished, run_job, side_by_side, telling
+from lightning_fcl.cli.journal import open_study
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import save_figure, write_whole
@@ -98,62 +95,15 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
             jobs: dict[Job, int] = {}
             for index in range(start, min(start + size, number)):
                 trial = propose(study, search, seed, index, grid)
-                if not trial.state.is_finished():
+                if trial.state != TrialState.FAIL:
                     settings = trial_recipe(search.settings(trial.params), callbacks)
-                    jobs |= dict.fromkeys(trial_jobs(search, index, settings, out), index)
+                    own = trial_jobs(search, index, settings, out)
+                    if trial.state == TrialState.COMPLETE and all(map(finished, own)):
+                        settle(study, search, index, dict.fromkeys(own, ""))
+                    else:  # also where files of a trial that is done are damaged
+                        jobs |= dict.fromkeys(own, index)
             run_trials(study, search, jobs, workers, bar)
     write_results(study, search, file, out)
-
-
-def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.Study:
-    """The trials so far.
-
-    Raises:
-        ValueError: If they are of another search, or the journal is damaged.
-    """
-    if restart:
-        for folder in out.glob("trial-[0-9]*"):
-            shutil.rmtree(folder)
-        (out / "optuna.journal").unlink(missing_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    journal = out / "optuna.journal"
-    _mend(journal)
-    storage = JournalStorage(JournalFileBackend(str(journal)))
-    options: Any = {"storage": storage, "study_name": "tune", "direction": search.direction, "load_if_exists": True}
-    mark = search.fingerprint(seed)
-    study = optuna.create_study(**options)
-    if study.user_attrs.get("fingerprint", mark) != mark:
-        if _those(study, TrialState.COMPLETE, TrialState.FAIL):
-            raise ValueError(
-                f"Expected the search of which {out} has trials but the search file, a recipe of it, or the seed is "
-                "another. Take back the change, choose another --out, or begin anew with --restart, which deletes them."
-            )
-        optuna.delete_study(study_name="tune", storage=storage)  # nothing is lost
-        study = optuna.create_study(**options)
-    study.set_user_attr("fingerprint", mark)
-    return study
-
-
-def _mend(journal: Path) -> None:
-    """Take away the line that a kill or a full disk has cut off at a journal's end; it is of nothing that was done.
-
-    Raises:
-        ValueError: If another line is damaged.
-    """
-    if not journal.exists():
-        return
-    content = journal.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        write_whole(journal, whole)
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"Expected {journal} to be as it was written but line {number} is damaged: {error}. Begin anew with "
-                "--restart, or choose another --out."
-            ) from error
 
 
 def propose(
@@ -203,8 +153,8 @@ def run_trials(
         for job, problem in done:
             problems[job] = problem
             runs = [other for other, number in jobs.items() if number == jobs[job]]
-            if all(run in problems for run in runs):
-                settle(study, search, jobs[job], {run: problems[run] for run in runs})
+            whole = all(run in problems for run in runs)
+            if whole and settle(study, search, jobs[job], {run: problems[run] for run in runs}):
                 bar.set_postfix_str(_best_so_far(study))
                 bar.update()
 
@@ -230,11 +180,12 @@ def attempt(job: Job) -> str:
     return ""
 
 
-def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[Job, str]) -> None:
-    """Enter a trial's objective, or why it failed.
+def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[Job, str]) -> bool:
+    """Enter a trial's objective, or why it failed, or compare with what had been entered; whether it is entered now.
 
     Raises:
-        ValueError: If the search itself is at fault: the objective is not measured, or all trials fail alike.
+        ValueError: If the search itself is at fault: the objective is not measured, all trials fail alike, or another
+            objective had been entered.
     """
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     problem, value = next(filter(None, problems.values()), ""), math.nan
@@ -246,9 +197,17 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
         values = [result.get(search.objective) for result in results]
         value = statistics.fmean(math.nan if one is None else one for one in values)
         problem = "" if math.isfinite(value) else f"{search.objective} is {value}"
+    entered = study.get_trials(deepcopy=False)[number]
+    if entered.state.is_finished():
+        if problem or value != entered.value:
+            raise ValueError(
+                f"Expected trial {number} of the search's journal to have come to {entered.value} but its runs come to "
+                f"{problem or value}: one of them is damaged. Begin anew with --restart, or choose another --out."
+            )
+        return False
     if not problem:
         study.tell(number, value)
-        return
+        return True
     failures[str(number)] = problem
     study.set_user_attr("failures", failures)
     study.tell(number, state=TrialState.FAIL)
@@ -256,6 +215,7 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
         raise ValueError(
             f"The first {len(failures)} trials all failed: {problem.rstrip('.')}. Mend it, then use --restart."
         )
+    return True
 
 
 def write_results(study: optuna.Study, search: Search, file: Path, out: Path) -> None:

@@ -13,6 +13,10 @@ NODES = 100_000
 """Values that it may stand for, each counted as often as an alias repeats it."""
 
 
+DEPTH = 100
+"""How deep values may lie within values."""
+
+
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML in which 1e-3 is a number, as in recipes; to PyYAML it is text."""
 
@@ -62,10 +66,15 @@ def check_yaml(text: str) -> None:
     Example:
         >>> check_yaml("grown: &grown [0, *grown]")
         Traceback (most recent call last):
-        yaml.error.YAMLError: Expected values within values but they are too deep. Write them flatter.
+        yaml.error.YAMLError: Expected values within values but one contains itself. Write it out.
     """
     if len(text) > SIZE:
         raise yaml.YAMLError(f"Expected at most {SIZE} characters but got {len(text)}. Cut them.")
+    depth = 0
+    for event in yaml.parse(text, _Loader):  # one by one: what composes them calls itself, and has no bound of its own
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH:
+            raise yaml.YAMLError(f"Expected values within values, at most {DEPTH}, but got more. Write them flatter.")
     try:
         root = yaml.compose(text, _Loader)
         if root is not None and _size(root, {}) > NODES:
@@ -73,7 +82,7 @@ def check_yaml(text: str) -> None:
                 f"Expected at most {NODES} values but aliases repeat them more often. Write them out, or cut them."
             )
     except RecursionError:
-        raise yaml.YAMLError("Expected values within values but they are too deep. Write them flatter.") from None
+        raise yaml.YAMLError("Expected values within values but one contains itself. Write it out.") from None
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:

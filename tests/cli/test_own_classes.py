@@ -81,6 +81,7 @@ def command(folder, *words):
     return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_fit_and_test_find_them(folder):
     done = command(folder, "fit", "--config", "my.yaml", "--out", "out")
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_fit_and_test_find_them(folder):
     assert again.returncode == 0 and "test/accuracy" in again.stdout, again.stderr
 
 
+@pytest.mark.slow
 def test_worker_processes_find_them(folder):
     done = command(folder, "tune", "search.yaml", "--out", "out", "--workers", "2")
     assert done.returncode == 0, done.stderr

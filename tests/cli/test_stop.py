@@ -130,6 +130,7 @@ def same_run(left, right):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGTERM", marks=SLOW)])
 def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start, tmp_path, name):
     sends = {"class_path": "for_a_test.Sends", "init_args": {"signals": name}}
@@ -159,6 +160,7 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
     assert read_results(out)["finished"] and same_run(out, tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "code"), [("SIGINT SIGINT", 130), pytest.param("SIGINT SIGTERM", 143, marks=SLOW)])
 def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
     files = recipe({"class_path": "for_a_test.Sends", "init_args": {"signals": names}}, logger=False)
@@ -201,6 +203,7 @@ def all_gone(watched):
     return not left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["SIGTERM", "SIGKILL", *(pytest.param(name, marks=SLOW) for name in ("SIGINT", "SIGHUP"))]
 )
@@ -229,6 +232,7 @@ def test_a_killed_worker_is_told_of_and_the_others_end(recipe, start, tmp_path):
     assert "Expected each worker to end its runs but one was killed" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_its_report_was_written_is_brought_to_its_end(recipe, start, tmp_path, reports, capsys):
     files = recipe({"class_path": "for_a_test.DiesInReport"}, logger=False)
     job = Job("a run", files, 0, tmp_path / "out")
@@ -251,6 +255,7 @@ run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
     assert "accuracy.png" in shown and all((job.out / name).read_bytes()[:4] == b"\x89PNG" for name in shown)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, reports):
     job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
     run_jobs([job], 1)

@@ -1,5 +1,6 @@
 import csv
 import json
+import shutil
 import signal
 
 import pytest
@@ -162,7 +163,32 @@ def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, t
     main(search(trials=6))
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
     journal.write_bytes(journal.read_bytes().replace(b'{"op_code"', b'{"op_code', 1))
-    assert f"Expected {journal} to be as it was written but line 1 is damaged" in error_of(capsys, search(trials=7))
+    assert f"Expected {journal} to be as it was written but it is damaged: in line 1, " in error_of(
+        capsys, search(trials=7)
+    )
+
+
+def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, capsys, pretend):
+    seen = pretend()
+    main(search(trials=3))
+    out = tmp_path / "out"
+    whole, best = rows(out), (out / "best.yaml").read_text()
+    seen.clear()
+    for trial in range(3):
+        (out / f"trial-{trial:04}" / "trial.yaml").write_text("model: {}")
+    shutil.rmtree(out / "trial-0001" / "seed-0")
+    main(search(trials=3))
+    assert seen == ["trial 1, seed 0"] and rows(out) == whole and (out / "best.yaml").read_text() == best
+    journal = out / "optuna.journal"
+    told = journal.read_text()
+    lines = [json.loads(line) for line in told.splitlines()]
+    next(line for line in lines if line.get("values"))["values"][0] += 0.1
+    journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "Expected trial 0 of the search's journal to have come to" in error_of(capsys, search(trials=3))
+    journal.write_text(told.replace('"datetime_start"', '"datetime_starts"', 1))
+    assert f"Expected {journal} to be as it was written but it is damaged: KeyError" in error_of(
+        capsys, search(trials=3)
+    )
 
 
 def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend, recipe):

@@ -10,9 +10,9 @@ from lightning_fcl.hub.documents import NODES, SIZE, check_file, check_yaml, rea
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
     LAUGHS: "aliases repeat them more often",
-    "grown: &grown [0, *grown]": "too deep",
-    "[" * 5_000: "too deep|flow",
-    "{a: " * 5_000: "too deep|flow",
+    "grown: &grown [0, *grown]": "one contains itself",
+    "[" * 100_000: "at most 100, but got more",
+    "{a: " * 100_000: "at most 100, but got more",
     "x" * (SIZE + 1): f"Expected at most {SIZE} characters",
     "a: !!python/object/apply:os.system [touch marker]": "could not determine a constructor",
     "a: [1, 2": "while parsing",

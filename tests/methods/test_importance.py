@@ -205,6 +205,7 @@ class Convolutional(nn.Sequential):
         )
 
 
+@pytest.mark.slow
 def test_the_defaults_hold_a_small_network_s_first_task_and_leave_its_weights_in_bounds(quiet):
     """Digits, then the same turned by a quarter: both defaults over several seeds, a perceptron and convolutions."""
     data = load("digits")

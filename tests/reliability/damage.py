@@ -1,0 +1,81 @@
+"""Cases of damage: a byte changes in a checkpoint, or in a file of a finished search."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import yaml
+from campaign import Campaign, Outcome, call, comes_to, small_recipe
+
+
+def change_byte(path: Path, rng: random.Random) -> str:
+    """Change one byte of a file, and say which."""
+    content = bytearray(path.read_bytes())
+    place, old = rng.randrange(len(content)), 0
+    old = content[place]
+    content[place] = rng.choice([value for value in range(256) if value != old])
+    path.write_bytes(content)
+    return f"{path.name}, byte {place} of {len(content)} from {old} to {content[place]}"
+
+
+def checkpoint_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """A byte of a checkpoint changes, from which a fit goes on: to what it would have come to, or not at all."""
+    words = [word for recipe in small_recipe(folder) for word in ("--config", recipe)]
+    half = campaign.once("half", lambda place: _half_way(words, place))
+    checkpoint = folder / "half.ckpt"
+    checkpoint.write_bytes((half / "half.ckpt").read_bytes())
+    what = change_byte(checkpoint, rng)
+    said = call(["fit", *words, "--out", "out", "--ckpt_path", str(checkpoint)], folder)
+    if problem := said.wrong(what):
+        return problem
+    if said.code == 2:
+        return Outcome("fine", what)
+    return _same(comes_to(half), comes_to(folder), what)
+
+
+def _half_way(words: list[str], place: Path) -> None:
+    keep = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"save_top_k": -1, "dirpath": "all"},
+    }
+    (place / "keep.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [keep]}}))
+    said = call(["fit", *words, "--config", "keep.yaml", "--out", "out"], place)
+    if said.code:
+        raise RuntimeError(said.text)
+    first = min((place / "all").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    first.rename(place / "half.ckpt")
+    said = call(["fit", *words, "--out", "out", "--ckpt_path", "half.ckpt"], place)
+    if said.code:
+        raise RuntimeError(said.text)
+
+
+def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """A byte changes in a file of a finished search; started again, it ends as it was."""
+    done = campaign.once("search", _search)
+    shutil.copytree(done, folder, dirs_exist_ok=True)
+    files = sorted(path for path in (folder / "out").rglob("*") if path.is_file() and path.stat().st_size)
+    path = rng.choice(files)
+    what = f"{path.relative_to(folder)}: {change_byte(path, rng)}"
+    said = call(["tune", "search.yaml", "--workers", "1", "--out", "out"], folder)
+    if problem := said.wrong(what):
+        return problem
+    if said.code == 2:
+        return Outcome("fine", what)
+    return _same(comes_to(done), comes_to(folder), what)
+
+
+def _search(place: Path) -> None:
+    recipes = small_recipe(place)
+    lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05]}
+    content = {"configs": recipes, "objective": "final_accuracy/server", "sampler": "grid", "space": lr}
+    (place / "search.yaml").write_text(yaml.safe_dump(content))
+    said = call(["tune", "search.yaml", "--workers", "1", "--out", "out"], place)
+    if said.code:
+        raise RuntimeError(said.text)
+
+
+def _same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
+    other = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    return Outcome("silent difference", what, ", ".join(other)) if other else Outcome("fine", what)

@@ -1,0 +1,132 @@
+"""Cases of endings: a command is killed, or its disk is full, at a random moment; then it is brought to its end."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+from campaign import ROOT, Campaign, Command, Outcome, comes_to, small_recipe
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command that is killed and goes on.
+
+    Args:
+        name: Its family.
+        words: Its words, without ``--out``.
+        fit: Whether it goes on from its folder's newest checkpoint, where other commands find that by themselves.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    fit: bool = False
+
+    def first(self) -> list[str]:
+        """The words at first."""
+        return [*self.words, "--out", "out"]
+
+    def again(self, folder: Path) -> list[str]:
+        """The words with which it goes on: a fit from its newest checkpoint, all others as before."""
+        found = sorted((folder / "out" / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        return [*self.first(), *(["--ckpt_path", str(found[-1])] if self.fit and found else [])]
+
+
+def works(folder: Path) -> list[Work]:
+    """What is killed: the quickstart as a fit, with a store on disk, as a search; the papers whose data is there."""
+    recipes = small_recipe(folder)
+    words = tuple(word for recipe in recipes for word in ("--config", recipe))
+    disk = ("--trainer.strategy.init_args.client_store", "disk")
+    search = folder / "search.yaml"
+    lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05, 0.02]}
+    search.write_text(
+        yaml.safe_dump({"configs": recipes, "objective": "final_accuracy/server", "sampler": "grid", "space": lr})
+    )
+    found = [
+        Work("fit", ("fit", *words), fit=True),
+        Work("fit, store on disk", ("fit", *words, *disk), fit=True),
+        Work("tune", ("tune", str(search), "--workers", "2")),
+    ]
+    return [*found, *(work for work, data in PAPERS.items() if all(map(_is_there, data)))]
+
+
+@cache
+def _is_there(data: str) -> bool:
+    words = [sys.executable, "-m", "lightning_fcl.cli.main", "data", "check", data]
+    return subprocess.run(words, capture_output=True, cwd=ROOT).returncode == 0
+
+
+def _paper(name: str, row: str, seeds: int = 2) -> Work:
+    words = ("reproduce", name, "--scale", "smoke", "--rows", row, "--seeds", str(seeds), "--workers", "2")
+    return Work(name, words)
+
+
+PAPERS = {
+    _paper("flwf", "FLwF-2T/FT + ex"): ("ucihar",),
+    _paper("flwf-as-written", "FLwF-2T/FT + ex"): ("ucihar",),
+    _paper("incfed", "WESAD 25 % FedAvg"): ("wesad",),
+    _paper("fedclip", "WESAD 25 % FedIP"): ("wesad",),
+    _paper("fedclip-hhar", "25 % FedIP sigma 0.1 over 5 rounds", 1): ("hhar",),
+    _paper("fedvit", "FedViT"): ("tinyimagenet",),
+    _paper("odfcl", "ODFCL"): ("lfw", "orl"),
+}
+
+
+def whole(campaign: Campaign, work: Work) -> tuple[dict[str, object], float]:
+    """What a work comes to if nothing happens, and the seconds that it takes."""
+
+    def run(folder: Path) -> None:
+        ended = Command(folder, work.first()).end()
+        if problem := ended.wrong(work.name, {0}):
+            raise RuntimeError(f"{problem.kind}: {problem.said}")
+        (folder / "seconds").write_text(str(ended.seconds))
+
+    folder = campaign.once(work.name, run)
+    return comes_to(folder), float((folder / "seconds").read_text())
+
+
+def kill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """A command gets a signal at a random moment, and goes on."""
+    work = rng.choice(works(campaign.folder))
+    number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    _, seconds = whole(campaign, work)
+    after = rng.uniform(0, 1.05 * seconds)
+    what = f"{work.name}, {number.name} after {after:.2f} s"
+    ended = Command(folder, work.first()).end(after, number)
+    # In its first moments, before it listens, a command ends as any process does.
+    codes = {0, -number} | ({128 + number} if number != signal.SIGKILL else set())
+    return ended.wrong(what, codes) or _goes_on(campaign, work, folder, what)
+
+
+def fill(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """No file may grow beyond a random size: what a full disk is to whoever writes. Then there is room again."""
+    work = rng.choice(works(campaign.folder))
+    whole(campaign, work)
+    largest = int(10 ** rng.uniform(1, 5.3))
+    what = f"{work.name}, no room for files of more than {largest} bytes"
+    ended = Command(folder, work.first(), largest).end()
+    return ended.wrong(what, {0, 2}) or _goes_on(campaign, work, folder, what)
+
+
+def _goes_on(campaign: Campaign, work: Work, folder: Path, what: str) -> Outcome:
+    ended = Command(folder, work.again(folder)).end()
+    if problem := ended.wrong(f"{what}; then again", {0}):
+        return problem
+    if left := leftovers(folder):
+        return Outcome("left-over", what, ", ".join(left))
+    expected, _ = whole(campaign, work)
+    if (now := comes_to(folder)) != expected:
+        other = [name for name in {**expected, **now} if expected.get(name) != now.get(name)]
+        return Outcome("silent difference", what, ", ".join(other))
+    return Outcome("fine", what)
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Temporary files and folders that should have gone."""
+    return [str(p) for p in folder.rglob("*") if p.name.endswith((".tmp", ".lock")) or p.parent == folder / "tmp"]
