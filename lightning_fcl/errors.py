@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
@@ -206,6 +206,8 @@ def check_fields(instance: DataclassInstance) -> None:
     """
     for one in fields(instance):
         value = getattr(instance, one.name, None)
+        if value is None and one.default not in (None, MISSING) and "None" not in str(one.type):
+            raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {_quoted(one.default)}.")
         if "check" not in one.metadata or (value is None and one.default is None):
             continue
         if one.type in _WHOLE and not isinstance(value, int):

@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.errors import did_you_mean, require
 
 
@@ -25,3 +26,9 @@ def test_what_a_package_lacks_itself_is_named(monkeypatch, tmp_path):
 def test_only_a_near_name_is_proposed():
     assert did_you_mean("orll", ["orl", "lfw"]) == " Did you mean orl?"
     assert did_you_mean("mnist", ["orl", "lfw"]) == ""
+
+
+def test_none_is_refused_where_something_stands_by_default():
+    with pytest.raises(TypeError, match=r"Expected `experiences` to be given but got None. Leave it out for 5."):
+        ClassIncremental(experiences=None)
+    assert ClassIncremental(samples_per_round=None, class_order=None).experiences == 5

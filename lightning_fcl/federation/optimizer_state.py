@@ -1,14 +1,45 @@
-"""A client's optimizer: its state as a flat dict of tensors, and the same optimizer for other parameters."""
+"""Optimizers: made from parameters, their state as a flat dict of tensors, and the same one for other parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.client_store import Memory
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Makes an optimizer from parameters."""
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
+    """An optimizer of these parameters.
+
+    Args:
+        factory: Makes it.
+        parameters: The parameters.
+        name: The argument that the factory was given as, for messages.
+
+    Raises:
+        ValueError: If it makes none, or refuses its arguments.
+
+    Example:
+        >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
+        Traceback (most recent call last):
+        ValueError: Expected `optimizer` to make one from parameters but got: Invalid learning rate: -1.0. Mend its \
+arguments.
+    """
+    try:
+        made = factory(parameters)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected `{name}` to make one from parameters but got: {str(error).rstrip('.')}. Mend its arguments."
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.")
+    return made
 
 
 def optimizer_memory(optimizer: Optimizer) -> Memory:

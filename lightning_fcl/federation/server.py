@@ -14,7 +14,8 @@ from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.messages import Messages, RoundRecord, own_entries
-from lightning_fcl.federation.server_optimizer import OptimizerFactory, ServerOptimizer
+from lightning_fcl.federation.optimizer_state import OptimizerFactory
+from lightning_fcl.federation.server_optimizer import ServerOptimizer
 
 __all__ = ["ClientWeights", "Extra", "FederatedServer", "OptimizerFactory", "RoundRecord", "own_entries"]
 

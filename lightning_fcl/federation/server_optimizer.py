@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.reductions import State
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class ServerOptimizer:
@@ -40,7 +39,7 @@ class ServerOptimizer:
         """The server state after one step from ``server`` towards ``aggregate``."""
         if self._optimizer is None:
             self._parameters = [nn.Parameter(server[name].clone()) for name in self._names]
-            self._optimizer = self._factory(self._parameters)
+            self._optimizer = make_optimizer(self._factory, self._parameters, "server_optimizer")
             if self._pending is not None:
                 self._optimizer.load_state_dict(self._pending)
         for name, parameter in zip(self._names, self._parameters, strict=True):

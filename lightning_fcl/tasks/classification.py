@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -13,11 +12,10 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import EmbedsInputs
 from lightning_fcl.models.har_cnn import HARCNN
 from lightning_fcl.tasks.task import Task
-
-OptimizerCallable = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @runtime_checkable
@@ -51,7 +49,7 @@ class Classifier(Task):
         self,
         model: nn.Module,
         num_classes: int,
-        optimizer: OptimizerCallable | None = None,
+        optimizer: OptimizerFactory | None = None,
         task_incremental: bool = False,
     ) -> None:
         super().__init__()
@@ -196,7 +194,7 @@ class Classifier(Task):
         """The optimizer that was given, or SGD with a learning rate of 0.01."""
         if self.optimizer is None:
             return torch.optim.SGD(self.parameters(), lr=0.01)
-        return self.optimizer(self.parameters())
+        return make_optimizer(self.optimizer, self.parameters())
 
 
 class RandomClassifier(Classifier):
@@ -240,7 +238,7 @@ class HARClassifier(Classifier):
         self,
         notation: str = "196-16C_4M_1024D",
         dropout: float = 0.5,
-        optimizer: OptimizerCallable | None = None,
+        optimizer: OptimizerFactory | None = None,
         init: Literal["torch", "keras"] = "torch",
     ) -> None:
         super().__init__(HARCNN(notation, dropout=dropout, init=init), 6, optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 
-from lightning_fcl.tasks.classification import OptimizerCallable
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
 from lightning_fcl.tasks.task import Task
 
 
@@ -35,7 +35,7 @@ class Regressor(Task):
         tensor([1., 2., 0.])
     """
 
-    def __init__(self, model: nn.Module, outputs: int = 1, optimizer: OptimizerCallable | None = None) -> None:
+    def __init__(self, model: nn.Module, outputs: int = 1, optimizer: OptimizerFactory | None = None) -> None:
         super().__init__()
         if outputs < 1:
             raise ValueError(f"Expected `outputs` to be at least 1 but got {outputs}.")
@@ -120,6 +120,6 @@ class Regressor(Task):
 
     def configure_optimizers(self) -> Optimizer:
         """The optimizer that was given, or SGD with a learning rate of 0.01."""
-        return (
-            torch.optim.SGD(self.parameters(), lr=0.01) if self.optimizer is None else self.optimizer(self.parameters())
-        )
+        if self.optimizer is None:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+        return make_optimizer(self.optimizer, self.parameters())

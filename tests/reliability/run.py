@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import multiprocessing
-import os
 import random
 import shutil
 import subprocess
@@ -43,25 +43,32 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
 """A name's case, its usual number, and what it does."""
 
 
-def report(seed: int, outcomes: dict[str, list[Outcome]]) -> str:
-    """The campaign as a Markdown page."""
+def report(seed: int, outcomes: dict[str, list[Outcome]], page: Path | None) -> str:
+    """The campaign as a Markdown page, with the rows of an earlier one for the names that this one has not tried."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
-    counts = {name: Counter(outcome.kind for outcome in of) for name, of in outcomes.items()}
-    words = " ".join(f"{name}={len(of)}" for name, of in outcomes.items())
+    rows = json.loads(page.with_suffix(".json").read_text()) if page and page.with_suffix(".json").exists() else {}
+    for name, of in outcomes.items():
+        rows[name] = {
+            "command": f"--seed {seed} --cases {name}={len(of)}",
+            "when": f"{date.today()}, {commit.strip()}",
+            "counts": Counter(outcome.kind for outcome in of),
+            "wrong": [f"{outcome.kind}: {outcome.what}" for outcome in of if outcome.kind != "fine"],
+        }
     lines = [
         "# Reliability\n",
         "What became of commands to which something happened at random. *Fine*: what was not refused in one message",
-        "ended as if nothing had happened; nothing was called, left running or left over. Written by\n",
-        f"    make test-campaign ARGS='--seed {seed} --cases {words} --write docs/reliability.md'\n",
-        f"on {date.today()}, commit {commit.strip()}, {os.cpu_count()} cores.\n",
-        f"| what happened | cases | {' | '.join(KINDS)} |",
-        f"| --- | ---: | {' | '.join('---:' for _ in KINDS)} |",
-        *(
-            f"| {CASES[n][2]} | {len(of)} | {' | '.join(str(counts[n][k]) for k in KINDS)} |"
-            for n, of in outcomes.items()
-        ),
+        "ended as if nothing had happened; nothing was called, left running or left over. Each row is written by\n",
+        "    make test-campaign ARGS='--write docs/reliability.md --seed ... --cases ...'\n",
+        f"| what happened | `ARGS` | date, commit | cases | {' | '.join(KINDS)} |",
+        f"| --- | --- | --- | ---: | {' | '.join('---:' for _ in KINDS)} |",
     ]
-    wrong = [f"- {n}: {o.kind}: {o.what}" for n, of in outcomes.items() for o in of if o.kind != "fine"]
+    for name in (name for name in CASES if name in rows):
+        row, counts = rows[name], Counter(rows[name]["counts"])
+        cells = [CASES[name][2], f"`{row['command']}`", row["when"], counts.total(), *(counts[kind] for kind in KINDS)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    wrong = [f"- {name}: {what}" for name, row in rows.items() for what in row["wrong"]]
+    if page:
+        page.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
     return "\n".join([*lines, *(["\n## What went wrong\n", *wrong] if wrong else [])]) + "\n"
 
 
@@ -111,7 +118,7 @@ def main() -> None:
                 (name, index), outcome = running.pop(future), future.result()
                 outcomes[name].append(outcome)
                 print(f"{name} {index}: {outcome.kind}: {outcome.what}\n{outcome.said}".rstrip(), flush=True)
-    page = report(options.seed, outcomes)
+    page = report(options.seed, outcomes, options.write)
     print(page)
     if options.write is not None:
         options.write.write_text(page)

@@ -16,6 +16,7 @@ from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP
+from lightning_fcl.tasks.regression import Regressor
 
 
 def make_tasks(clients=2, seed=0):
@@ -134,3 +135,21 @@ def test_a_trained_task_tests_in_a_plain_trainer(fit, quiet):
     plain = L.Trainer(**quiet).test(task, DataLoader(TensorDataset(x, y), 7), verbose=False)
     (told,) = trainer.test(task, datamodule=stream, verbose=False)
     assert plain[0] == pytest.approx(told)
+
+
+@pytest.mark.parametrize(
+    "optimizer, message",
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=-1.0), "Invalid learning rate: -1.0. Mend its arguments"),
+        (
+            lambda parameters: torch.optim.SGD(parameters, momentum=None),
+            "not supported between instances of 'NoneType'",
+        ),
+        (lambda parameters: [*parameters], "to make a `torch.optim.Optimizer` but got list"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_named(optimizer, message):
+    with pytest.raises(ValueError, match=f"Expected `optimizer` .*{message}"):
+        Classifier(MLP([4, 2]), 2, optimizer).configure_optimizers()
+    with pytest.raises(ValueError, match=f"Expected `optimizer` .*{message}"):
+        Regressor(MLP([4, 2]), 2, optimizer).configure_optimizers()
