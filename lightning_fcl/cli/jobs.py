@@ -18,7 +18,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from lightning_fcl import __version__
-from lightning_fcl.cli.stop import Stopped, end_with_parent, own_processes, stop
+from lightning_fcl.cli.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import is_whole
 
@@ -150,6 +150,7 @@ def _end_workers() -> str:
 
 def _begin_worker() -> None:
     end_with_parent()
+    threads_say_one_line()
     import torch
 
     torch.set_num_threads(1)  # several processes with several threads each get in each other's way

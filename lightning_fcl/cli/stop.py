@@ -60,13 +60,16 @@ class Stop:
             yield
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
+        hook = threading.excepthook
         self._process, self.signal = os.getpid(), 0
         self.listen()
+        threads_say_one_line()
         try:
             yield
         finally:
             self._process = 0
             self.how_to_go_on = str
+            threading.excepthook = hook
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -128,6 +131,18 @@ def say(message: str) -> None:
     """A line on stderr, past its buffer: a signal may have come in the midst of a write to that."""
     with suppress(OSError):
         os.write(2, f"\nlightning-fcl: {message.strip()}\n".encode())
+
+
+def threads_say_one_line() -> None:
+    """Let a thread that cannot write, as TensorBoard's on a full disk, say so in one line."""
+
+    def failed(what: threading.ExceptHookArgs) -> None:
+        if isinstance(what.exc_value, OSError):
+            say(f"error: {what.exc_value}")
+        else:
+            threading.__excepthook__(what)
+
+    threading.excepthook = failed
 
 
 def end_with_parent() -> None:

@@ -102,9 +102,8 @@ class LocalSteps:
         if not self._configs:
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Detected call of `lr_scheduler.step"
-            )  # clients side by side have another
+            # Clients side by side step another optimizer.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             for config in self._configs:
                 if self._steps % config.frequency == 0:
                     self._step(config.scheduler)

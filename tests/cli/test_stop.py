@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import yaml
 
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.cli.stop import stop
 from lightning_fcl.evaluation.results import read_results
 
 ROOT = Path(__file__).parents[2]
@@ -274,3 +276,19 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
             if name != "results.json":  # that says how long it took
                 assert {file: (job.out / file).read_bytes() for file in whole} == whole
     assert json.loads(whole["results.json"])["metrics"] == read_results(job.out)["metrics"]
+
+
+def test_a_thread_that_cannot_write_says_so_in_a_line(capfd):
+    def fail(error):
+        raise error
+
+    before = threading.excepthook
+    with stop.listening():
+        for error in (OSError(28, "No space left on device"), KeyError("a fault")):
+            thread = threading.Thread(target=fail, args=[error])
+            thread.start()
+            thread.join()
+    assert threading.excepthook is before
+    said = capfd.readouterr().err
+    assert "lightning-fcl: error: [Errno 28] No space left on device" in said
+    assert said.count("Traceback") == 1 and "KeyError: 'a fault'" in said
