@@ -305,7 +305,7 @@ class FederatedStream(L.LightningDataModule):
 
     # Loaders, as any LightningDataModule has them.
 
-    def train_dataloader(self) -> ClientLoader:
+    def train_dataloader(self) -> StreamLoader:
         """The clients' training data; a `FederatedStrategy` turns it into the batches of each round."""
         return ClientLoader(self)
 
@@ -340,3 +340,7 @@ class FederatedStream(L.LightningDataModule):
             return DataLoader(self._rows(indices), batch_size=size)
         subset: Dataset[Any] = Subset(self.samples.x, indices.tolist())
         return DataLoader(subset, size, num_workers=self.num_workers, collate_fn=self.samples.collate_fn)
+
+
+StreamLoader = ClientLoader[FederatedStream]
+"""What `FederatedStream.train_dataloader` gives."""

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import joined
-from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.data.stream import FederatedStream, StreamLoader
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.participation import Participation
@@ -101,7 +100,7 @@ class Federation:
         """Whether there is a stream of clients' data."""
         return self._stream is not None
 
-    def load(self, loader: ClientLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RoundLoader:
+    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RoundLoader:
         """Take the clients' data; what comes back yields the batches of each round.
 
         Args:
