@@ -206,9 +206,11 @@ def check_fields(instance: DataclassInstance) -> None:
     """
     for one in fields(instance):
         value = getattr(instance, one.name, None)
-        if value is None and one.default not in (None, MISSING) and "None" not in str(one.type):
-            raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {_quoted(one.default)}.")
-        if "check" not in one.metadata or (value is None and one.default is None):
+        if value is None and one.default is None:
+            continue
+        if "check" not in one.metadata:
+            if value is None and one.default is not MISSING and "None" not in str(one.type):
+                raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {one.default!r}.")
             continue
         if one.type in _WHOLE and not isinstance(value, int):
             raise TypeError(f"Expected `{one.name}` to be a whole number but got {_quoted(value)}.")

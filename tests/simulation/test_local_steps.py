@@ -124,7 +124,7 @@ def scheduled(make_task, optimizer, *schedules):
 
 
 @pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
-@pytest.mark.parametrize(("schedule", "optimizer"), zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True))
+@pytest.mark.parametrize(("schedule", "optimizer"), list(zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True)))
 def test_schedules_by_step_begin_anew_with_each_client(
     fit, make_stream, make_task, schedule, optimizer, cohort_size, recwarn
 ):
