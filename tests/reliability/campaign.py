@@ -87,6 +87,7 @@ class Command:
         more = {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark}
 
         def limit() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a campaign in a shell's background ignores it
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 
