@@ -13,7 +13,8 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+# The campaign's page is a table, which a command writes.
+@pytest.mark.parametrize("path", [p for p in DOCS if p.stem != "reliability"], ids=lambda path: path.stem)
 def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     blocks = BLOCK.findall(path.read_text())
