@@ -7,15 +7,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
+from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.federation.protocol import EmbedsInputs
 from lightning_fcl.models.har_cnn import HARCNN
-from lightning_fcl.tasks.task import Task
+from lightning_fcl.tasks.network import NetworkTask
 
 
 @runtime_checkable
@@ -26,7 +25,7 @@ class OutputsByTask(Protocol):
         """Logits of samples whose labels tell their task, shape (batch, num_classes)."""
 
 
-class Classifier(Task):
+class Classifier(NetworkTask):
     """A network trained by cross-entropy; it states its loss apart, so that cohorts can train it.
 
     Args:
@@ -52,20 +51,12 @@ class Classifier(Task):
         optimizer: OptimizerFactory | None = None,
         task_incremental: bool = False,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, optimizer)
         self.num_classes = num_classes
-        self.optimizer = optimizer
         self.task_incremental = task_incremental
         self._blocks: Tensor | None = None  # whether two classes are of one task, shape (num_classes, num_classes)
-        self._loss_sum, self._loss_samples = torch.zeros(()), 0
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits, shape (batch, num_classes)."""
-        logits: Tensor = self.model(x)
-        return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
@@ -119,12 +110,6 @@ class Classifier(Task):
             )
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
-    def why_not_vectorized(self) -> str | None:
-        """The reason why clients must train one at a time: a training step that is not the mean of `sample_loss`."""
-        if type(self).training_step is not Classifier.training_step:
-            return f"`{type(self).__name__}` overrides `training_step`"
-        return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
-
     def embed(self, x: Tensor) -> Tensor:
         """Features of samples, shape (batch, features): what the network's own ``embed`` gives.
 
@@ -151,24 +136,6 @@ class Classifier(Task):
             )
         return self.model
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Mean cross-entropy of a batch."""
-        x, y = batch
-        loss = self.sample_loss(self(x), y).mean()
-        self.count_loss(loss.detach() * len(y), len(y))
-        return loss
-
-    def count_loss(self, total: Tensor, samples: int) -> None:
-        """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
-        self._loss_sum = self._loss_sum + total
-        self._loss_samples += samples
-
-    def on_train_epoch_end(self) -> None:
-        """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
-        if self._loss_samples:
-            self.log("train/loss", self._loss_sum / self._loss_samples, batch_size=1)
-        self._loss_sum, self._loss_samples = torch.zeros(()), 0
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy."""
         self._evaluate(batch, "val", self.val_accuracy)
@@ -177,11 +144,6 @@ class Classifier(Task):
         """Log loss and accuracy."""
         self._evaluate(batch, "test", self.test_accuracy)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Logits of a batch, shape (batch, num_classes): of samples, or of samples and their labels."""
-        logits: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
-        return logits
-
     def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
         x, y = batch
         output = self.outputs_by_task(x, y)
@@ -189,12 +151,6 @@ class Classifier(Task):
         metric(self.mask_logits(output, y), y)
         self.log(f"{stage}/loss", loss, batch_size=len(y))
         self.log(f"{stage}/accuracy", metric, batch_size=len(y))
-
-    def configure_optimizers(self) -> Optimizer:
-        """The optimizer that was given, or SGD with a learning rate of 0.01."""
-        if self.optimizer is None:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-        return make_optimizer(self.optimizer, self.parameters())
 
 
 class RandomClassifier(Classifier):

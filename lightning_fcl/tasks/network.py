@@ -1,0 +1,71 @@
+"""A network that descends a loss: what classification and regression share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
+from lightning_fcl.tasks.task import Task
+
+
+class NetworkTask(Task):
+    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it.
+
+    Args:
+        model: The network.
+        optimizer: Makes the clients' optimizer from the parameters; None: SGD with a learning rate of 0.01.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self._loss_sum, self._loss_samples = torch.zeros(()), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the network makes of samples."""
+        output: Tensor = self.model(x)
+        return output
+
+    def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """The loss of every sample, shape (batch,)."""
+        raise NotImplementedError
+
+    def why_not_vectorized(self) -> str | None:
+        """The reason why clients must train one at a time: a training step that is not the mean of `sample_loss`."""
+        if type(self).training_step is not NetworkTask.training_step:
+            return f"`{type(self).__name__}` overrides `training_step`"
+        return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss of a batch."""
+        x, y = batch
+        loss = self.sample_loss(self(x), y).mean()
+        self.count_loss(loss.detach() * len(y), len(y))
+        return loss
+
+    def count_loss(self, total: Tensor, samples: int) -> None:
+        """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
+        self._loss_sum = self._loss_sum + total
+        self._loss_samples += samples
+
+    def on_train_epoch_end(self) -> None:
+        """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
+        if self._loss_samples:
+            self.log("train/loss", self._loss_sum / self._loss_samples, batch_size=1)
+        self._loss_sum, self._loss_samples = torch.zeros(()), 0
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The network's outputs for a batch: of samples, or of samples and their targets."""
+        output: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
+        return output
+
+    def configure_optimizers(self) -> Optimizer:
+        """The optimizer that was given, or SGD with a learning rate of 0.01."""
+        if self.optimizer is None:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+        return make_optimizer(self.optimizer, self.parameters())
