@@ -52,6 +52,7 @@ class FedKNOW(FedViT):
         integration_epochs: Local epochs of integration. See `FedViT`.
         head: Shell-style pattern of the head's entries.
         integrate_last: Whether integration also follows the last aggregation of a task. See `FedViT`.
+        margin: Least weight of each constraint in a gradient that violates one. See `FedViT`.
         clients: Who uses it. See `Method`.
 
     Raises:

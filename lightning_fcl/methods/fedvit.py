@@ -59,6 +59,8 @@ class FedViT(Method):
         integration_epochs: Local epochs of integration, which come first; 0: none.
         head: Shell-style pattern of the head's entries.
         integrate_last: Whether integration also follows the last aggregation of a task.
+        margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
+            paper's eq. 8; GEM's authors take 0.5. See `lightning_fcl.methods.projection.project`.
         clients: Who uses it. See `Method`.
 
     Raises:
@@ -81,6 +83,7 @@ class FedViT(Method):
     integration_epochs: int = argument(1, at_least, 0)
     head: str = "model.head.*"
     integrate_last: bool = False
+    margin: float = argument(0.0, at_least, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +123,7 @@ class FedViT(Method):
         if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
         if epoch < first:
-            return project(gradient_of(*labelled(self.batch), state=self._before), gradient[None])
+            return project(gradient_of(*labelled(self.batch), state=self._before), gradient[None], self.margin)
         tasks = self.known(memory)
         if not tasks:
             return gradient
@@ -136,7 +139,7 @@ class FedViT(Method):
             picked = most_dissimilar(gradient, constraints, self.k, self.distance)
             self._chosen = [chosen[row] for row in picked.tolist()]
             constraints = constraints[picked.to(constraints.device)]
-        return project(gradient, constraints)
+        return project(gradient, constraints, self.margin)
 
     # When it does so.
 
@@ -237,7 +240,7 @@ class FedViT(Method):
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
                 start_randomness(federation.seed, *at, number)
-                gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None])
+                gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None], self.margin)
                 step_along(module, optimizer, params, gradient)
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()

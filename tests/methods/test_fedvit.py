@@ -18,7 +18,7 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
-from lightning_fcl.methods.projection import agem
+from lightning_fcl.methods.projection import project
 from lightning_fcl.methods.step import Running
 
 OWN = {"model.head.*": "none"}
@@ -68,7 +68,14 @@ def step(params, gradient, lr=0.2):
             p -= lr * g.view(p.shape)
 
 
-def by_hand(stream, rho, heads, bodies, integration):
+def rotated(gradient, past, margin):
+    """The solution of the quadratic program with one constraint."""
+    if gradient @ past >= 0:
+        return gradient
+    return gradient + max(float(-(gradient @ past) / (past @ past)), margin) * past
+
+
+def by_hand(stream, rho, heads, bodies, integration, margin=0.0):
     """All rounds, one full batch an epoch, at most one past task; the projections that changed something."""
     server, plan = make_task().model, stream.plan
     own = {c: {"head": copy.deepcopy(server.head), "body": None, "memory": None} for c in plan.clients}
@@ -89,7 +96,7 @@ def by_hand(stream, rho, heads, bodies, integration):
                         flat_gradient(before, parts(before)[0], x, y, client_round.task_classes),
                     )
                     changed += bool(g_a @ g_b < 0)
-                    step(body, agem(g_b, g_a))
+                    step(body, rotated(g_b, g_a, margin))
             for _ in range(heads):
                 step(head, flat_gradient(net, head, x, y, client_round.task_classes))
             for _ in range(bodies):
@@ -97,7 +104,7 @@ def by_hand(stream, rho, heads, bodies, integration):
                 if state["memory"] is not None:
                     past = flat_gradient(net, body, *state["memory"])
                     changed += bool(past @ gradient < 0)
-                    gradient = agem(gradient, past)
+                    gradient = rotated(gradient, past, margin)
                 step(body, gradient)
             state["head"], state["body"] = copy.deepcopy(net.head), copy.deepcopy(net.body)
             if client_round.last_round:
@@ -122,10 +129,12 @@ def best(loss, y, c, rho):
     return rows[: max(1, round(rho * len(rows)))]
 
 
-def test_equals_a_loop_by_hand(fit):
+@pytest.mark.parametrize("margin", [0.0, 0.5])
+def test_equals_a_loop_by_hand(fit, margin):
     stream, task = make_stream(rounds=4), make_task()
-    trainer = fit(task, stream, [FedViT(0.2, head_epochs=2, body_epochs=3, integration_epochs=2)], reductions=OWN)
-    server, own, changed = by_hand(stream, 0.2, heads=2, bodies=3, integration=2)
+    method = FedViT(0.2, head_epochs=2, body_epochs=3, integration_epochs=2, margin=margin)
+    trainer = fit(task, stream, [method], reductions=OWN)
+    server, own, changed = by_hand(stream, 0.2, heads=2, bodies=3, integration=2, margin=margin)
     assert changed > 3
     torch.testing.assert_close(task.model.body.state_dict(), server.body.state_dict())
     store = trainer.strategy.server.store
@@ -137,15 +146,16 @@ def test_equals_a_loop_by_hand(fit):
         torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip):
+@pytest.mark.parametrize(("clip", "margin"), [(None, 0.0), (0.05, 0.0), (None, 0.5)])
+def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip, margin):
     stream, task = make_stream(clients=3, rounds=3), make_task()
-    method, metrics = FedViT(0.2, integration_epochs=2, integrate_last=True), ContinualMetrics(when="aggregated")
+    words = {"integration_epochs": 2, "margin": margin}
+    method, metrics = FedViT(0.2, integrate_last=True, **words), ContinualMetrics(when="aggregated")
     local = LastBodies()
     options = {"reductions": OWN, "participation": 2, "max_epochs": 6, "trainer_args": {"gradient_clip_val": clip}}
     trainer = fit(task, stream, [method, metrics, local], **options)
     plain, seen = make_task(), []
-    fit(plain, stream, [FedViT(0.2, integration_epochs=2)], **options)
+    fit(plain, stream, [FedViT(0.2, **words)], **options)
     torch.testing.assert_close(task.state_dict(), plain.state_dict(), rtol=0, atol=0)  # training is not touched
     for client in stream.plan.clients:
         kept = trainer.strategy.server.store[client]
@@ -160,7 +170,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         for _ in range(2):
             g_a, g_b = (flat_gradient(m, parts(m)[0], x, y, block) for m in (net, before))
             seen.append(bool(g_a @ g_b < 0))
-            gradient = agem(g_b, g_a)
+            gradient = rotated(g_b, g_a, margin)
             step(parts(net)[0], gradient if clip is None else gradient * min(1.0, clip / float(gradient.norm() + 1e-6)))
         for name, value in net.body.state_dict().items():
             torch.testing.assert_close(last[f"last.model.body.{name}"], value)
@@ -170,6 +180,31 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
         groups = stream.plan.groups[stream.plan.test]
         assert all(c is None or c == right[groups == g].sum() for g, c in enumerate(counts))
     assert len(seen) >= 4
+
+
+@pytest.mark.parametrize("method", [FedViT, FedKNOW])
+def test_a_margin_favours_past_tasks_where_one_is_violated(fit, monkeypatch, method):
+    """Every constraint holds as without a margin, and is held with at least the margin's weight."""
+    rotations = []
+
+    def watched(gradient, constraints, margin=0.0):
+        result = project(gradient, constraints, margin)
+        rotations.append((gradient.double(), constraints.clone().double(), result.double(), margin))
+        return result
+
+    monkeypatch.setattr(module, "project", watched)
+    own = {"reductions": OWN, "local_epochs": 1}
+    fit(make_task(), make_stream(tasks=4), [method(0.2, margin=0.5, integrate_last=True)], **own)
+    assert {margin for *_, margin in rotations} == {0.5}
+    turned = [(g, past, result) for g, past, result, _ in rotations if not torch.equal(g, result)]
+    assert len(turned) > 5 and any(len(past) > 1 for _, past, _ in turned) and len(turned) < len(rotations)
+    for g, past, result in turned:
+        scale = past.norm(dim=1) * (g.norm() + past.norm())
+        assert ((past @ result) >= -1e-6 * scale).all()
+        weights = torch.linalg.lstsq(past.T, result - g).solution
+        if torch.linalg.cond(past) < 1e3:
+            assert weights.min() >= 0.5 - 1e-3
+            assert (((past @ result).abs() <= 1e-4 * scale) | ((weights - 0.5).abs() < 1e-3)).all()
 
 
 class LastBodies(Callback):
@@ -278,7 +313,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     taken, projected = [], []
     method = FedViT(k=2, select_every=3)
     monkeypatch.setattr(FedViT, "restore", lambda self, memory, task, of: taken.append(task) or gradients[task])
-    monkeypatch.setattr(module, "project", lambda g, rows: projected.append(rows.clone()) or g)
+    monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
     memory = {"task": torch.tensor([0, 1, 2, 3]), "present": torch.tensor(3)}
     method.running = Running(None, SimpleNamespace(local_epoch=2))  # the body's
     method.attach(memory, {})
@@ -387,6 +422,7 @@ def test_refusals(fit, quiet):
         ({"rho": 0}, "`rho` to be above 0 and at most 1 but got 0"),
         ({"distance": "euclid"}, '"wasserstein" or "cosine" but got "euclid"'),
         ({"k": 0}, "`k` to be at least 1 but got 0"),
+        ({"margin": -0.1}, "`margin` to be at least 0 but got -0.1"),
         ({"integration_epochs": -1}, "`integration_epochs` to be at least 0 but got -1"),
     ):
         with pytest.raises(ValueError, match=message):
