@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,7 +21,8 @@ from tqdm import tqdm
 from lightning_fcl import __version__
 from lightning_fcl.cli.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.results import is_whole
+from lightning_fcl.evaluation.report import write_files
+from lightning_fcl.evaluation.results import is_whole, read_results
 
 T = TypeVar("T")
 
@@ -165,7 +167,7 @@ def finished(job: Job) -> bool:
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
-    from lightning_fcl.cli.run import run, start_over, write_rest
+    from lightning_fcl.cli.run import run
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     stamp = job.out / "fingerprint"
@@ -173,10 +175,28 @@ def run_job(job: Job) -> None:
         start_over(job.out)
         job.out.mkdir(parents=True, exist_ok=True)
         write_whole(stamp, job.fingerprint)
-    elif write_rest(job.out):
+    elif _write_rest(job.out):
         return
     checkpoint = newest_checkpoint(job.out / "checkpoints")
     more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])
+
+
+def start_over(out: Path) -> None:
+    """Remove what an earlier, different run has left in a folder."""
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    for name in ("results.json", "metrics.csv"):
+        (out / name).unlink(missing_ok=True)
+
+
+def _write_rest(out: Path) -> bool:
+    """Write what is missing beside the results of a run that had come to its end; False: it had not."""
+    try:
+        done: bool = read_results(out)["finished"]
+    except (FileNotFoundError, ValueError):
+        return False
+    if done:
+        write_files(out)
+    return done

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentParser
+import shlex
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,33 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.cli.jobs import Job, run_jobs
+from lightning_fcl.cli.jobs import Job, finished, run_jobs
+from lightning_fcl.cli.kept import keep, place_of, take
 from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, write_figures
-from lightning_fcl.evaluation.report import table, write_table
+from lightning_fcl.evaluation.files import save_figure
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.table import Table, write_table
 
 
 def recipes_folder() -> Path:
     """Where the recipes are: in the installed package, or at the top of a checkout."""
     here = Path(__file__).parent.parent
     return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
+
+
+def paper_folder(paper: str) -> Path:
+    """The folder of a paper's recipes.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
+    if paper not in papers:
+        names = ", ".join(papers)
+        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
+    return recipes_folder() / paper
 
 
 @dataclass(frozen=True)
@@ -110,11 +127,40 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
-    The figures that it describes under ``figures`` are drawn too: see `lightning_fcl.evaluation.figures.write_figures`.
+    The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`,
+    and ``against-paper.png`` where the paper tells numbers. Runs kept beside the recipes are taken as finished.
 
     Raises:
-        ValueError: If the paper, a row, a number or a figure is not known.
+        ValueError: If the paper, a row, a number, a figure or a table of the README is not known, or nothing is
+            finished where no more than that is asked for.
     """
+    options = _options(parser, words)
+    paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
+    folder = paper_folder(paper)
+    at_least(1, seeds=seeds, workers=1 if workers is None else workers)
+    out = options.out or Path("runs") / f"{paper}-{scale}"
+    rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
+    content = yaml.safe_load((folder / "rows.yaml").read_text())
+    figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
+    check_figures(figures, expanded(content))
+    jobs = {name: _jobs(name, row, scale, seeds, out) for name, row in rows.items()}
+    kept = place_of(folder, scale)
+    take([job for runs in jobs.values() for job in runs], out, kept)
+    if options.finished:
+        jobs = {name: done for name, runs in jobs.items() if (done := [job for job in runs if finished(job)])}
+        if not jobs:
+            raise ValueError(f"Expected finished runs in {out} or {kept} but there are none. Leave out --finished.")
+    run_jobs([job for runs in jobs.values() for job in runs], workers)
+    again = _command(paper, scale, seeds, options.rows, options.finished)
+    results = {name: [read_results(job.out) for job in runs] for name, runs in jobs.items()}
+    table = Table.of([one for runs in results.values() for one in runs], paper, scale, again)
+    _write(out, table, results, content.get("metrics", []), figures)
+    for name, runs in jobs.items() if options.keep else ():
+        for job in runs:
+            print(f"Kept: {keep(job, out, kept, _command(paper, scale, job.seed + 1, name))}")
+
+
+def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     parser.description = "Run a paper's recipes."
     add = parser.add_argument
     add("paper", help="name of a folder of recipes, as in: flwf")
@@ -123,23 +169,17 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)")
     add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    options = parser.parse_args(words[1:])
-    paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
-    folder = recipes_folder() / paper
-    if not (folder / "rows.yaml").is_file():
-        papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
-        names = ", ".join(papers)
-        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
-    at_least(1, seeds=seeds, workers=1 if workers is None else workers)
-    out = options.out or Path("runs") / f"{paper}-{scale}"
-    rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
-    content = yaml.safe_load((folder / "rows.yaml").read_text())
-    figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
-    check_figures(figures, expanded(content))
-    jobs = {name: _jobs(name, row, scale, seeds, out) for name, row in rows.items()}
-    run_jobs([job for runs in jobs.values() for job in runs], workers)
-    results = {name: [read_results(job.out) for job in runs] for name, runs in jobs.items()}
-    _write(out, results, content.get("metrics", []), figures)
+    add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
+    add("--keep", action="store_true", help="keep the runs beside the recipes, where the same command takes them from")
+    return parser.parse_args(words[1:])
+
+
+def _command(paper: str, scale: str, seeds: int, rows: str | None, finished: bool = False) -> str:
+    """The command line that comes to the same numbers."""
+    words = ["--rows", rows] if rows else []
+    words += ["--scale", scale] if scale != "paper" else []
+    words += ["--seeds", str(seeds), *(["--finished"] if finished else [])]
+    return shlex.join(["lightning-fcl", "reproduce", paper, *words])
 
 
 def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
@@ -154,14 +194,20 @@ def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
 
 
 def _write(
-    out: Path, results: Mapping[str, list[dict[str, Any]]], more: list[str], figures: list[dict[str, Any]]
+    out: Path,
+    whole: Table,
+    results: Mapping[str, list[dict[str, Any]]],
+    more: list[str],
+    figures: list[dict[str, Any]],
 ) -> None:
     """Write the table and the figures of some rows, and say where they are."""
-    every = [result for runs in results.values() for result in runs]
-    metrics = list(dict.fromkeys([*more, *(name for result in every for name in result["expected"])]))
-    cells = {row: {name: of[name] for name in metrics if name in of} for row, of in table(every).items()}
-    as_json, markdown = write_table(out, cells, metrics)
+    every = [one for runs in results.values() for one in runs]
+    metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
+    table = whole.only(metrics or whole.metrics)
+    as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)
+    if against := against_figure(table):
+        drawn.append(save_figure(against, out / "against-paper.png"))
     print(markdown.read_text())
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import platform
-import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from lightning_fcl.door import import_names
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.report import write_files
-from lightning_fcl.evaluation.results import read_results, write_results
+from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
@@ -324,21 +323,3 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))
-
-
-def write_rest(out: Path) -> bool:
-    """Write what is missing beside the results of a run that had come to its end; False: it had not."""
-    try:
-        done: bool = read_results(out)["finished"]
-    except (FileNotFoundError, ValueError):
-        return False
-    if done:
-        write_files(out)
-    return done
-
-
-def start_over(out: Path) -> None:
-    """Remove what an earlier, different run has left in a folder."""
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    for name in ("results.json", "metrics.csv"):
-        (out / name).unlink(missing_ok=True)

@@ -1,14 +1,10 @@
-"""From the ``results.json`` of runs to what a reader wants: a report with plots, and tables over seeds."""
+"""From the ``results.json`` of runs to what a reader wants: a report with plots."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.metrics import quantity
@@ -16,11 +12,11 @@ from lightning_fcl.evaluation.panels import density_figure, stream_accuracy_figu
 from lightning_fcl.evaluation.plots import accuracy_figure, compare_figure, matrix_figure, model_name, traffic_figure
 from lightning_fcl.evaluation.results import read_results, seal
 from lightning_fcl.evaluation.rounds import write_csv
+from lightning_fcl.evaluation.table import metric_number, metric_title
 
-__all__ = ["compare_plot", "table", "write_files", "write_report", "write_table"]
+__all__ = ["compare_plot", "write_files", "write_report"]
 
 Results: TypeAlias = Mapping[str, Any]
-Table: TypeAlias = dict[str, dict[str, dict[str, float | None]]]
 
 _MEANINGS = {
     "A_gen": "accuracy on the whole test set, mean over the rounds",
@@ -121,74 +117,6 @@ def write_files(folder: str | Path) -> None:
         seal(folder, [folder / "results.json", table, report, *figures])
 
 
-def table(results: Sequence[Results]) -> Table:
-    """Mean and spread of every metric over the seeds of each recipe row.
-
-    Args:
-        results: Contents of ``results.json`` of several runs. Without a recipe, the command names the row.
-
-    Returns:
-        ``{row: {metric: {"mean", "std", "n", "paper"}}}``, rows in order of appearance. The deviation is the sample's
-        (divided by n - 1), 0 for one seed. What the paper does not state is None, and so are the mean and the deviation
-        of a metric that only the paper has.
-
-    Raises:
-        ValueError: If two runs have the same row and seed.
-
-    Example:
-        >>> run = {"recipe": {"paper": "flwf", "row": "FLwF"}, "metrics": {"A_gen/server": 0.5}, "expected": {}}
-        >>> table([{**run, "seed": 0}, {**run, "seed": 1}])
-        {'FLwF': {'A_gen/server': {'mean': 0.5, 'std': 0.0, 'n': 2, 'paper': None}}}
-    """
-    rows: dict[str, list[Results]] = {}
-    for one in results:
-        row = one["recipe"]["row"] if one["recipe"] else one["command"]
-        if any(other["seed"] == one["seed"] for other in rows.get(row, [])):
-            raise ValueError(f"Expected one run per row and seed but got two of {row}, seed {one['seed']}. Drop one.")
-        rows.setdefault(row, []).append(one)
-    return {row: _over_seeds(runs) for row, runs in rows.items()}
-
-
-def write_table(
-    folder: str | Path,
-    table: Mapping[str, Mapping[str, Mapping[str, float | None]]],
-    metrics: Sequence[str] | None = None,
-) -> tuple[Path, Path]:
-    """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``.
-
-    Args:
-        folder: Where to write; made if need be.
-        table: What `table` returns.
-        metrics: Columns of ``table.md``. Default: those that the paper has, or all if it has none.
-
-    Returns:
-        The paths of ``table.json`` and ``table.md``.
-
-    Raises:
-        ValueError: If no row has one of `metrics`.
-
-    Example:
-        >>> import tempfile
-        >>> rows = {"FLwF": {"A_gen/server": {"mean": 0.5, "std": 0.1, "n": 3, "paper": 0.671}}}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     print(write_table(folder, rows)[1].read_text().splitlines()[2])
-        | FLwF | 0.500 ± 0.100 (0.671) |
-    """
-    every = list(dict.fromkeys(name for row in table.values() for name in row))
-    if unknown := sorted(set(metrics or ()) - set(every)):
-        raise ValueError(f"Expected `metrics` of {', '.join(every)} but got {', '.join(unknown)}.")
-    in_paper = [name for name in every if any(r.get(name, {}).get("paper") is not None for r in table.values())]
-    columns = list(metrics or in_paper or every)
-    lines = [[row, *(_cell(name, r.get(name)) for name in columns)] for row, r in table.items()]
-    note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
-    note += f" Written by lightning-fcl {__version__}."
-    markdown = f"{markdown_table(['', *(_title(name) for name in columns)], lines)}\n\n{note}\n"
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(table, indent=1) + "\n"
-    return write_whole(folder / "table.json", content), write_whole(folder / "table.md", markdown)
-
-
 def compare_plot(folder: str | Path, results_by_label: Mapping[str, Results]) -> Path:
     """Draw runs side by side in ``compare.png``: the server's accuracy per round, final accuracy and forgetting.
 
@@ -237,7 +165,7 @@ def _against_paper(results: Results) -> list[str]:
     ours, lines = results["metrics"], []
     for name, paper in results["expected"].items():
         difference = f"{ours[name] - paper:+.3f}" if name in ours else "-"
-        lines.append([_title(name), _number(name, ours.get(name)), _number(name, paper), difference])
+        lines.append([metric_title(name), metric_number(name, ours.get(name)), metric_number(name, paper), difference])
     if not lines:
         return []
     return [f"## Against the paper\n\n{markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
@@ -251,9 +179,11 @@ def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) ->
         dict.fromkeys(model for _, model in pairs if model != "total"),
         key=lambda model: {"server": 0, "clients": 1}.get(model, 2),
     )
-    lines = [[model_name(m), *(_number(k, metrics.get(f"{k}/{m}")) for k in kinds)] for m in models]
+    lines = [[model_name(m), *(metric_number(k, metrics.get(f"{k}/{m}")) for k in kinds)] for m in models]
     traffic = [
-        f"{way}: {_number(n, metrics[n])}" for way in ("upload", "download") if (n := f"{way}_bytes/total") in metrics
+        f"{way}: {metric_number(n, metrics[n])}"
+        for way in ("upload", "download")
+        if (n := f"{way}_bytes/total") in metrics
     ]
     # A_5 and F_5 are explained as A_T and F_T.
     meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
@@ -264,35 +194,3 @@ def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) ->
     notes = [f"- `{kind}`: {meaning}" for kind, meaning in meanings.items() if meaning]
     total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
     return "\n\n".join(["## Metrics", markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])
-
-
-def _over_seeds(runs: Sequence[Results]) -> dict[str, dict[str, float | None]]:
-    row: dict[str, dict[str, float | None]] = {}
-    for name in dict.fromkeys(name for run in runs for name in (*run["metrics"], *run["expected"])):
-        values = [run["metrics"][name] for run in runs if name in run["metrics"]]
-        row[name] = {
-            "mean": float(np.mean(values)) if values else None,
-            "std": (float(np.std(values, ddof=1)) if len(values) > 1 else 0.0) if values else None,
-            "n": len(values),
-            "paper": next((run["expected"][name] for run in runs if name in run["expected"]), None),
-        }
-    return row
-
-
-def _cell(name: str, entry: Mapping[str, float | None] | None) -> str:
-    if entry is None:
-        return "-"
-    spread = f" ± {_number(name, entry['std'])}" if (entry["n"] or 0) > 1 else ""
-    paper = f" ({_number(name, entry['paper'])})" if entry["paper"] is not None else ""
-    return _number(name, entry["mean"]) + spread + paper
-
-
-def _title(name: str) -> str:
-    metric, _, model = name.rpartition("/")
-    return f"{metric} {model}".strip()
-
-
-def _number(name: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"

@@ -19,12 +19,13 @@ _SEAL = "files.json"
 _KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
 
 
-def write_results(folder: str | Path, results: Mapping[str, Any]) -> Path:
+def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
     """Write ``results.json`` of a run's folder, with its format and a checksum.
 
     Args:
         folder: The run's folder.
         results: What it has come to, plain values.
+        indent: As `json.dumps` takes it; None writes a small file.
 
     Example:
         >>> import tempfile
@@ -35,7 +36,7 @@ def write_results(folder: str | Path, results: Mapping[str, Any]) -> Path:
         7
     """
     content = {"format": FORMAT, **results}
-    text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=1)
+    text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
     return write_whole(Path(folder) / "results.json", text)
 
 

@@ -14,6 +14,7 @@ from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
 from lightning_fcl.cli.run import run
 from lightning_fcl.cli.search import Search, check
 from lightning_fcl.data.datasets import Arrays, load
+from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 
 RECIPES = recipes_folder()
@@ -253,20 +254,22 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     words = ["reproduce", "flwf", "--rows", "FCL-FT,FLwF-2T/FT + ex", "--scale", "smoke", "--seeds", "2"]
     words += ["--out", str(tmp_path), "--workers", "1"]
     main(words)
-    table = json.loads((tmp_path / "table.json").read_text())
-    assert set(table) == {"FCL-FT", "FLwF-2T/FT + ex"}
+    table = read_table(tmp_path / "table.json")
+    assert (table.paper, table.scale, table.seeds) == ("flwf", "smoke", [0, 1])
+    assert table.command == f"lightning-fcl reproduce flwf --rows '{words[3]}' --scale smoke --seeds 2"
+    assert set(table.rows) == {"FCL-FT", "FLwF-2T/FT + ex"}
     names = {"A_gen/client1", "A_gen/generalized", "A_gen/server", "A_per/client1", "A_2/client1", "F_2/client1"}
-    assert set(table["FCL-FT"]) == names
-    assert set(table["FCL-FT"]["A_2/client1"]) == {"mean", "std", "n", "paper"}
-    assert table["FCL-FT"]["A_2/client1"]["n"] == 2
-    assert table["FCL-FT"]["A_2/client1"]["paper"] == 0.5
+    assert set(table.rows["FCL-FT"]) == names
+    assert table.rows["FCL-FT"]["A_2/client1"].n == 2
+    assert table.rows["FCL-FT"]["A_2/client1"].paper == 0.5
+    assert (tmp_path / "against-paper.png").is_file()
     capsys.readouterr()
     stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
     (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
     main(words)
     assert "3 of 4 runs are there already" in capsys.readouterr().err
     assert (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns == stamp
-    assert json.loads((tmp_path / "table.json").read_text()) == table
+    assert read_table(tmp_path / "table.json").rows == table.rows
 
 
 RESERVOIR = """
@@ -313,9 +316,9 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     (folder / "rows.yaml").write_text(FIGURES)
     main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
     said = capsys.readouterr()
-    assert f"Figures: {out}/accuracy.png, {out}/density.png" in said.out
+    assert f"Figures: {out}/accuracy.png, {out}/density.png, {out}/against-paper.png" in said.out
     assert "Figure both.png is left out: not run: two." in said.err
-    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png"}
+    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png", "against-paper.png"}
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
     assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 10
     assert (out / "one" / "seed-1" / "densities.png").exists()
@@ -377,8 +380,8 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
     monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
     main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
-    table = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert [table[row]["final_accuracy/server"]["paper"] for row in rows] == [0.5, 0.75]
+    table = read_table(tmp_path / "out" / "table.json")
+    assert [table.rows[row]["final_accuracy/server"].paper for row in rows] == [0.5, 0.75]
     for clients in (2, 3):
         record = json.loads((tmp_path / "out" / f"{clients}-clients" / "seed-0" / "results.json").read_text())["record"]
         assert len(record["rounds"]) == 1

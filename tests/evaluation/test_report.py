@@ -1,6 +1,4 @@
-import json
 import re
-import statistics
 
 import matplotlib.image
 import numpy as np
@@ -8,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.report import compare_plot, table, write_report, write_table
+from lightning_fcl.evaluation.report import compare_plot, write_report
 from lightning_fcl.evaluation.results import read_results, write_results
 
 EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
@@ -184,70 +182,6 @@ def test_failing_plot_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_report(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_failing_text_leaves_the_old_one(tmp_path, monkeypatch):
-    write_table(tmp_path, table([results()]))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    def broken(source, target):
-        raise OSError("cannot rename")
-
-    monkeypatch.setattr("lightning_fcl.evaluation.files.os.replace", broken)
-    with pytest.raises(OSError, match="cannot rename"):
-        write_table(tmp_path, table([results("another")]))
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_table_is_mean_and_deviation_over_seeds():
-    runs = [results("A", seed, EXPECTED) for seed in range(3)] + [results("B", 0), results(None, 0)]
-    ours = table(runs)
-    assert list(ours) == ["A", "B", "lightning-fcl fit --config flwf.yaml"]
-    values = [run["metrics"]["A_gen/client1"] for run in runs[:3]]
-    assert ours["A"]["A_gen/client1"] == {
-        "mean": pytest.approx(statistics.mean(values)),
-        "std": pytest.approx(statistics.stdev(values)),
-        "n": 3,
-        "paper": 0.753,
-    }
-    single = runs[3]["metrics"]["A_gen/client1"]
-    assert ours["B"]["A_gen/client1"] == {"mean": single, "std": 0.0, "n": 1, "paper": None}
-    assert ours["A"]["A_gen/other"] == {"mean": None, "std": None, "n": 0, "paper": 0.5}
-
-
-def test_table_counts_only_the_seeds_that_have_a_metric():
-    runs = [results("A", seed) for seed in range(3)]
-    del runs[1]["metrics"]["F_2/client1"]
-    entry = table(runs)["A"]["F_2/client1"]
-    kept = [runs[0]["metrics"]["F_2/client1"], runs[2]["metrics"]["F_2/client1"]]
-    assert entry["n"] == 2 and entry["std"] == pytest.approx(statistics.stdev(kept))
-
-
-def test_table_refuses_the_same_run_twice():
-    with pytest.raises(ValueError, match="two of A, seed 4"):
-        table([results("A", 4), results("B", 4), results("A", 4)])
-
-
-def test_written_table(tmp_path):
-    rows = {
-        "FT": {
-            "F_2/client1": {"mean": 0.9876, "std": 0.0123, "n": 3, "paper": 1.0},
-            "upload_bytes/total": {"mean": 2.5e6, "std": 0.0, "n": 3, "paper": None},
-        },
-        "a|b": {"F_2/client1": {"mean": 0.25, "std": 0.0, "n": 1, "paper": None}},
-    }
-    as_json, markdown = write_table(tmp_path / "new", rows)
-    assert json.loads(as_json.read_text()) == rows
-    assert markdown.read_text().splitlines()[:4] == [
-        "|      |           F_2 client1 |",
-        "| ---- | --------------------: |",
-        "| FT   | 0.988 ± 0.012 (1.000) |",
-        "| a\\|b |                 0.250 |",
-    ]
-    _, markdown = write_table(tmp_path / "new", rows, metrics=["upload_bytes/total"])
-    assert evenly(markdown.read_text()).splitlines()[2:4] == ["| FT | 2.500 MB ± 0.000 MB |", "| a\\|b | - |"]
-    with pytest.raises(ValueError, match="`metrics` of F_2/client1, upload_bytes/total but got speed"):
-        write_table(tmp_path, rows, metrics=["speed"])
 
 
 def test_compare_plot(tmp_path):

@@ -22,6 +22,7 @@ import yaml
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.table import read_table
 
 ROOT = Path(__file__).parents[2]
 KINDS = (
@@ -239,7 +240,11 @@ def comes_to(folder: Path) -> dict[str, object]:
             results = read_results(path.parent)
             rounds = [{k: v for k, v in entry.items() if k != "seconds"} for entry in results["record"]["rounds"]]
             found[name] = [results["metrics"], rounds, is_whole(path.parent)]
-        elif path.name in ("metrics.csv", "trials.csv", "table.json", "best.yaml"):
+        elif path.name == "table.json":
+            found[name] = {
+                row: {m: dict(cell.values) for m, cell in of.items()} for row, of in read_table(path).rows.items()
+            }
+        elif path.name in ("metrics.csv", "trials.csv", "best.yaml"):
             found[name] = path.read_text()
         elif path.suffix in (".md", ".png"):
             found[name] = path.stat().st_size > 0

@@ -1,0 +1,74 @@
+"""Finished runs that lie beside a paper's recipes: they are taken in place of running them again.
+
+``recipes/PAPER/SCALE/`` (``recipes/PAPER/`` for the paper's own scale) has them in the folders that ``reproduce`` gives
+them below ``--out``, each with its ``results.json`` and its fingerprint: the report and its plots are drawn from those.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fcl.cli.jobs import Job, finished, start_over
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.report import write_files
+from lightning_fcl.evaluation.results import read_results, write_results
+
+
+def place_of(recipes: Path, scale: str) -> Path:
+    """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
+    return recipes if scale == "paper" else recipes / scale
+
+
+def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
+    """Bring kept runs of the same fingerprint to where those of some jobs would be; say which cannot be used, and why.
+
+    Args:
+        jobs: Those that are finished already are left as they are.
+        out: The folder that all of them lie below.
+        kept: The folder that the kept runs lie below.
+    """
+    taken = 0
+    for job in jobs:
+        source = kept / job.out.relative_to(out)
+        if finished(job) or not (source / "results.json").is_file():
+            continue
+        try:
+            _bring(job, source)
+            taken += 1
+        except ValueError as error:
+            print(f"{job.label} is run anew: {error}", file=sys.stderr)
+    if taken:
+        print(f"{taken} of {len(jobs)} runs are taken from {kept}.", file=sys.stderr)
+
+
+def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
+    """Put a finished run below a paper's folder, in two small files.
+
+    Args:
+        job: The run.
+        out: The folder that it lies below.
+        kept: The folder that it comes to lie below.
+        command: What writes it again.
+
+    Returns:
+        Its folder there.
+    """
+    target = kept / job.out.relative_to(out)
+    target.mkdir(parents=True, exist_ok=True)
+    write_results(target, read_results(job.out) | {"command": command}, indent=None)
+    write_whole(target / "fingerprint", job.fingerprint)
+    return target
+
+
+def _bring(job: Job, source: Path) -> None:
+    stamp = source / "fingerprint"
+    if not stamp.is_file() or stamp.read_bytes() != job.fingerprint.encode():
+        raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
+    results = read_results(source)
+    start_over(job.out)
+    job.out.mkdir(parents=True, exist_ok=True)
+    write_results(job.out, results)
+    write_whole(job.out / "fingerprint", job.fingerprint)
+    write_files(job.out)

@@ -1,0 +1,100 @@
+"""Finished runs that lie beside the recipes: taken, named where they cannot be, and run anew."""
+
+import json
+
+import pytest
+import yaml
+
+from lightning_fcl.cli import jobs, run
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.table import read_table
+
+RECIPES = recipes_folder()
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch, small_recipe):
+    """A paper with a row and a scale, which runs in a moment; its folder."""
+    folder = tmp_path / "recipes" / "toy"
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text((RECIPES / "quickstart.yaml").read_text())
+    (folder / "scale-smoke.yaml").write_text(yaml.safe_dump(small_recipe(rounds=1, clients=2)))
+    rows = {"a row": {"configs": [], "expected": {"final_accuracy/server": 0.5}}}
+    (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
+    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
+    return folder
+
+
+def reproduce(out, *more, seeds=1):
+    main(["reproduce", "toy", "--scale", "smoke", "--seeds", str(seeds), "--out", str(out), "--workers", "1", *more])
+
+
+def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
+    reproduce(tmp_path / "first", "--keep")
+    kept = toy / "smoke" / "a-row" / "seed-0"
+    assert f"Kept: {kept}" in capsys.readouterr().out
+    assert {path.name for path in kept.iterdir()} == {"results.json", "fingerprint"}
+    assert str(tmp_path) not in (kept / "results.json").read_text() and "\n" not in (kept / "results.json").read_text()
+    assert read_results(kept)["command"] == "lightning-fcl reproduce toy --rows 'a row' --scale smoke --seeds 1"
+
+    def never(arguments):
+        raise AssertionError(f"{arguments} is run")
+
+    monkeypatch.setattr(run, "run", never)
+    reproduce(tmp_path / "second")
+    assert f"1 of 1 runs are taken from {toy / 'smoke'}" in capsys.readouterr().err
+    assert is_whole(tmp_path / "second" / "a-row" / "seed-0")
+    first, second = (read_table(tmp_path / name / "table.json") for name in ("first", "second"))
+    assert first == second
+    reproduce(tmp_path / "second", "--finished", seeds=3)
+    said = capsys.readouterr().err
+    assert "taken from" not in said and read_table(tmp_path / "second" / "table.json").rows == first.rows
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda kept: (kept / "fingerprint").write_text("of another recipe"), "its fingerprint is another"),
+        (lambda kept: (kept / "fingerprint").unlink(), "its fingerprint is another"),
+        (lambda kept: (kept / "results.json").write_text("{"), "results.json to hold JSON"),
+        (
+            lambda kept: (kept / "results.json").write_text(
+                (kept / "results.json").read_text().replace('"seed": 0', "1", 1)
+            ),
+            "results.json to",
+        ),
+    ],
+)
+def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, monkeypatch, capsys, damage, said):
+    reproduce(tmp_path / "first", "--keep")
+    damage(toy / "smoke" / "a-row" / "seed-0")
+    ran = []
+    true = jobs.run_job
+    monkeypatch.setattr(jobs, "run_job", lambda job: ran.append(job.label) or true(job))
+    capsys.readouterr()
+    reproduce(tmp_path / "second")
+    err = capsys.readouterr().err
+    assert "a row, seed 0 is run anew: Expected " in err and said in err and "taken from" not in err
+    assert ran == ["a row, seed 0"]
+    first, second = (read_table(tmp_path / name / "table.json").rows for name in ("first", "second"))
+    assert first == second
+
+
+def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
+    reproduce(tmp_path / "first", "--keep")
+    scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
+    scale["trainer"]["max_epochs"] = 2
+    (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
+    capsys.readouterr()
+    reproduce(tmp_path / "second")
+    assert "its fingerprint is another" in capsys.readouterr().err
+    record = json.loads((tmp_path / "second" / "a-row" / "seed-0" / "results.json").read_text())["record"]
+    assert len(record["rounds"]) == 2
+
+
+def test_the_table_of_finished_runs_needs_one(toy, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        reproduce(tmp_path / "out", "--finished")
+    assert f"Expected finished runs in {tmp_path / 'out'} or {toy / 'smoke'}" in capsys.readouterr().err

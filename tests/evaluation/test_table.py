@@ -1,0 +1,129 @@
+"""A paper's table: over seeds by hand, and read back as it was written."""
+
+import json
+import re
+import statistics
+
+import pytest
+
+from lightning_fcl.evaluation.table import Cell, Table, cells, read_table, write_table
+
+EXPECTED = {"A_gen/client1": 0.753, "A_gen/other": 0.5}
+
+
+def results(row="FLwF-2T/FT", seed=0, expected=None):
+    """What a table reads of a run's results."""
+    return {
+        "recipe": {"paper": "flwf", "row": row} if row else None,
+        "seed": seed,
+        "metrics": {"A_gen/client1": 0.7 + 0.01 * seed**2, "F_2/client1": 0.2 - 0.03 * seed, "A_gen/server": 0.6},
+        "expected": expected or {},
+        "versions": {"lightning-fcl": "0.1.0", "torch": "2.13.0"},
+        "machine": "a small computer",
+        "seconds": 12.34,
+        "command": "lightning-fcl fit --config flwf.yaml",
+    }
+
+
+def of(rows, paper="flwf"):
+    versions = {"lightning-fcl": "0.2.0", "torch": "2.15.0"}
+    return Table(paper, "paper", f"lightning-fcl reproduce {paper} --seeds 3", versions, "a machine", 90.0, rows)
+
+
+def test_a_table_is_what_each_seed_gave():
+    runs = [results("A", seed, EXPECTED) for seed in range(3)] + [results("B", 0), results(None, 0)]
+    ours = cells(runs)
+    assert list(ours) == ["A", "B", "lightning-fcl fit --config flwf.yaml"]
+    values = [run["metrics"]["A_gen/client1"] for run in runs[:3]]
+    cell = ours["A"]["A_gen/client1"]
+    assert dict(cell.values) == dict(enumerate(values)) and cell.n == 3 and cell.paper == 0.753
+    assert cell.mean == pytest.approx(sum(values) / 3)
+    assert cell.std == pytest.approx(statistics.stdev(values))
+    assert (single := ours["B"]["A_gen/client1"]).std == 0.0 and single.n == 1 and single.paper is None
+    missing = ours["A"]["A_gen/other"]
+    assert (missing.mean, missing.std, missing.n, missing.paper) == (None, None, 0, 0.5)
+
+
+def test_a_table_counts_only_the_seeds_that_have_a_metric():
+    runs = [results("A", seed) for seed in range(3)]
+    del runs[1]["metrics"]["F_2/client1"]
+    assert list(cells(runs)["A"]["F_2/client1"].values) == [0, 2]
+
+
+def test_a_table_refuses_the_same_run_twice():
+    with pytest.raises(ValueError, match="two of A, seed 4"):
+        cells([results("A", 4), results("B", 4), results("A", 4)])
+
+
+def test_a_table_tells_what_made_it():
+    other = results("B", 1) | {"machine": "a large computer"}
+    table = Table.of([results("A", 0), other], "flwf", "small", "lightning-fcl reproduce flwf")
+    assert table.versions == {"lightning-fcl": "0.1.0", "torch": "2.13.0"} and table.seeds == [0, 1]
+    assert table.machine == "a small computer; a large computer" and table.seconds == 24.7
+    few = table.only(["F_2/client1", "A_gen/server"])
+    assert few.metrics == ["F_2/client1", "A_gen/server"] and few.seconds == 24.7
+    with pytest.raises(ValueError, match=r"`metrics` of A_gen/client1, .* but got speed"):
+        table.only(["speed"])
+
+
+def test_a_written_table_is_read_back(tmp_path):
+    rows = {
+        "FT": {
+            "F_2/client1": Cell({0: 0.9, 2: 1.0}, 1.0),
+            "upload_bytes/total": Cell({0: 2.5e6, 2: 2.5e6}),
+            "A_2/other": Cell({}, 0.5),
+        },
+        "a|b": {"F_2/client1": Cell({0: 0.25})},
+    }
+    as_json, markdown = write_table(tmp_path / "new", of(rows))
+    assert read_table(as_json) == of(rows)
+    content = json.loads(as_json.read_text())
+    assert content["format"] == 1 and content["seeds"] == [0, 2] and content["seconds"] == 90.0
+    assert content["rows"]["FT"]["F_2/client1"]["values"] == {"0": 0.9, "2": 1.0}
+    assert re.sub(" +", " ", markdown.read_text()).splitlines()[:4] == [
+        "| | F_2 client1 | upload_bytes total | A_2 other |",
+        "| ---- | --------------------: | -----------------: | --------: |",
+        "| FT | 0.950 ± 0.071 (1.000) | 2.500 MB | - (0.500) |",
+        "| a\\|b | 0.250 | - | - |",
+    ]
+
+
+def test_a_table_that_is_not_whole_is_named(tmp_path):
+    path, _ = write_table(tmp_path, of({"FT": {"F_2/client1": Cell({0: 0.9, 1: 1.0}, 1.0)}}))
+    content = json.loads(path.read_text())
+
+    def refused(match, **changed):
+        path.write_text(json.dumps(content | changed))
+        with pytest.raises(ValueError, match=match):
+            read_table(path)
+
+    def row(**changed):
+        return {"FT": {"F_2/client1": content["rows"]["FT"]["F_2/client1"] | changed}}
+
+    refused("to be of format 1 but it is of none: another version", format=None)
+    refused("to be of format 1 but it is of 7", format=7)
+    refused("Expected `machine` in .* but got None", machine=None)
+    refused("Expected `FT` in .* but got 3", rows={"FT": 3})
+    refused(
+        "Expected `mean` of F_2/client1 in row FT in .* to be 0.95, by its values, but got 0.96", rows=row(mean=0.96)
+    )
+    refused("Expected `n` .* to be 2", rows=row(n=3))
+    refused("Expected `1` of F_2/client1 .* but got high", rows=row(values={"0": 0.9, "1": "high"}))
+    refused("a number for each seed", rows=row(values={"first": 0.9, "1": 1.0}))
+    refused("Expected `paper` of F_2/client1", rows=row(paper="1"))
+    path.write_text("{")
+    with pytest.raises(ValueError, match="to hold JSON but got"):
+        read_table(path)
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_table(tmp_path, of(cells([results()])))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def broken(source, target):
+        raise OSError("cannot rename")
+
+    monkeypatch.setattr("lightning_fcl.evaluation.files.os.replace", broken)
+    with pytest.raises(OSError, match="cannot rename"):
+        write_table(tmp_path, of(cells([results("another")])))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
