@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import platform
+import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
 from lightning_fcl.cli.ending import StopAfterRound
 from lightning_fcl.data.arguments import new_name
@@ -172,7 +174,9 @@ class FederatedCLI(LightningCLI):
             "metrics": summarize(metrics.record),
             "record": metrics.record,
             "expected": dict(recipe["expected"]),
-            "versions": {name: version(name) for name in ("lightning-fcl", "lightning", "torch", "avalanche-lib")},
+            # What an editable installation says of itself is as old as the installation.
+            "versions": {"lightning-fcl": __version__}
+            | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
             "machine": machine(),
             "seconds": round(time.monotonic() - self._began, 1),
             "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
@@ -256,8 +260,10 @@ def machine() -> str:
         >>> "core" in machine()
         True
     """
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
+    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
+    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
 
 
 def run(arguments: Sequence[str]) -> FederatedCLI:

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
 from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
@@ -381,6 +383,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
     monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
     main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
     table = read_table(tmp_path / "out" / "table.json")
+    assert table.versions["lightning-fcl"] == __version__ and re.search(r", \d+ cores, \d+ threads?", table.machine)
     assert [table.rows[row]["final_accuracy/server"].paper for row in rows] == [0.5, 0.75]
     for clients in (2, 3):
         record = json.loads((tmp_path / "out" / f"{clients}-clients" / "seed-0" / "results.json").read_text())["record"]
