@@ -15,7 +15,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, check_fields, one_of
 from lightning_fcl.evaluation.continual import part_name
-from lightning_fcl.federation.aggregation import entries, load_entries
+from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.messages import RoundRecord
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of
 from lightning_fcl.methods.compose import methods_of
@@ -32,6 +32,11 @@ class ContinualMetrics(Callback):
     ``server/accuracy``. A module that tells ``measures()``, as `Regressor` does, is measured by these in place of
     accuracy, as in ``server/MSE``; curves and matrices are of the first.
 
+    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
+    that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
+    send or compression has left over; images that are stored pixels as such. Neither what it receives anew in each
+    round nor the samples of its present experience count.
+
     In a plain Trainer, whose stream has one client, each epoch is a round, and its only model goes by the name of
     ``"server"``.
 
@@ -41,7 +46,10 @@ class ContinualMetrics(Callback):
             aggregation, and the server's. ``"aggregated"``: after the last round of an experience, and whether a client
             was drawn for it or not, the model that it would predict with: the server's with the client's own entries,
             made personal by its methods. It is tested on the classes (or domains) of the client's experiences so far,
-            unless it is the server's.
+            unless it is the server's. ``"both"``: as ``"aggregated"``, and beside it each client's own model after its
+            last local training of an experience, before aggregation, on the same classes: it makes metrics of their
+            own, as ``average_accuracy_own``. A client has none after an experience in which it was never drawn, or
+            whose last upload was refused.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
@@ -53,7 +61,7 @@ class ContinualMetrics(Callback):
     """
 
     clients: Literal["all", "none"] | list[str] = "all"
-    when: Literal["trained", "aggregated"] = argument("trained", one_of, ("trained", "aggregated"))
+    when: Literal["trained", "aggregated", "both"] = argument("trained", one_of, ("trained", "aggregated", "both"))
     on: Literal["test", "validation"] = argument("test", one_of, ("test", "validation"))
     training: bool = False
     start: bool = False
@@ -66,6 +74,7 @@ class ContinualMetrics(Callback):
             raise ValueError(f'Expected `clients` to be "all", "none" or a list of ids but got "{self.clients}".')
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
+        self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
         self._test: Tester | None = None
         self._started = 0.0
 
@@ -90,7 +99,7 @@ class ContinualMetrics(Callback):
             raise ValueError(
                 f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
             )
-        self._current = {}
+        self._current, self._own = {}, {}
         self._test = Tester.of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
@@ -124,8 +133,24 @@ class ContinualMetrics(Callback):
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """Test a client's model."""
         predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
-        if predicts and self.when == "trained" and self._tests(client_round.client):
+        if not (predicts and self._tests(client_round.client)):
+            return
+        if self.when == "trained":
             self._current[client_round.client] = self._evaluate(pl_module, client_round.client)
+        elif self.when == "both" and self._was_last(trainer, client_round):
+            trained = {name: value.detach().clone() for name, value in entries(pl_module).items()}
+            self._own[client_round.client] = self._personal(trainer, pl_module, client_round, trained)
+            load_entries(pl_module, trained)
+
+    def _was_last(self, trainer: L.Trainer, client_round: ClientRound) -> bool:
+        """Whether no later round of the client's experience is to draw it: who takes part is known beforehand."""
+        federation = federation_of(trainer)
+        assert federation is not None  # in which alone clients end
+        experiences = federation.plan.experiences[client_round.client]
+        later = (
+            r for r in range(client_round.round + 1, len(experiences)) if experiences[r] == client_round.experience
+        )
+        return not any(client_round.client in federation.drawn(round) for round in later)
 
     def _tests(self, client: str) -> bool:
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
@@ -135,7 +160,7 @@ class ContinualMetrics(Callback):
         federation = federation_of(trainer)
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
         tested, self._current = self._current, {}
-        if self.when == "aggregated":
+        if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)
         elif not adapting:
             tested = {**tested, "server": self._evaluate(pl_module, "server")}
@@ -162,6 +187,7 @@ class ContinualMetrics(Callback):
                 "round": trainer.current_epoch,
                 "experience": {**experiences, "server": max(experiences.values())},
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
+                **({"own": self._own} if self.when == "both" else {}),
                 "upload_bytes": dict(happened.upload_bytes),
                 "download_bytes": dict(happened.download_bytes),
                 "dropped": dict(happened.dropped),
@@ -172,7 +198,7 @@ class ContinualMetrics(Callback):
                 "seconds": now - self._started,
             }
         )
-        self._started = now
+        self._started, self._own = now, {}
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
         module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
@@ -198,16 +224,22 @@ class ContinualMetrics(Callback):
             return found
         received = {name: value.detach().clone() for name, value in entries(module).items()}
         for client_round in ending:
-            client = client_round.client
-            state = federation.client_state(client, received)
-            if state is received:
-                found[client] = found["server"]  # all predict with the same model
-                continue
-            load_entries(module, state)
-            seen = stream.plan.tasks[client][: client_round.experience + 1]
-            found[client] = self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
+            state = federation.client_state(client_round.client, received)
+            alike = state is received  # all predict with the same model
+            own = found["server"] if alike else self._personal(trainer, module, client_round, received)
+            found[client_round.client] = own
         load_entries(module, received)
         return found
+
+    def _personal(
+        self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
+    ) -> Counts | Values:
+        """Test what a client predicts with where a state is the server's, on the groups of its experiences so far."""
+        federation, client = federation_of(trainer), client_round.client
+        assert federation is not None
+        load_entries(module, federation.client_state(client, state))
+        seen = federation.plan.tasks[client][: client_round.experience + 1]
+        return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
         """What a model comes to on the test set, or on that of some groups alone.
@@ -228,7 +260,10 @@ class ContinualMetrics(Callback):
         return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Test the server's last model on what the clients have learnt from."""
+        """Count what stays with clients; test the server's last model on what they have learnt from."""
+        if (federation := federation_of(trainer)) is not None:
+            kept = {client: federation.kept_bytes(client) for client in federation.plan.clients}
+            self.record["kept_bytes"] = kept
         if not self.training:
             return
         stream = need_stream(trainer)

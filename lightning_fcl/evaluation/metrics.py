@@ -51,6 +51,8 @@ __all__ = [
     "task_curves",
 ]
 
+_AFTER_TASKS = ("average_", "forgetting", "BWT", "learning_")  # of the last test in each experience alone
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -211,8 +213,10 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     for each client ``A_per``. For each model with T > 1 tasks ``A_T`` and ``F_T`` with the number in T's place, from
     the mean over a task's rounds (Usmanova et al. 2021); and from a task's last round, as is usual in continual
     learning, ``average_accuracy``, ``forgetting``, ``BWT`` and ``learning_accuracy``; and ``stream_accuracy_i`` after
-    experience i, from 0. Beside the clients' values the mean over the clients
-    that have one, as ``metric/clients``. Finally ``upload_bytes/total`` and ``download_bytes/total``.
+    experience i, from 0. Where clients' own models were tested before aggregation beside what they predict with after
+    it, ``average_accuracy_own``, ``forgetting_own``, ``BWT_own`` and ``learning_accuracy_own``. Beside the clients'
+    values the mean over the clients that have one, as ``metric/clients``. Finally ``kept_bytes/clients``, the mean of
+    what stays with a client when the run ends, ``upload_bytes/total`` and ``download_bytes/total``.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.
 
@@ -232,6 +236,10 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     """
     metrics_of = _measures_of if "measures" in record else _metrics_of
     models = {model: metrics_of(record, model) for model in curves(record)}
+    before = before_aggregation(record)
+    for model in curves(before):
+        found = {name: value for name, value in metrics_of(before, model).items() if name.startswith(_AFTER_TASKS)}
+        models[model] = models.get(model, {}) | {f"{name}_own": value for name, value in found.items()}
     clients = [metrics for model, metrics in models.items() if model != "server"]
     names = dict.fromkeys(name for metrics in clients for name in metrics)
     models["clients"] = {name: finite_mean([metrics.get(name, np.nan) for metrics in clients]) for name in names}
@@ -242,9 +250,28 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
             summary |= {f"training_{name}/server": values["0"] for name, values in training.items()}
         else:
             summary["training_accuracy/server"] = training["correct"] / training["total"]
+    if kept := record.get("kept_bytes"):
+        summary["kept_bytes/clients"] = finite_mean(list(kept.values()))
     for way in ("upload_bytes", "download_bytes"):
         summary[f"{way}/total"] = float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"]))
     return summary
+
+
+def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record of the clients' own models alone, as their last local training of each experience has left them.
+
+    Empty of rounds where they were not tested beside what clients predict with after aggregation.
+
+    Example:
+        >>> rounds = [{"round": 0, "experience": {"a": 0}, "correct": {"a": [5]}, "own": {"a": [7]}}]
+        >>> record = {"groups": ["x"], "totals": [10], "tasks": {"server": [[0]], "a": [[0]]}, "rounds": rounds}
+        >>> models_tested(before_aggregation(record)["rounds"][0])
+        {'a': [7]}
+    """
+    name = "values" if "measures" in record else "correct"
+    rounds = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
+    tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
+    return {**record, "tasks": tasks, "rounds": rounds}
 
 
 def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:

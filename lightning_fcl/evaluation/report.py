@@ -28,6 +28,7 @@ _MEANINGS = {
     "average_accuracy": "mean of the accuracies on all tasks after the last round",
     "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
     "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
+    "kept_bytes": "what stays with a client between rounds, when the run ends",
     "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
 }
 _MEASURED = {
@@ -190,7 +191,9 @@ def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) ->
     for one in record.get("measures", []):
         way = "higher" if one["higher_is_better"] else "lower"
         meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEASURED.items()}
-    meanings = {kind: meaning for kind, meaning in meanings.items() if kind in kinds}
+    own = ", of the client's own model: after its last local training of each task, before aggregation"
+    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items() if meaning}
+    meanings = {kind: meanings.get(kind) for kind in kinds}
     notes = [f"- `{kind}`: {meaning}" for kind, meaning in meanings.items() if meaning]
     total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
     return "\n\n".join(["## Metrics", markdown_table(["model", *kinds], lines), *total, "\n".join(notes)])

@@ -118,6 +118,17 @@ class ClientStore:
                 unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}"))
             )
 
+    def nbytes(self, client: str) -> int:
+        """Bytes of all that a client keeps, as it is stored.
+
+        Example:
+            >>> store = ClientStore()
+            >>> store["client1"] = {"model": {"head.weight": torch.zeros(2)}}
+            >>> store.nbytes("client1"), store.nbytes("never seen")
+            (8, 0)
+        """
+        return sum(value.nbytes for memory in self._read(client).values() for value in memory.values())
+
     def clear(self) -> None:
         """Forget every client."""
         self._states.clear()

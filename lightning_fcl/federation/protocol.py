@@ -1,14 +1,14 @@
 """What the parts of a federation may know of each other: typed contracts, and nothing else.
 
-`LocalTrainer` trains some clients of a round, `FederationView` is what methods and callbacks may see of a running
-federation, and the small protocols below them say what a module may offer beyond Lightning's `training_step`. A module
-has what it has: whoever asks says ``isinstance(module, StatesLoss)``, and none is required.
+`FederationView` is what methods and callbacks may see of a running federation, and the small protocols below it say
+what a module may offer beyond Lightning's `training_step`. A module has what it has: whoever asks says
+``isinstance(module, StatesLoss)``, and none is required. How clients train is in
+`lightning_fcl.federation.local_training`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -28,96 +28,6 @@ if TYPE_CHECKING:
 
 Batch = Any
 """A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """What some clients' local training begins with.
-
-    Args:
-        client_rounds: Their parts in the round.
-        states: The state that each starts from: the server's, and its own entries; one object where they are the same.
-        memories: What each remembers for each method.
-        optimizers: What is left of each one's optimizer; empty where it begins afresh.
-    """
-
-    client_rounds: Sequence[ClientRound]
-    states: Sequence[State]
-    memories: Sequence[Sequence[Memory]]
-    optimizers: Sequence[Memory]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What some clients' local training has come to.
-
-    Args:
-        uploads: What the clients send, every entry of shape (clients, ...).
-        memories: For each client, the memory of each method.
-        own: The only client's own state, which stands in the module; None: the clients' are their uploads.
-        optimizer: The only client's optimizer's state; None where it does not last.
-        finite: Whether the loss of each client's every step was finite, shape (clients,); None where nobody has looked.
-    """
-
-    uploads: State
-    memories: Sequence[Sequence[Memory]]
-    own: State | None = None
-    optimizer: Memory | None = None
-    finite: Tensor | None = None
-
-    def state(self, row: int) -> State:
-        """The state that a client's training has left."""
-        return self.own if self.own is not None else {name: value[row] for name, value in self.uploads.items()}
-
-
-class LocalTrainer(Protocol):
-    """Trains some clients of a round, side by side: from what they receive to what they upload.
-
-    One object trains all clients of a fit, some at a time. `lightning_fcl.simulation.sequential` and ``vectorized``
-    have those for modules in general; a module may bring its own, see `BringsLocalTrainer`.
-    """
-
-    @property
-    def clients_at_once(self) -> int:
-        """How many clients train side by side."""
-
-    @property
-    def stacked(self) -> bool:
-        """Whether batches have a first dimension for the clients, even if it is one client."""
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """What Lightning steps in place of the module's own optimizer; None: that one."""
-
-    def begin(self, start: Start) -> None:
-        """Begin with some clients."""
-
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
-        """One step's loss.
-
-        Args:
-            batch: The batch, stacked or not.
-            batch_idx: Its number.
-            weight: Share of each sample in its client's mean, shape (clients, batch), 0 for padding; None where batches
-                are not stacked.
-        """
-
-    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Call ``step``, with those clients left as they are that are done: all but the first ``active``."""
-
-    def finish(self) -> Trained:
-        """End these clients' local training."""
-
-    def abort(self) -> None:
-        """Forget these clients: the round was cut short."""
-
-
-@runtime_checkable
-class TakesGradients(Protocol):
-    """A local trainer that tells its clients' gradients, stacked, in place of a backward pass through the loss."""
-
-    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """Those of the step whose loss is given, of all that `LocalTrainer.optimizer` steps, in its order."""
 
 
 @runtime_checkable
@@ -176,6 +86,9 @@ class FederationView(Protocol):
     def batching(self) -> Batching:
         """How a client's samples become batches."""
 
+    def drawn(self, round: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""
 
@@ -193,6 +106,9 @@ class FederationView(Protocol):
 
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with."""
+
+    def kept_bytes(self, client: str) -> int:
+        """Bytes of all that a client keeps now, images as stored pixels where the data set has such."""
 
     def server_state(self, section: str) -> State:
         """What the server keeps for a method, by name."""
@@ -313,37 +229,8 @@ class SolvesAtServer(Protocol):
 
 
 @runtime_checkable
-class BringsLocalTrainer(Protocol):
-    """A module whose clients train in a way of their own."""
-
-    def local_trainer(self, request: TrainerRequest) -> LocalTrainer:
-        """The trainer of this module's clients.
-
-        Raises:
-            ValueError: If it cannot honour what is asked for.
-        """
-
-
-@runtime_checkable
 class HasHparams(Protocol):
     """A module that has arguments which a checkpoint must share to be continued."""
 
     def fingerprint(self) -> Mapping[str, Any]:
         """The arguments, as plain values."""
-
-
-@dataclass(frozen=True)
-class TrainerRequest:
-    """What a federation asks of a local trainer.
-
-    Args:
-        clients_at_once: Clients side by side; None leaves it to the trainer.
-        shaping: Names of the methods that add to the loss.
-        rules: The reductions that the strategy was given, over those of the module.
-        may_miss: Whether clients may miss a synchronisation, and go on from their own state.
-    """
-
-    clients_at_once: int | None = None
-    shaping: Sequence[str] = ()
-    rules: Rules = field(default_factory=dict)
-    may_miss: bool = False

@@ -19,14 +19,9 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Start, TrainerRequest
 from lightning_fcl.federation.optimizer_state import with_parameters
-from lightning_fcl.federation.protocol import (
-    BringsLocalTrainer,
-    LocalTrainer,
-    Start,
-    TrainerRequest,
-    Vectorizable,
-)
+from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.simulation.sequential import SequentialTrainer

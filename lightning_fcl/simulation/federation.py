@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
@@ -19,21 +19,20 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import FederatedStream, StreamLoader
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds, LocalTrainer, TrainerRequest
+from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.method import section as section_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
-from lightning_fcl.simulation.limits import check_stream
+from lightning_fcl.simulation.limits import check_stream, there
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Federation:
@@ -257,6 +256,11 @@ class Federation:
         """How a client's samples become batches."""
         return there(self.loader, "a fit").batching
 
+    def drawn(self, round: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        there_are_some = self.plan.train[round].keys() - self.participation.unavailable(round)
+        return self.participation.draw(self.plan, round)[0] if there_are_some else []
+
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""
         unavailable = self.participation.unavailable(round)
@@ -275,6 +279,10 @@ class Federation:
     def remember(self, client: str, section: str, memory: Memory) -> None:
         """Keep something for a client in a section."""
         self.server.store[client] = {**self.server.store[client], section: memory}
+
+    def kept_bytes(self, client: str) -> int:
+        """Bytes of all that a client keeps now, images as stored pixels where the data set has such."""
+        return self.server.store.nbytes(client)
 
     def server_state(self, section: str) -> State:
         """What the server keeps for a method, by name."""
@@ -336,14 +344,3 @@ class Federation:
     def forget_server(self) -> None:
         """The module has a state of its own again: that of a checkpoint."""
         self._waiting = None
-
-
-def there(value: T | None, what: str) -> T:
-    """A value that is there once something has begun.
-
-    Raises:
-        RuntimeError: If it is not.
-    """
-    if value is None:
-        raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
-    return value

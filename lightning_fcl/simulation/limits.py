@@ -1,6 +1,8 @@
-"""What a federation cannot honour: settings of the Trainer and of the stream, refused by name."""
+"""What a federation cannot honour, or work on: settings of the Trainer and of the stream, refused by name."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
@@ -8,6 +10,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
+
+T = TypeVar("T")
 
 
 def check_trainer(trainer: L.Trainer, devices: int) -> None:
@@ -76,3 +80,14 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."
         )
+
+
+def there(value: T | None, what: str) -> T:
+    """A value that is there once something has begun.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    if value is None:
+        raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
+    return value

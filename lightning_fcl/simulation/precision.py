@@ -9,7 +9,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.federation.protocol import TakesGradients
+from lightning_fcl.federation.local_training import TakesGradients
 from lightning_fcl.simulation.federation import Federation
 
 

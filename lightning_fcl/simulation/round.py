@@ -12,11 +12,13 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import Batch, SolvesAtServer, Start, Trained
+from lightning_fcl.federation.protocol import Batch, SolvesAtServer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
-from lightning_fcl.simulation.federation import Federation, there
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.loader import BatchContext
 
 log = logging.getLogger(__name__)

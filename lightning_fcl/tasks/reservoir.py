@@ -14,7 +14,8 @@ from torchmetrics import Metric
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import State, entries
-from lightning_fcl.federation.protocol import TrainerRequest, federation_of
+from lightning_fcl.federation.local_training import TrainerRequest
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
 from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share

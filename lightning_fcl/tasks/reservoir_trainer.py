@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import Batch, Start, Trained
+from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.protocol import Batch
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, solve, square
 

@@ -336,5 +336,121 @@ def test_after_aggregation_every_client_is_tested_with_what_it_would_predict_wit
         assert rounds[-1]["correct"][client] == counts(by_hand.eval(), stream, 4)
     assert rounds[-1]["correct"]["server"] == counts(task.eval(), stream, 4)
     assert any(rounds[-1]["correct"][client] != rounds[-1]["correct"]["server"] for client in "012")
-    with pytest.raises(ValueError, match='Expected `when` to be "trained" or "aggregated" but got "never"'):
+    with pytest.raises(ValueError, match='Expected `when` to be "trained", "aggregated" or "both" but got "never"'):
         ContinualMetrics(when="never")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+
+
+class LastModels(Callback):
+    """The model of each client after its latest training in each experience, and the round of it."""
+
+    def __init__(self):
+        self.models = {}
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        own = copy.deepcopy(pl_module.model).eval()
+        if client_round.client == "1":  # as `Doubles` has it
+            own[2].weight.data *= 2
+        self.models[client_round.client, client_round.experience] = client_round.round, own
+
+
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, make_stream, make_task, cohort_size):
+    stream, both, last = make_stream(rounds_per_experience=4), ContinualMetrics(when="both"), LastModels()
+    options = {"reductions": {"model.2.bias": "none"}, "participation": 2, "cohort_size": cohort_size}
+
+    def run(*callbacks):
+        task = make_task(model=net())
+        return fit(task, stream, [Doubles(), *callbacks], **options), task.state_dict()
+
+    _, state = run(both, last)
+    plain = ContinualMetrics(when="aggregated")
+    _, as_before = run(plain)
+    torch.testing.assert_close(state, as_before, rtol=0, atol=0)  # a test changes nothing
+    assert [e["correct"] for e in both.record["rounds"]] == [e["correct"] for e in plain.record["rounds"]]
+    found = {
+        (c, entry["experience"][c]): (entry["round"], n)
+        for entry in both.record["rounds"]
+        for c, n in entry["own"].items()
+    }
+    assert found.keys() == last.models.keys() and {r % 4 for r, _ in found.values()} > {3}
+    x, y = stream.take(stream.plan.test)
+    for (client, experience), (round, counts) in found.items():
+        expected, model = last.models[client, experience]
+        right = (model(x).argmax(1) == y).numpy()
+        seen = {g for groups in stream.plan.tasks[client][: experience + 1] for g in groups}
+        by_hand = [int(right[y.numpy() == g].sum()) if g in seen else None for g in range(4)]
+        assert (round, counts) == (expected, by_hand)
+    summary, totals = summarize(both.record), both.record["totals"]
+    for client in "012":
+        rows = [found[client, e][1] for e in (0, 1)]
+        on = [
+            [sum(row[g] for g in groups) / sum(totals[g] for g in groups) if row[groups[0]] is not None else 0.0
+             for groups in stream.plan.tasks[client]]
+            for row in rows
+        ]  # fmt: skip
+        assert summary[f"average_accuracy_own/{client}"] == pytest.approx(sum(on[1]) / 2)
+        assert summary[f"forgetting_own/{client}"] == pytest.approx(on[0][0] - on[1][0])
+        assert summary[f"learning_accuracy_own/{client}"] == pytest.approx((on[0][0] + on[1][1]) / 2)
+    own = [summary[f"average_accuracy_own/{c}"] for c in "012"]
+    assert summary["average_accuracy_own/clients"] == pytest.approx(sum(own) / 3) != summary["average_accuracy/clients"]
+    assert not {"average_accuracy_own/server", "A_per_own/0", "A_2_own/0"} & set(summary)
+    assert {k: v for k, v in summary.items() if "_own" not in k} == summarize(plain.record)
+
+
+def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
+    class Diverges(Method):
+        def upload(self, memory, own):
+            wrong = self.federation.client_round.client == "1" and self.federation.round == 3
+            return {name: value * (float("nan") if wrong else 1) for name, value in own.items()}
+
+    metrics = ContinualMetrics(when="both")
+    swarm = Swarm(leaves={"2": 2}, missing={"0": [3]})
+    fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], swarm=swarm, cohort_size=1)
+    rounds = metrics.record["rounds"]
+    assert "1" in rounds[3]["dropped"]
+    assert [set(entry["own"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]
+    summary = summarize(metrics.record)
+    assert "average_accuracy_own/1" in summary and "average_accuracy_own/2" not in summary  # it had one experience
+    metrics = ContinualMetrics(["0"], when="both")
+    fit(make_task(), make_stream(rounds_per_experience=2), [metrics], participation=1)
+    drawn = [[c for c in "012" if c in entry["upload_bytes"]] for entry in metrics.record["rounds"]]
+    expected = [{"0"} & {*now} - ({*drawn[r + 1]} if r % 2 == 0 else set()) for r, now in enumerate(drawn)]
+    assert [set(entry["own"]) for entry in metrics.record["rounds"]] == expected
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, make_task, tmp_path, cut):
+    records, options = [], {"participation": 2, "reductions": {"model.2.bias": "none"}}
+    for path in (None, tmp_path / "round.ckpt"):
+        metrics, words = ContinualMetrics(when="both"), {"rounds_per_experience": 3}
+        task = make_task(model=net())
+        if path is not None:
+            first = [ContinualMetrics(when="both"), Replay(12)]
+            fit(task, make_stream(**words), first, max_epochs=cut, **options).save_checkpoint(path)
+        fit(task, make_stream(**words), [metrics, Replay(12)], ckpt_path=path, **options)
+        records.append(metrics.record)
+    left, right = ([(e["own"], e["correct"]) for e in record["rounds"]] for record in records)
+    assert left == right and any(own for own, _ in left)
+    assert records[0]["kept_bytes"] == records[1]["kept_bytes"]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_bytes_that_stay_with_clients_are_counted_when_the_fit_ends(fit, make_stream, make_task, store):
+    metrics, stream = ContinualMetrics(clients="none"), make_stream(rounds_per_experience=1)
+    options = {"reductions": {"model.2.bias": "none"}, "client_store": store}
+    task = make_task(model=net())
+    trainer = fit(task, stream, [metrics, Replay(12)], **options)
+    kept = {client: trainer.strategy.server.store[client] for client in "012"}
+    assert {"model", "Replay"} == set(kept["0"])
+    expected = {c: sum(v.nbytes for memory in of.values() for v in memory.values()) for c, of in kept.items()}
+    assert metrics.record["kept_bytes"] == expected and expected["0"] >= 4 * 4 + 12 * (6 * 4 + 8)
+    assert summarize(metrics.record)["kept_bytes/clients"] == pytest.approx(sum(expected.values()) / 3)
+    fit(make_task(), stream, [metrics])
+    assert summarize(metrics.record)["kept_bytes/clients"] == 0
+    fit(make_task(), make_stream(clients=1), [metrics], strategy="auto", max_epochs=2)
+    assert "kept_bytes" not in metrics.record and "kept_bytes/clients" not in summarize(metrics.record)

@@ -333,3 +333,30 @@ def test_curves_over_tasks_are_the_mean_of_the_clients_that_were_tested():
     np.testing.assert_allclose(forgotten, [np.nan, (0.4 - 0.1) / 2, (0.3 + 0.6) / 2])
     alone = {**record, "tasks": {model: parts[:1] for model, parts in tasks.items()}, "rounds": rounds[:2]}
     assert [len(values) for values in task_curves(alone)] == [0, 0]
+
+
+def test_own_models_of_a_task_with_measures():
+    """What clients predict with after aggregation, and their own models before it, keep apart."""
+    rounds = [
+        {
+            "round": r,
+            "experience": {"a": r},
+            "values": {"a": {"MSE": {"0": 4.0 + r, "1": 2.0, "0+1": 3.0}}},
+            "own": {"a": {"MSE": {"0": 1.0 + 2 * r, "1": 5.0 * r, "0+1": 3.0 * r}}},
+        }
+        for r in range(2)
+    ]
+    measures = [{"name": "MSE", "higher_is_better": False}]
+    record = {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"server": [[0], [1]], "a": [[0], [1]]}}
+    summary = summarize({**record, "measures": measures, "rounds": rounds})
+    own = {name: value for name, value in summary.items() if name.endswith("_own/a")}
+    assert own == {
+        "average_MSE_own/a": 4.0,
+        "learning_MSE_own/a": 3.0,
+        "forgetting_MSE_own/a": 2.0,
+        "BWT_MSE_own/a": -2.0,
+    }
+    assert summary["average_MSE/a"] == 3.5 and summary["average_MSE_own/clients"] == 4.0
+    before = [{name: value for name, value in entry.items() if name != "own"} for entry in rounds]
+    plain = summarize({**record, "measures": measures, "rounds": before})
+    assert plain == {name: value for name, value in summary.items() if "_own" not in name}

@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.federation.protocol import (
-    BringsLocalTrainer,
-    LocalTrainer,
-    SolvesAtServer,
-    Start,
-    Trained,
-    TrainerRequest,
-)
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Start, Trained, TrainerRequest
+from lightning_fcl.federation.protocol import SolvesAtServer
 from lightning_fcl.methods.method import Method
 
 

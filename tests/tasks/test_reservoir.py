@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import ReservoirClassifier, ReservoirRegressor
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF
-from lightning_fcl.federation.protocol import TrainerRequest
+from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.models import EchoStateNetwork
 
 
