@@ -30,7 +30,7 @@ CPUS = OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MK
 ON_CPUS ?= rounding and not slow
 
 test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherwise, as on other CPUs
-	for cpu in $(CPUS); do echo "== $$cpu" && env $$cpu $(BIN)/python -m pytest -n 2 -m "$(ON_CPUS)" tests || exit 1; done
+	for cpu in $(CPUS); do echo "== $$cpu" && env $$cpu sh -c '$(BIN)/python -m pytest -n $$((2 / OMP_NUM_THREADS)) -m "$(ON_CPUS)" tests' || exit 1; done
 
 test-portable: .venv/ready ## all tests but the slow ones, as on other CPUs, and on the other Pythons that are there
 	$(BIN)/tox run

@@ -34,14 +34,6 @@ _CALIBRATION = 256  # images, those of the base session first
 
 
 @runtime_checkable
-class TwoParts(Protocol):
-    """A network with a backbone, which is frozen after the base session, and a head, which devices train."""
-
-    backbone: nn.Module
-    head: nn.Module
-
-
-@runtime_checkable
 class LearnsBaseSession(Protocol):
     """A module that learns from the base session in a way of its own, too."""
 
@@ -117,7 +109,7 @@ class BaseSession(Callback):
                 "remembers maps, but it stands before it. Change their order."
             )
         network = pl_module.model if isinstance(pl_module, Classifier) else None
-        if network is None or not isinstance(network, TwoParts):
+        if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
             raise ValueError(
                 f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
                 f"`{type(network).__name__}`."

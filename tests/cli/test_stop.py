@@ -97,8 +97,12 @@ def start(tmp_path):
         path = f"{ROOT}{os.pathsep}{tmp_path}"
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # As in a terminal: what starts in a shell's background ignores Ctrl-C, and so would its children.
-        heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        # As in a terminal: what starts in a shell's background ignores Ctrl-C, below `nohup` SIGHUP as well, and so
+        # would its children.
+        heard = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        )
         command = [sys.executable, "-c", heard + code, *map(str, words)]
         started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
         return started[-1]
