@@ -44,6 +44,12 @@ class FedWEIT(Method):
     the numbers up to the network's `threshold`. When it begins the next task it receives the other clients' latest A,
     once. ``federation.record`` counts what is sent sparse as one bit for each number and those that are not zero.
 
+    With ``per_task=False`` a client has one mask and one adaptive, which go on from task to task (only alpha and the
+    knowledge base begin anew), so that the weights of past tasks are the present ones: a `Decomposed` network of one
+    task. ``theta*_i`` is what they were after the client's last training in task i, and stays so. This is how the
+    baseline works that Zuo et al., of `FedViT`, seem to have released (PuzzleFL), with ``kb_size=0, sparsity=0.0,
+    mask_l1=0.0, l2=0.5`` and a base that alone travels.
+
     What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
     "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Clients train one at a time. Deviations
     from the authors' code: biases, and whatever else is not decomposed, is averaged, then kept for each task; a mean is
@@ -59,6 +65,7 @@ class FedWEIT(Method):
         mask_l1: Weight of the absolute values of the mask, at least 0; None: ``l1``.
         kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
         retroactive: Whether the adaptives of past tasks are trained along.
+        per_task: Whether each task has a mask and an adaptive of its own, as in the paper, or all have the same.
         clients: Who uses it; others train the plain network. See `Method`.
 
     Raises:
@@ -81,6 +88,7 @@ class FedWEIT(Method):
     mask_l1: float | None = argument(None, at_least, 0)
     kb_size: int | None = argument(None, at_least, 0)
     retroactive: bool = True
+    per_task: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +102,10 @@ class FedWEIT(Method):
     @property
     def _model(self) -> Any:
         return decomposed_of(self.module)
+
+    def _place(self, memory: Memory) -> int:
+        """Which of the network's tasks has the mask and the adaptive of the client's present one."""
+        return int(memory["tasks"]) - 1 if self.per_task else 0
 
     @property
     def _record(self) -> RoundRecord:
@@ -115,7 +127,10 @@ class FedWEIT(Method):
         new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(client_round.experience)}
         new["classes"] = torch.tensor(client_round.task_classes)
         for i in range(past):
-            mask, adaptive = (server[f"model.tasks.{i}.{name}"] for name in ("mask", "adaptive"))
+            if not self.per_task and i < past - 1:
+                new[f"target.{i}"] = memory[f"target.{i}"]
+                continue
+            mask, adaptive = (server[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive"))
             new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
         others = [client for client in sorted(self.knowledge) if client != client_round.client]
         if self.kb_size is not None:
@@ -129,38 +144,40 @@ class FedWEIT(Method):
         """With the client's state in the module: begin its task if it is new, and unpack what it trains with."""
         if not active:
             return
-        model, tasks = self._model, int(memory["tasks"])
+        model, place = self._model, self._place(memory)
         sources = sum(1 for name in memory if name.startswith("kb.")) // 2
         model.receive([unpack(memory[f"kb.{j}.values"], memory[f"kb.{j}.bits"], model.size) for j in range(sources)])
-        if model.begun < tasks:
-            model.begin(memory["classes"], sources)
+        if model.begun <= place or (not self.per_task and "base" not in memory):  # in the first round of a task
+            (model.begin if model.begun <= place else model.go_on)(memory["classes"], sources)
             model.settle()
         for i, task in enumerate(model.tasks):
-            task.adaptive.requires_grad_(i == tasks - 1 or (self.retroactive and i < tasks - 1))
-            task.mask.requires_grad_(i == tasks - 1)
-            task.attention.requires_grad_(i == tasks - 1 and sources > 0)
+            task.adaptive.requires_grad_(i == place or (self.retroactive and i < place))
+            task.mask.requires_grad_(i == place)
+            task.attention.requires_grad_(i == place and sources > 0)
         with torch.no_grad():
-            self._gates = [model.gate(task.mask) for task in model.tasks[: tasks - 1]] if self.l2 else []
+            self._gates = [model.gate(task.mask) for task in model.tasks[:place]] if self.l2 else []
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         """Sparsity, decay, and the drift of the past tasks."""
-        model, present = self._model, int(memory["tasks"]) - 1
-        own = model.tasks[present]
+        model, place, past = self._model, self._place(memory), int(memory["tasks"]) - 1
+        own = model.tasks[place]
         total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
         base: Tensor = model.base()
-        decayed = [own.adaptive, own.mask, *([] if present else [base])]
+        decayed = [own.adaptive, own.mask, *([] if past else [base])]
         total = total + self.weight_decay / 2 * torch.stack([value.square().sum() for value in decayed]).sum()
-        for task in model.tasks[:present] if self.retroactive else []:
+        for task in model.tasks[:place] if self.retroactive else []:
             total = total + self.l1 * task.adaptive.abs().sum()
-        for i, gate in enumerate(self._gates):
-            total = total + self.l2 * drift(base, gate, model.tasks[i].adaptive, memory[f"target.{i}"])
+        gates = self._gates if self.per_task or not self.l2 else [model.gate(own.mask)] * past
+        for i, gate in enumerate(gates):
+            adaptive = model.tasks[i if self.per_task else 0].adaptive
+            total = total + self.l2 * drift(base, gate, adaptive, memory[f"target.{i}"])
         return total
 
     def upload(self, memory: Memory, own: State) -> State:
         """The base without the units that the mask leaves out; the network's task is brought up to date before."""
         model = self._model
         model.settle()
-        masks = torch.split(own[f"model.tasks.{int(memory['tasks']) - 1}.mask"], model.units)
+        masks = torch.split(own[f"model.tasks.{self._place(memory)}.mask"], model.units)
         sent = dict(own)
         for name, mask in zip((f"model.net.{name}" for name in model.names), masks, strict=True):
             sent[name] = own[name] * kept_units(mask, self.sparsity).view(-1, *[1] * (own[name].dim() - 1))
@@ -185,7 +202,7 @@ class FedWEIT(Method):
     def _publish(self, memory: Memory, own: State, client_round: ClientRound) -> None:
         record = self._record
         if client_round.last_round and client_round.client not in record.missed:
-            adaptive = own[f"model.tasks.{int(memory['tasks']) - 1}.adaptive"].detach()
+            adaptive = own[f"model.tasks.{self._place(memory)}.adaptive"].detach()
             self._arriving[client_round.client] = pack(prune(adaptive, self._model.threshold))
             record.upload(client_round.client, _message_bytes(self._arriving[client_round.client], self._model.size))
 
@@ -229,7 +246,7 @@ class FedWEIT(Method):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
         stream = stream_of(trainer)
         tasks = stream.plan.task_classes if stream is not None else {}
-        most = max((len(parts) for parts in tasks.values()), default=0)
+        most = max((len(parts) for parts in tasks.values()), default=0) if self.per_task else 1
         if most > len(model.tasks):
             raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
         self._check_reductions(pl_module, model, federation)

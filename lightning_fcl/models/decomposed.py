@@ -169,10 +169,24 @@ class Decomposed(Described):
         own, base = self._task(begun), self.base()
         own.adaptive.data = base / 3
         own.mask.data = torch.cat([torch.randn(units) / units**0.5 for units in self.units]).to(base)
-        own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(base)
-        own.knowledge = base.new_zeros(self.size if adaptives else 0)
-        own.classes = classes.to(base.device, copy=True)
-        own.rest = self._flat()
+        own.classes, own.rest = classes.to(base.device, copy=True), self._flat()
+        self._attend(own, adaptives)
+
+    @torch.no_grad()
+    def go_on(self, classes: Tensor, adaptives: int = 0) -> None:
+        """Let the client's last task have further classes: its mask and A go on, alpha begins anew.
+
+        Args:
+            classes: The further classes.
+            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
+        """
+        own = self._task(self.begun - 1)
+        own.classes = torch.cat([own.classes, classes.to(own.classes.device)])
+        self._attend(own, adaptives)
+
+    def _attend(self, own: _Task, adaptives: int) -> None:
+        own.attention.data = (torch.randn(len(self.units), adaptives) / max(adaptives, 1) ** 0.5).to(own.mask)
+        own.knowledge = own.mask.new_zeros(self.size if adaptives else 0)
 
     def receive(self, adaptives: Sequence[Tensor]) -> None:
         """Make these the knowledge base that the present task trains with; they are no part of the state."""

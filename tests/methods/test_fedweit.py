@@ -401,3 +401,97 @@ def test_refusals(fit, quiet, make_stream, make_task):
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FedWEIT(**arguments)
+
+
+# One mask and one adaptive for all tasks.
+
+
+def one_for_all(**kwargs):
+    """A method in the midst of a third task whose only mask and adaptive have gone through two."""
+    model = Decomposed(make_vit(), 1)
+    model.begin(torch.tensor([0, 1]))
+    method = FedWEIT(per_task=False, **kwargs)
+    method.running = Running(Classifier(model, 10, task_incremental=True), None)
+    targets = {f"target.{i}": torch.randn(model.size) for i in range(2)}
+    memory = {**targets, "tasks": torch.tensor(3), "experience": torch.tensor(2), "base": model.base().detach()}
+    method.attach(memory, {})
+    return method, model, memory
+
+
+def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
+    method, model, memory = one_for_all(l1=0.1, mask_l1=0.3, l2=7.0, weight_decay=0.5)
+    own = model.tasks[0]
+    base, weights = model.base(), model.base() * model.gate(own.mask) + own.adaptive
+    expected = 0.1 * own.adaptive.abs().sum() + 0.3 * own.mask.abs().sum()
+    expected = expected + 0.25 * (own.adaptive.square().sum() + own.mask.square().sum())
+    expected = expected + 7.0 * sum((weights - memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    penalty = method.penalty(memory, None)
+    torch.testing.assert_close(penalty, expected)
+    trained = [own.adaptive, own.mask, *(model.net.get_parameter(name) for name in model.names)]
+    gradients, by_hand = (torch.autograd.grad(value, trained, retain_graph=True) for value in (penalty, expected))
+    torch.testing.assert_close(gradients, by_hand)
+    assert base.requires_grad and not torch.equal(base, weights)
+    method.l2 = 0.0
+    without = expected - 7.0 * sum((weights - memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    torch.testing.assert_close(method.penalty(memory, None), without, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kb_size", [0, None])
+def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
+    """In the federation: what a client keeps, what it is held to, and that a past task has the present weights."""
+    begun = []
+
+    class Look(FedWEIT):
+        def attach(self, memory, server, active=True):
+            super().attach(memory, server, active)
+            own, first = self._model.tasks[0], "base" not in memory
+            begun.append((self.federation.client_round.client, self.federation.round, first, own.mask.detach().clone()))
+
+    method = Look(sparsity=0.0, mask_l1=0.0, kb_size=kb_size, per_task=False)
+    watch, task = Watch(method), make_task(tasks=1)
+    fit(task, make_stream(), [method, watch], reductions={**OWN, "model.net.body.*weight": "mean"})
+    stream = make_stream()
+    stream.setup("fit")
+    for client, round, first, mask in begun:
+        assert first == (round % 2 == 0)
+        if round:
+            before = watch.rounds[round - 1].clients[client]["model"]["model.tasks.0.mask"]
+            assert torch.equal(mask, before)  # it goes on
+    model = task.model
+    for client in "012":
+        rounds = [one.clients[client] for one in watch.rounds]
+        memory, own = rounds[-1]["Look"], rounds[-1]["model"]
+        learnt = [c for task_classes in stream.plan.task_classes[client] for c in task_classes]
+        assert own["model.tasks.0.classes"].tolist() == learnt
+        assert {n for n in memory if n.startswith("target.")} == {"target.0", "target.1"}
+        for i in (0, 1):  # after the last of a task's two rounds
+            end = rounds[2 * i + 1]
+            mask, adaptive = (end["model"][f"model.tasks.0.{name}"] for name in ("mask", "adaptive"))
+            expected = end["Look"]["base"] * model.gate(mask) + adaptive
+            torch.testing.assert_close(memory[f"target.{i}"], expected)
+        others = sum(1 for name in memory if name.startswith("kb.")) // 2
+        assert own["model.tasks.0.attention"].shape[1] == others == (0 if kb_size == 0 else 2)
+    x = torch.randn(5, 3, 8, 8)
+    load_entries(task, {**watch.rounds[-1].server, **own})
+    logits = predict(task, watch.rounds[-1], "2", x)
+    weights = own["model.tasks.0.adaptive"] * (own["model.tasks.0.adaptive"].abs() > model.threshold)
+    weights = weights + (own["model.tasks.0.knowledge"] if kb_size is None else 0)
+    base = torch.cat([watch.rounds[-1].server[f"model.net.{name}"].flatten() for name in model.names])
+    weights = weights + base * model.gate(own["model.tasks.0.mask"])
+    plain = copy.deepcopy(model.net)
+    for name, piece in zip(model.names, weights.detach().split(model.sizes), strict=True):
+        plain.get_parameter(name).data = piece.view_as(plain.get_parameter(name))
+    torch.testing.assert_close(logits, plain.eval()(x))  # of all tasks alike
+
+
+def test_one_mask_is_resumed(fit, tmp_path):
+    options = {"reductions": OWN, "participation": 2}
+    tasks = []
+    for cut in (None, 3):
+        task = make_task(tasks=1)
+        path = tmp_path / "cut.ckpt" if cut else None
+        if cut:
+            fit(task, make_stream(), [FedWEIT(per_task=False)], max_epochs=cut, **options).save_checkpoint(path)
+        fit(task, make_stream(), [FedWEIT(per_task=False)], ckpt_path=path, **options)
+        tasks.append(task)
+    torch.testing.assert_close(tasks[0].state_dict(), tasks[1].state_dict(), rtol=0, atol=0)
