@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes tables benchmarks clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -56,6 +56,10 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 	if $(BIN)/lightning-fcl data check wesad hhar; then $(call SMOKE,incfed) && $(call SMOKE,fedclip) && $(call SMOKE,fedclip-hhar); else echo "skipped recipes/incfed and fedclip: no data"; fi
 	if $(BIN)/lightning-fcl data check tinyimagenet; then $(call SMOKE,fedvit); else echo "skipped recipes/fedvit: no data"; fi
 	if $(BIN)/lightning-fcl data check lfw orl; then $(call SMOKE,odfcl); else echo "skipped recipes/odfcl: no data"; fi
+
+RUNS ?= $(patsubst %/table.json,%,$(wildcard runs/*-paper/table.json runs/*-medium/table.json runs/*-small/table.json))
+tables: .venv/ready ## finished tables of runs/ into recipes/, and their pages by them; RUNS=runs/flwf-paper
+	$(BIN)/lightning-fcl tables $(RUNS)
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),
+    "tables": ("tables", "bring finished tables, and the pages of recipes, up to date"),
 }
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.

@@ -131,8 +131,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     and ``against-paper.png`` where the paper tells numbers. Runs kept beside the recipes are taken as finished.
 
     Raises:
-        ValueError: If the paper, a row, a number, a figure or a table of the README is not known, or nothing is
-            finished where no more than that is asked for.
+        ValueError: If the paper, a row, a number or a figure is not known, or nothing is finished where no more than
+            that is asked for.
     """
     options = _options(parser, words)
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers

@@ -1,0 +1,122 @@
+"""The parts of pages that are made of tables, against what they should say."""
+
+import re
+
+import pytest
+
+from lightning_fcl.evaluation.pages import Layout, papers_block, verdict_block, written_block
+from lightning_fcl.evaluation.table import Cell, Table
+
+ROWS = {
+    f"{share} {method}": {
+        "final/server": Cell({0: base + share, 1: base + share + 0.02}, 0.6),
+        "training/server": Cell({0: 0.9, 1: 0.9}),
+    }
+    for share in (0.25, 0.5)
+    for method, base in {"RR": 0.1, "IP": 0.12}.items()
+}
+
+
+def table(rows=ROWS, **other):
+    made = {
+        "paper": "toy",
+        "scale": "paper",
+        "command": "lightning-fcl reproduce toy",
+        "versions": {"lightning-fcl": "0.2.0", "torch": "2.15.0"},
+        "machine": "a box",
+    }
+    return Table(**{**made, "seconds": 600.0, "rows": rows, **other})
+
+
+def lines(text):
+    return [re.sub(" +", " ", line) for line in text.splitlines()]
+
+
+def shown(rows=ROWS, **content):
+    return lines(Layout.read("main", content).markdown(table(rows), list(ROWS)))
+
+
+def test_a_table_of_all_rows():
+    text = shown(columns={"test": "final/server"}, bold=True)
+    assert text[0] == "| row | test |"
+    assert text[2:] == [
+        "| 0.25 RR | **0.360** ± 0.014 (0.600) |",
+        "| 0.25 IP | **0.380** ± 0.014 (0.600) |",
+        "| 0.5 RR | 0.610 ± 0.014 (0.600) |",
+        "| 0.5 IP | 0.630 ± 0.014 (0.600) |",
+    ]
+
+
+def test_a_table_of_two_ways_and_kinds():
+    kinds = {"test": "final/server", "training": "training/server"}
+    text = shown(lines={"share": [0.25], "on": kinds}, columns=["RR", "IP"], row="{share} {column}", metric="{on}")
+    assert text[0] == "| share | on | RR | IP |"
+    assert text[2:] == [
+        "| 0.25 | test | 0.360 ± 0.014 (0.600) | 0.380 ± 0.014 (0.600) |",
+        "| 0.25 | training | 0.900 ± 0.000 | 0.900 ± 0.000 |",
+    ]
+
+
+def test_lines_are_sorted_named_and_left_out_where_not_run():
+    names = {"first": "0.25 RR", "second": "0.5 RR", "third": "0.5 IP"}
+    rows = {row: of for row, of in ROWS.items() if row != "0.5 IP"}
+    text = shown(rows, lines={"method": names}, columns={"test": "final/server"}, sort="test")
+    assert [line.split(" | ")[0] for line in text[2:]] == ["| second", "| first"]
+
+
+def test_percentiles_of_the_papers_numbers():
+    values = {seed: 0.1 * seed for seed in range(10)}
+    rows = {
+        "0.25 RR": {"final/server": Cell(values, 0.45)},  # half of them are below
+        "0.25 IP": {"final/server": Cell(values, 0.0)},  # the least of them: half of one
+        "0.5 RR": {"final/server": Cell(values, 0.95)},
+        "0.5 IP": {"final/server": Cell({0: 0.5000001}, 0.5)},  # the same, as printed
+    }
+    text = shown(rows, columns={"test": "final/server"}, kind="percentile")
+    assert "bold: outside their range" in text[0]
+    cells = [line.split(" | ")[1].strip(" |") for line in text[4:]]
+    assert cells == ["0.450, 50 %", "0.000, 5 %", "0.950, **100 %**", "0.500, 50 %"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"columns": ["a"], "line": {}}, "but got line. Did you mean lines?"),
+        ({"lines": {}}, "Expected table main to have `columns` but got lines"),
+        ({"columns": ["a"], "kind": "median"}, "`kind` of table main to be mean or percentile but got median"),
+        ({"columns": ["a"], "sort": "b"}, "`sort` of table main to be one of a but got b"),
+        ({"columns": ["final/server"], "lines": {"row": ["0.25 RRR"]}}, "but got 0.25 RRR. Did you mean 0.25 RR?"),
+        ({"columns": ["finl/server"]}, "Expected metrics among final/server, training/server but got finl/server"),
+    ],
+)
+def test_a_layout_that_cannot_be_made_is_named(content, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shown(**content)
+
+
+def test_the_verdict_counts_and_tells_why():
+    text = verdict_block(table(), "The data is another.")
+    assert text.startswith("**Partly reproduced**: of the 4 numbers that the paper tells, ours are within 0.05 of 2,")
+    assert text.replace("\n", " ").split(" ![")[0].strip().endswith("further from 2. The data is another.")
+    assert "(against-paper.png)" in text
+    assert "at the scale `small`, beside numbers of the paper's own" in verdict_block(table(scale="small"), "")
+    for nothing in (None, table({"0.5 RR": {"training/server": Cell({0: 0.9})}})):
+        assert verdict_block(nothing, "It is large.").startswith("**Not compared**")
+        assert "png" not in verdict_block(nothing, "It is large.")
+
+
+def test_what_wrote_a_table():
+    one, two = Cell({0: 0.5}), Cell({0: 0.5, 1: 0.6})
+    made = table({"a": {"m": one}, "b": {"m": two}, "c": {"m": two}})
+    assert " ".join(written_block(made, "small").split()) == (
+        "Written by `lightning-fcl reproduce toy` by version 0.2.0 on a box, torch 2.15.0, in 10 minutes, one run "
+        "after the other; seeds 0 to 1 (a: seed 0). The same numbers, seed by seed: [table.json](small/table.json)."
+    )
+
+
+def test_the_papers():
+    text = lines(papers_block({"toy": (table(), "Small."), "large": (None, "Wants a GPU.")}))
+    assert text[2:] == [
+        "| [toy](toy/README.md) | partly reproduced | 4 | 2 | 0 | 2 | Small. |",
+        "| [large](large/README.md) | not compared | - | - | - | - | Wants a GPU. |",
+    ]
