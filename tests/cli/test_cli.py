@@ -218,7 +218,7 @@ def test_reproduce_names_what_is_wrong(capsys):
 @pytest.mark.parametrize(
     ("paper", "number"),
     [
-        ("flwf", 12),
+        ("flwf", 13),
         ("flwf-as-written", 8),
         ("incfed", 32),
         ("fedclip", 80),
