@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
     from lightning_fcl.methods.distillation import LwF as LwF
     from lightning_fcl.methods.dytox import DyToxTraining as DyToxTraining
+    from lightning_fcl.methods.fed3r import Fed3R as Fed3R
     from lightning_fcl.methods.fedknow import FedKNOW as FedKNOW
     from lightning_fcl.methods.fedproto import FedProto as FedProto
     from lightning_fcl.methods.fedprox import FedProx as FedProx
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.icarl import ICaRL as ICaRL
     from lightning_fcl.methods.importance import EWC as EWC
     from lightning_fcl.methods.importance import MAS as MAS
+    from lightning_fcl.methods.logit_adjustment import LogitAdjustment as LogitAdjustment
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method

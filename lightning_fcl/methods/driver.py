@@ -242,7 +242,7 @@ class MethodDriver(Callback):
         self._unfinished = []
         for method in self.methods:
             memory, at = method.memory, self._client_round(trainer, method)
-            if overrides(method, "contribute"):
+            if method.server_entries and overrides(method, "contribute"):
                 sums = Aggregator(declare(method.server_entries, method.reductions))
                 sums.add(method.contribute(memory, entries(pl_module), self._data(method), at), weight=1.0)
                 method.server_entries = sums.result(method.server_entries)

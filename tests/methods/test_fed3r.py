@@ -1,0 +1,144 @@
+"""Fed3R: the classifier is the ridge regression of all samples in one place, however they are spread."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import FederatedStream, Swarm
+from lightning_fcl.callbacks import Fed3R
+from lightning_fcl.data.scenarios import ODFCLScenario
+from lightning_fcl.methods.fed3r import last_layer
+from lightning_fcl.models import MLP
+
+
+def still(params):
+    return torch.optim.SGD(params, lr=0.0)
+
+
+def ridge(features, labels, classes, beta):
+    """Least squares with rows of sqrt(beta) below the samples, weights and bias together, in NumPy."""
+    states = np.concatenate([features, np.ones((len(features), 1))], axis=1).astype(np.float64)
+    size = states.shape[1]
+    rows = np.concatenate([states, np.sqrt(beta) * np.eye(size)])
+    targets = np.concatenate([np.eye(classes)[labels], np.zeros((size, classes))])
+    return torch.from_numpy(np.linalg.lstsq(rows, targets, rcond=None)[0].T).float()
+
+
+def layer_of(task):
+    layer = last_layer(task)
+    return torch.cat([layer.weight, layer.bias[:, None]], dim=1).detach().clone()
+
+
+def expected_of(task, stream, rounds, beta=1.0, temperature=0.1, base=()):
+    """The solution on all samples of some rounds, by the task's own features."""
+    own = [np.asarray(base, dtype=np.int64), *(part for r in rounds for part in stream.plan.train[r].values())]
+    x, y = stream.take(np.concatenate(own))
+    with torch.no_grad():
+        return ridge(task.embed(x).numpy(), y.numpy(), task.num_classes, beta) / temperature
+
+
+class NoBias(MLP):
+    """An MLP whose last layer has none."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self[-1] = nn.Linear(*sizes[-2:], bias=False)
+
+
+class Layers(Callback):
+    """The server's last layer after each round, and who trained in it."""
+
+    def __init__(self):
+        self.kept, self.trained = [], []
+
+    def on_round_end(self, trainer, pl_module):
+        self.kept.append(layer_of(pl_module))
+        self.trained.append([*trainer.strategy.federation.record.trained])
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+@pytest.mark.parametrize("cohort_size", [1, 3])
+def test_the_layer_is_the_ridge_regression_of_all_samples(fit, make_stream, make_task, partition, cohort_size):
+    task, stream, layers = make_task(still), make_stream(partition=partition, rounds_per_experience=3), Layers()
+    fit(task, stream, [Fed3R(beta=0.3, temperature=0.2), layers], cohort_size=cohort_size)
+    first, both = (expected_of(task, stream, rounds, 0.3, 0.2) for rounds in ([0], [0, 3]))
+    for found, wanted in zip(layers.kept, [first] * 3 + [both] * 3, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_training_goes_on_from_it_and_the_next_experience_begins_anew(fit, make_stream, make_task):
+    task, stream, layers = make_task(), make_stream(rounds_per_experience=2), Layers()
+    fit(task, stream, [Fed3R(), layers])
+    first, second, third, _ = layers.kept
+    assert not torch.equal(first, second)
+    assert first[2:].abs().max() == 0 and third[2:].abs().max() > 0  # classes 2 and 3 come with the second experience
+
+
+def test_a_client_that_comes_later_is_counted_when_it_comes(fit, make_stream, make_task):
+    task, stream, layers = make_task(still), make_stream(experiences=1, rounds_per_experience=8), Layers()
+    fit(task, stream, [Fed3R(), layers], participation=1, seed=0)
+    drawn = [client for (client,) in layers.trained]
+    assert len(set(drawn)) == 3 and drawn[0] in drawn[1:]
+    changes = [i for i in range(8) if i == 0 or not torch.equal(layers.kept[i], layers.kept[i - 1])]
+    assert changes == [drawn.index(client) for client in dict.fromkeys(drawn)]
+    torch.testing.assert_close(layers.kept[-1], expected_of(task, stream, [0]), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_missed_synchronisation_lost_is_sent_again(fit, make_stream, make_task):
+    task, stream, layers = make_task(still), make_stream(experiences=1, rounds_per_experience=2), Layers()
+    swarm = Swarm(missing={"0": [0]})
+    fit(task, stream, [Fed3R(), layers], swarm=swarm)
+    assert not torch.equal(*layers.kept)
+    torch.testing.assert_close(layers.kept[1], expected_of(task, stream, [0]), rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_session_is_in_the_sums(fit, make_task, quiet):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 6, generator=generator), torch.arange(80) % 4
+    scenario = ODFCLScenario(4, 2, 1, 2, train_per_class=10, test_per_class=4, rounds_per_session=1)
+    task, stream = make_task(still), FederatedStream.from_arrays(x, y, scenario=scenario, batch_size=5, seed=0)
+    fit(task, stream, [Fed3R()])
+    assert len(stream.plan.base) == 20
+    wanted = expected_of(task, stream, [0], base=stream.plan.base)
+    torch.testing.assert_close(layer_of(task), wanted, rtol=1e-4, atol=1e-4)
+    assert (layer_of(task)[:, -1] != 0).all()
+
+
+def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
+    sent = {}
+    for name, methods in (("alone", []), ("with sums", [Fed3R()])):
+        sent[name] = []
+
+        class Bytes(Callback):
+            def on_round_end(self, trainer, pl_module, to=sent[name]):
+                to.append(sum(trainer.strategy.federation.record.upload_bytes.values()))
+
+        fit(make_task(), make_stream(rounds_per_experience=2), [*methods, Bytes()])
+    more = [after - before for before, after in zip(*sent.values(), strict=True)]
+    assert more == [3 * 8 * (4 * 6 + 21), 0] * 2
+
+
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, assert_same, tmp_path):
+    def stream():
+        return make_stream(rounds_per_experience=2)
+
+    whole, again = make_task(), make_task(seed=9)
+    saving = {"enable_checkpointing": True}
+    every = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(whole, stream(), [Fed3R(), every], trainer_args=saving)
+    for epoch in (0, 1, 2):
+        fit(again, stream(), [Fed3R()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert_same(again, whole, 0)
+
+
+def test_refused(fit, make_stream, make_task, train, samples):
+    with pytest.raises(ValueError, match='Expected a Trainer with `strategy="federated"` for `Fed3R`'):
+        train(make_task(), [Fed3R()], samples())
+    with pytest.raises(ValueError, match='Expected a stream with `history="round"` for `Fed3R` but got "seen"'):
+        fit(make_task(), make_stream(history="seen"), [Fed3R()])
+    with pytest.raises(ValueError, match="Expected a module whose last layer is an `nn.Linear` with a bias"):
+        fit(make_task(model=NoBias([6, 5, 4])), make_stream(), [Fed3R()])
+    with pytest.raises(ValueError, match="Expected `temperature` to be above 0 but got 0"):
+        Fed3R(temperature=0)
