@@ -13,7 +13,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,8 @@ class Search:
         seeds: Seeds of each trial; the mean of their objectives counts.
         direction: ``"maximize"`` or ``"minimize"``.
         measure_on: The samples that the objective is measured on.
+        cases: Settings that stay as they are in a search of their own, for each case by its name.
+        case: The case that is searched; None where there are none.
     """
 
     configs: tuple[Path, ...]
@@ -54,6 +56,8 @@ class Search:
     seeds: int = 1
     direction: Literal["maximize", "minimize"] = "maximize"
     measure_on: str = "validation"
+    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    case: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in _ONE_OF.items():
@@ -66,26 +70,37 @@ class Search:
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
         if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
             raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
+        self._check_cases()
         _ = self.distributions  # refuses a line that is not understood
 
+    def _check_cases(self) -> None:
+        cases = self.cases
+        if not isinstance(cases, dict) or not all(isinstance(fixed, dict) and fixed for fixed in cases.values()):
+            raise ValueError(f"Expected `cases` to give settings, path: value, for each name but got {cases}.")
+        if self.case not in (cases or (None,)):
+            known = ", ".join(map(str, cases)) or "none, as the search file has no `cases`,"
+            raise ValueError(f"Expected `case` to be one of {known} but got {self.case}. Choose with --case.")
+        if twice := sorted({*self.fixed} & {*self.space}):
+            raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
+
     @classmethod
-    def read(cls, path: Path, trials: int | None = None) -> Search:
-        """Read a search file, perhaps with another number of trials.
+    def read(cls, path: Path, trials: int | None = None, case: str | None = None) -> Search:
+        """Read a search file, perhaps with another number of trials, and choose one of its cases.
 
         Raises:
-            ValueError: If it is not understood.
+            ValueError: If it is not understood, or has no such case.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        known = [entry.name for entry in fields(cls)]
+        known = [entry.name for entry in fields(cls) if entry.name != "case"]
         for name in content:
             if name not in known:
                 raise ValueError(
                     f"Expected entries {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}"
                 )
         for entry in fields(cls):
-            if entry.default is MISSING and entry.name not in content:
+            if entry.default is entry.default_factory is MISSING and entry.name not in content:
                 raise ValueError(f"Expected the entry {entry.name} in {path} but it is missing.")
         files = [content["configs"]] if isinstance(content["configs"], str) else content["configs"]
         if not isinstance(files, list) or not files:
@@ -93,7 +108,15 @@ class Search:
         configs = tuple(path.parent / str(name) for name in files)
         if missing := [str(config) for config in configs if not config.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
-        return cls(**{**content, "configs": configs, **({} if trials is None else {"trials": trials})})
+        cases = content.get("cases", {})
+        cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else cases
+        given = {"configs": configs, "cases": cases, "case": case, **({} if trials is None else {"trials": trials})}
+        return cls(**{**content, **given})
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The settings of the case, by path."""
+        return self.cases[self.case] if self.case is not None else {}
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -106,8 +129,8 @@ class Search:
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What Optuna's parameters stand for in the recipe."""
-        return {
+        """What Optuna's parameters stand for in the recipe, and the settings of the case."""
+        return self.fixed | {
             key: what[[_label(choice) for choice in what].index(params[key])] if isinstance(what, list) else params[key]
             for key, what in self.space.items()
         }
@@ -115,6 +138,9 @@ class Search:
     def fingerprint(self, seed: int) -> str:
         """Changes when trials would no longer be comparable; a search may be made longer."""
         content = {**asdict(self), "trials": None, "configs": [path.read_text() for path in self.configs], "seed": seed}
+        content["cases"] = self.fixed  # the others are searches of their own
+        if not self.cases:  # searches of before there were cases
+            del content["cases"], content["case"]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
@@ -196,7 +222,8 @@ def check(search: Search) -> list[dict[str, Any]]:
     recipe = resolve(["fit", *words])
     callbacks = recipe["trainer"]["callbacks"] or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    first = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
+    lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
+    first = search.fixed | lowest
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trial.yaml"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import shlex
 import statistics
 import sys
@@ -53,6 +54,8 @@ MORE = """A search file:
     data.batch_size: [16, 32]
     model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
     trainer.callbacks.FLwF2T.alpha: {low: 0.0, high: 1.0}    # an argument of the recipe's callback of that class
+  cases:                               # searches of their own, one with each --case: settings that stay as they are
+    25 %: {data.split.train_clients: [a, b]}
 A search that was cut off continues. Its results: best.yaml, trials.csv, trials.png, and a folder per trial and seed.
 """
 
@@ -66,17 +69,19 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
     add = parser.add_argument
     add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
-    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH)")
+    add("--case", help="which of the search file's cases, if it has some")
+    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with the case behind)")
     add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     add("--restart", action="store_true", help="delete the trials that are there and begin anew")
     options = parser.parse_args(words[1:])
     file, seed, workers = options.file, options.seed, options.workers
-    search = Search.read(file, options.trials)
+    search = Search.read(file, options.trials, options.case)
     at_least(1, workers=1 if workers is None else workers)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
-    out = options.out or Path("runs") / f"tune-{file.stem}"
+    words = re.findall("[a-z0-9]+", (search.case or "").lower())
+    out = options.out or Path("runs") / "-".join(["tune", file.stem, *words])
     callbacks = check(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = open_study(search, seed, out, options.restart)
@@ -272,8 +277,9 @@ def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out:
     configs = shlex.join(config_words([*search.configs, path]))
     seeds = "seed 0" if search.seeds == 1 else f"mean of the seeds 0 to {search.seeds - 1}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything 0"
+    of = f"{file} --case {shlex.quote(search.case)}" if search.case is not None else file
     head = (
-        f"# The best of {number} trials of {file}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
+        f"# The best of {number} trials of {of}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
         f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
         f"# lightning-fcl fit {configs}{again}\n"
     )

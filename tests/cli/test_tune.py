@@ -238,6 +238,37 @@ def test_small_examples():
     assert _grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1)) == [0.1, 0.2, 0.3]
 
 
+def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, capsys):
+    sizes = []
+
+    def objective(recipe):
+        sizes.append(recipe["data"]["batch_size"])
+        return recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"]
+
+    pretend(objective)
+    space, cases = {LR: [0.1, 0.2]}, {"8 at once": {"data.batch_size": 8}, 16: {"data.batch_size": 16}}
+    words = search(sampler="grid", trials=None, space=space, cases=cases)
+    main([*words, "--case", "8 at once"])
+    assert sizes == [8, 8]
+    best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
+    assert best["data"]["batch_size"] == 8 and best["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.2
+    assert "search.yaml --case '8 at once', trial 1" in (tmp_path / "out" / "best.yaml").read_text()
+    search(sampler="grid", trials=None, space=space, cases={**cases, 32: {"data.batch_size": 32}})
+    main([*words, "--case", "8 at once"])  # another case more leaves this search as it is
+    assert len(sizes) == 2
+    assert "Expected the search of which" in error_of(capsys, [*words, "--case", "16"])
+    main([*words[:2], "--out", str(tmp_path / "other"), "--workers", "1", "--case", "16"])
+    assert sizes[2:] == [16, 16]
+
+
+def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatch):
+    pretend()
+    monkeypatch.chdir(tmp_path)
+    words = search(sampler="grid", trials=None, space={LR: [0.1]}, cases={"25 %": {"data.batch_size": 8}})
+    main([*words[:2], "--case", "25 %"])
+    assert (tmp_path / "runs" / "tune-search-25" / "best.yaml").is_file()
+
+
 def test_minimize(search, tmp_path, pretend):
     pretend()
     main(search(direction="minimize"))
@@ -309,6 +340,8 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, capsys, mo
         ({"direction": "up"}, '`direction` to be "maximize" or "minimize"'),
         ({"measure_on": "train"}, '`measure_on` to be "validation" or "test"'),
         ({"space": {}}, "`space` to have a line for each setting"),
+        ({"cases": [1]}, "`cases` to give settings, path: value, for each name but got [1]"),
+        ({"cases": {"a": {LR: 0.1}}}, "`case` to be one of a but got None. Choose with --case."),
         ({"space": {LR: 0.1}}, f"the space of `{LR}` to be a list of choices, or {{low: ..., high: ...}}"),
         ({"space": {LR: []}}, "to be a list of choices"),
         ({"space": {LR: [1, 1]}}, "The choices are not all different."),

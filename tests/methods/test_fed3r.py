@@ -138,7 +138,7 @@ def test_refused(fit, make_stream, make_task, train, samples):
         train(make_task(), [Fed3R()], samples())
     with pytest.raises(ValueError, match='Expected a stream with `history="round"` for `Fed3R` but got "seen"'):
         fit(make_task(), make_stream(history="seen"), [Fed3R()])
-    with pytest.raises(ValueError, match="Expected a module whose last layer is an `nn.Linear` with a bias"):
+    with pytest.raises(ValueError, match=r"Expected a module whose last layer is an `nn\.Linear` with a bias"):
         fit(make_task(model=NoBias([6, 5, 4])), make_stream(), [Fed3R()])
     with pytest.raises(ValueError, match="Expected `temperature` to be above 0 but got 0"):
         Fed3R(temperature=0)
