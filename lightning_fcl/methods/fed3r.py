@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.client_round import ClientRound
@@ -16,27 +16,11 @@ from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, federation_of
-from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.prototypes import no_sums
+from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.models.ridge import accumulate, solve, square
-
-
-class SumOfSome(Sum):
-    """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte.
-
-    Example:
-        >>> SumOfSome().wire_bytes(torch.zeros(4)), SumOfSome().wire_bytes(torch.ones(4))
-        (0, 16)
-    """
-
-    name = "sum_of_some"
-
-    def wire_bytes(self, value: Tensor) -> int:
-        """All numbers, or none."""
-        return value.nbytes if bool(value.any()) else 0
 
 
 @dataclass(eq=False)

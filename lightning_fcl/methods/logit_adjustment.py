@@ -16,15 +16,15 @@ from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
-from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
 _NEVER = -1e4  # not -inf: differences of losses stay finite
 
 
-class Total(Sum):
-    """The reduction ``sum`` of which clients also receive the server's value.
+class Total(SumOfSome):
+    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value.
 
     Example:
         >>> Total().start(torch.ones(2)), Total().nothing(torch.ones(2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
-from lightning_fcl.federation.reductions import Accumulator, SparseMean
+from lightning_fcl.federation.reductions import Accumulator, SparseMean, Sum
 
 
 class ClassSums(SparseMean):
@@ -34,6 +34,21 @@ class ClassSums(SparseMean):
     def accumulator(self) -> Accumulator:
         """The sum of a round's uploads."""
         return _Sums()
+
+
+class SumOfSome(Sum):
+    """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte.
+
+    Example:
+        >>> SumOfSome().wire_bytes(torch.zeros(4)), SumOfSome().wire_bytes(torch.ones(4))
+        (0, 16)
+    """
+
+    name = "sum_of_some"
+
+    def wire_bytes(self, value: Tensor) -> int:
+        """All numbers, or none."""
+        return value.nbytes if bool(value.any()) else 0
 
 
 class _Sums:
