@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
     from lightning_fcl.tasks.classification import Classifier as Classifier
     from lightning_fcl.tasks.classification import HARClassifier as HARClassifier
+    from lightning_fcl.tasks.classification import MajorityClassifier as MajorityClassifier
     from lightning_fcl.tasks.classification import RandomClassifier as RandomClassifier
     from lightning_fcl.tasks.regression import Regressor as Regressor
     from lightning_fcl.tasks.ridge import RidgeClassifier as RidgeClassifier

@@ -166,7 +166,12 @@ def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     add("paper", help="name of a folder of recipes, as in: flwf")
     add("--rows", help="rows of the paper's table, separated by commas (default: all)")
     add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
-    add("--scale", choices=("smoke", "small", "paper"), default="paper", help="size of the runs (default: paper)")
+    add(
+        "--scale",
+        choices=("smoke", "small", "medium", "paper"),
+        default="paper",
+        help="size of the runs (default: paper)",
+    )
     add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
@@ -185,12 +190,25 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, finished: boo
 def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
     """The runs of a row, one for each seed."""
     scaling = (row.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
+    if scaling and not scaling[0].is_file():
+        known = sorted(path.stem.removeprefix("scale-") for path in scaling[0].parent.glob("scale-*.yaml"))
+        raise ValueError(f"Expected `scale` to be one of {', '.join([*known, 'paper'])} but got {scale}.")
     extra, place = row.words, out / row.configs[-1].stem
     if row.expected is not None:
         extra = (*extra, "--recipe.row", name, "--recipe.expected", json.dumps(row.expected))
-        place = out / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        place = out / slug(name)
     configs = (*row.configs, *scaling)
     return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra) for seed in range(seeds)]
+
+
+def slug(name: str) -> str:
+    """A row's name as the name of a folder.
+
+    Example:
+        >>> slug("GEM, own head")
+        'gem-own-head'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _write(

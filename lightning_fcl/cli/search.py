@@ -13,7 +13,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_fcl.cli.jobs import config_words
+from lightning_fcl.cli.reproduce import paper_rows
 from lightning_fcl.errors import did_you_mean, one_of
 from lightning_fcl.hub.documents import read_yaml
 
@@ -46,6 +47,9 @@ class Search:
         measure_on: The samples that the objective is measured on.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
         case: The case that is searched; None where there are none.
+        first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
+        scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
+        words: What else the command line of each run says: that of such a row.
     """
 
     configs: tuple[Path, ...]
@@ -58,6 +62,9 @@ class Search:
     measure_on: str = "validation"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     case: str | None = None
+    first_seed: int = 0
+    scale: str = "paper"
+    words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _ONE_OF.items():
@@ -66,6 +73,8 @@ class Search:
             value = getattr(self, name)
             if (value is not None or name == "seeds") and (type(value) is not int or value < 1):
                 raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {value}.")
+        if type(self.first_seed) is not int or self.first_seed < 0:
+            raise ValueError(f"Expected `first_seed` to be a whole number of at least 0 but got {self.first_seed}.")
         if self.trials is None and self.sampler != "grid":
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
         if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
@@ -84,16 +93,18 @@ class Search:
             raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
 
     @classmethod
-    def read(cls, path: Path, trials: int | None = None, case: str | None = None) -> Search:
-        """Read a search file, perhaps with another number of trials, and choose one of its cases.
+    def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:
+        """Read a search file, perhaps with another number of trials, choose one of its cases, and perhaps a row.
+
+        A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
 
         Raises:
-            ValueError: If it is not understood, or has no such case.
+            ValueError: If it is not understood, has no such case, or the row is not known.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        known = [entry.name for entry in fields(cls) if entry.name != "case"]
+        known = [entry.name for entry in fields(cls) if entry.name not in ("case", "words")]
         for name in content:
             if name not in known:
                 raise ValueError(
@@ -111,7 +122,19 @@ class Search:
         cases = content.get("cases", {})
         cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else cases
         given = {"configs": configs, "cases": cases, "case": case, **({} if trials is None else {"trials": trials})}
-        return cls(**{**content, **given})
+        search = cls(**{**content, **given})
+        return search if row is None else search.of_row(path.parent, row)
+
+    def of_row(self, folder: Path, name: str) -> Search:
+        """The same search for a row of a folder's ``rows.yaml``.
+
+        Raises:
+            ValueError: If the row is not known, or not run at the search's scale.
+        """
+        row, set_here = paper_rows(folder, [name], self.scale)[name], {*self.space, *self.fixed}
+        pairs = zip(row.words[::2], row.words[1::2], strict=True)
+        words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
+        return replace(self, configs=(*row.configs, *self.configs), words=tuple(words))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -141,6 +164,9 @@ class Search:
         content["cases"] = self.fixed  # the others are searches of their own
         if not self.cases:  # searches of before there were cases
             del content["cases"], content["case"]
+        for name, plain in (("first_seed", 0), ("scale", "paper"), ("words", ())):  # and these
+            if content[name] == plain:
+                del content[name]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
@@ -218,7 +244,7 @@ def check(search: Search) -> list[dict[str, Any]]:
     """
     from lightning_fcl.cli.run import resolve
 
-    words = config_words(search.configs)
+    words = [*config_words(search.configs), *search.words]
     recipe = resolve(["fit", *words])
     callbacks = recipe["trainer"]["callbacks"] or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]

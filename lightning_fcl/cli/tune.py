@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import re
 import shlex
 import statistics
 import sys
@@ -33,6 +32,7 @@ from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, config_words, finished, run_job, side_by_side, telling
 from lightning_fcl.cli.journal import open_study
+from lightning_fcl.cli.reproduce import slug
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import save_figure, write_whole
@@ -50,6 +50,8 @@ MORE = """A search file:
   sampler: random                      # or grid, or tpe
   trials: 100                          # for grid: all of it by default
   seeds: 1                             # seeds per trial; their mean counts
+  first_seed: 0                        # the first of them
+  scale: small                         # with --row: the scale of that row
   space:                               # what `fit` would take as --PATH VALUE
     data.batch_size: [16, 32]
     model.init_args.optimizer.init_args.lr: {low: 1e-4, high: 1e-1, log: true}   # or step: 0.01
@@ -70,18 +72,19 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add = parser.add_argument
     add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
     add("--case", help="which of the search file's cases, if it has some")
-    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with the case behind)")
+    add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
+    add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
     add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     add("--restart", action="store_true", help="delete the trials that are there and begin anew")
     options = parser.parse_args(words[1:])
     file, seed, workers = options.file, options.seed, options.workers
-    search = Search.read(file, options.trials, options.case)
+    search = Search.read(file, options.trials, options.case, options.row)
     at_least(1, workers=1 if workers is None else workers)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
-    words = re.findall("[a-z0-9]+", (search.case or "").lower())
-    out = options.out or Path("runs") / "-".join(["tune", file.stem, *words])
+    names = [slug(name) for name in (search.case, options.row) if name is not None]
+    out = options.out or Path("runs") / "-".join(["tune", file.stem, *names])
     callbacks = check(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = open_study(search, seed, out, options.restart)
@@ -142,10 +145,10 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
-    extra = ("--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
+    extra = (*search.words, "--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
     return [
         Job(f"trial {number}, seed {seed}", (*search.configs, file), seed, folder / f"seed-{seed}", extra)
-        for seed in range(search.seeds)
+        for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
 
 
@@ -274,9 +277,10 @@ def trials_figure(study: optuna.Study, search: Search) -> Figure:
 def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
-    configs = shlex.join(config_words([*search.configs, path]))
-    seeds = "seed 0" if search.seeds == 1 else f"mean of the seeds 0 to {search.seeds - 1}"
-    again = f" --recipe.measure_on {search.measure_on} --seed_everything 0"
+    configs = shlex.join([*config_words([*search.configs, path]), *search.words])
+    first, last = search.first_seed, search.first_seed + search.seeds - 1
+    seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
+    again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
     of = f"{file} --case {shlex.quote(search.case)}" if search.case is not None else file
     head = (
         f"# The best of {number} trials of {of}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"

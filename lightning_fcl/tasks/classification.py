@@ -180,6 +180,40 @@ class RandomClassifier(Classifier):
         """None."""
 
 
+class MajorityClassifier(Classifier):
+    """The baseline that guesses: for every sample the class that it has met most often, among those of the task.
+
+    With the reduction ``"none"`` of ``met`` each client guesses one of its own classes.
+
+    Args:
+        num_classes: Number of classes.
+        task_incremental: Whether it guesses among the classes of a sample's task. See `Classifier`.
+
+    Example:
+        >>> guessing = MajorityClassifier(num_classes=3)
+        >>> guessing.training_step((torch.zeros(3, 4), torch.tensor([2, 0, 2])), 0)
+        >>> guessing(torch.zeros(2, 4)).argmax(dim=1)
+        tensor([2, 2])
+    """
+
+    def __init__(self, num_classes: int, task_incremental: bool = False) -> None:
+        super().__init__(nn.Identity(), num_classes, task_incremental=task_incremental)
+        self.automatic_optimization = False
+        self.met: Tensor
+        self.register_buffer("met", torch.zeros(num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """How often each class was met, shape (batch, num_classes)."""
+        return self.met.expand(len(x), -1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Count the classes."""
+        self.met += torch.bincount(batch[1], minlength=self.num_classes)
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        """None."""
+
+
 class HARClassifier(Classifier):
     """The network and the optimizer of Usmanova et al. 2021, section 3.6: HAR-CNN, SGD with a learning rate of 0.01.
 

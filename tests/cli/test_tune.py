@@ -11,6 +11,7 @@ from optuna.distributions import FloatDistribution
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
 from lightning_fcl.cli.reproduce import recipes_folder
+from lightning_fcl.cli.run import resolve
 from lightning_fcl.cli.search import _distribution, _grid_points
 from lightning_fcl.cli.stop import Stopped
 from lightning_fcl.evaluation.results import _KEYS, seal, write_results
@@ -118,6 +119,40 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     assert config["model"]["init_args"]["model"]["init_args"]["sizes"] == json.loads(best[SIZES])
     assert config["data"]["batch_size"] == settings["data"]["batch_size"] == int(best["data.batch_size"])
     assert "recipe" not in settings  # a fit of best.yaml is measured on the test set again
+
+
+def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, monkeypatch):
+    """Its files and arguments come first, those that are searched for are left out; seeds begin where they are told."""
+    jobs = []
+
+    def run_job(job):
+        jobs.append(job)
+        job.out.mkdir(parents=True)
+        write_results(job.out, {**dict.fromkeys(_KEYS), "metrics": {"final_accuracy/server": 0.5}})
+        seal(job.out, [job.out / "results.json"])
+        (job.out / "fingerprint").write_text(job.fingerprint)
+
+    monkeypatch.setattr(module, "run_job", run_job)
+    monkeypatch.setattr(module, "trials_figure", lambda study, search: Figure())
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    given = {"configs": ["tiny.yaml"], "set": {"data.batch_size": 7, "trainer.strategy.init_args.local_epochs": 3}}
+    given["scaled"] = {"small": {LR: 0.5}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"base": "quickstart.yaml", "rows": {"One row": given}}))
+    (tmp_path / "more.yaml").write_text("trainer: {max_epochs: 1}")
+    main([*search(configs=["more.yaml"], scale="small", seeds=2, first_seed=40, trials=1), "--row", "One row"])
+    names = ["quickstart.yaml", "tiny.yaml", "more.yaml", "trial.yaml"]
+    assert [[path.name for path in job.configs] for job in jobs] == [names] * 2
+    assert [job.seed for job in jobs] == [40, 41]
+    kept = {"trainer.strategy.init_args.local_epochs"} | ({"data.batch_size"} - set(SEARCH["space"]))
+    assert {word.removeprefix("--") for word in jobs[0].extra if word.startswith("--")} >= kept
+    assert f"--{LR}" not in jobs[0].extra
+    config = resolve(jobs[0].arguments)
+    assert config["trainer"]["strategy"]["init_args"]["local_epochs"] == 3
+    (trial,) = rows(tmp_path / "out")
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == float(trial[LR]) != 0.5
+    best = (tmp_path / "out" / "best.yaml").read_text()
+    assert "mean of the seeds 40 to 41" in best and "--seed_everything 40" in best
+    assert "--trainer.strategy.init_args.local_epochs 3" in best
 
 
 @pytest.mark.slow

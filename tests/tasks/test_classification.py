@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl import Classifier, FederatedStream, MajorityClassifier
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.models import MLP
 from lightning_fcl.tasks.regression import Regressor
 
@@ -153,3 +154,24 @@ def test_an_optimizer_that_cannot_be_made_is_named(optimizer, message):
         Classifier(MLP([4, 2]), 2, optimizer).configure_optimizers()
     with pytest.raises(ValueError, match=f"Expected `optimizer` .*{message}"):
         Regressor(MLP([4, 2]), 2, optimizer).configure_optimizers()
+
+
+def test_guessing_is_right_as_often_as_one_s_own_class_is_there(fit):
+    """Of a task's test samples of a client's own classes, those of the class that it has most of."""
+    rng = np.random.default_rng(0)
+    y = np.arange(240) % 12
+    scenario = FedViTScenario(tasks=2, clients=4, classes_per_client=(2, 5), share=(0.3, 0.6), rounds_per_task=2)
+    x = rng.normal(size=(240, 6)).astype(np.float32)
+    stream = FederatedStream.from_arrays(x, y, scenario=scenario, batch_size=8, seed=0)
+    metrics, task = ContinualMetrics(when="both"), MajorityClassifier(12, task_incremental=True)
+    fit(task, stream, [metrics], reductions={"met": "none"})
+    summary, totals = summarize(metrics.record), np.array(metrics.record["totals"])
+    for client in stream.plan.clients:
+        accuracies = []
+        for number, groups in enumerate(stream.plan.tasks[client]):
+            own = np.bincount(y[stream.plan.train[2 * number][client]], minlength=12)
+            accuracies.append(totals[own.argmax()] / totals[list(groups)].sum())
+        assert summary[f"average_accuracy/{client}"] == pytest.approx(np.mean(accuracies))
+        assert summary[f"average_accuracy_own/{client}"] == pytest.approx(np.mean(accuracies))
+        assert summary[f"forgetting/{client}"] == 0
+    assert 0.2 < summary["average_accuracy/clients"] < 0.5
