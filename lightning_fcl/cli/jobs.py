@@ -178,7 +178,7 @@ def run_job(job: Job) -> None:
     elif _write_rest(job.out):
         return
     checkpoint = newest_checkpoint(job.out / "checkpoints")
-    more = ["--ckpt_path", str(checkpoint), "--weights_only", "true"] if checkpoint else []
+    more = ["--ckpt_path", str(checkpoint)] if checkpoint else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])

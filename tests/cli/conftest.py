@@ -1,7 +1,10 @@
 """What tests of commands share: small runs, without the pictures of reports, which take longer than the runs do."""
 
 import pytest
+import yaml
 
+from lightning_fcl.cli.main import main
+from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.files import write_whole
 
 
@@ -19,6 +22,27 @@ def small_recipe():
         }
 
     return make
+
+
+@pytest.fixture
+def tiny(tmp_path, small_recipe):
+    """The words that name a small recipe on the bundled digits."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
+    return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
+
+
+@pytest.fixture
+def error_of(capsys):
+    """The message with which a command refuses its words, in one line."""
+
+    def message(words):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
+
+    return message
 
 
 @pytest.fixture

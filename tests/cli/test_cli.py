@@ -22,21 +22,6 @@ from lightning_fcl.hub.checkpoint import newest_checkpoint
 RECIPES = recipes_folder()
 
 
-@pytest.fixture
-def tiny(tmp_path, small_recipe):
-    """A small recipe on the bundled digits."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
-    return ["--config", str(RECIPES / "quickstart.yaml"), "--config", str(path)]
-
-
-def error_of(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 HELPS = """
 import contextlib, io, json, resource, sys
 from lightning_fcl.cli.main import main
@@ -67,9 +52,9 @@ def test_help_waits_for_neither_torch_nor_lightning(helps, words):
         assert seconds < 0.3  # of this process alone, however busy the machine is
 
 
-def test_a_command_that_is_not_known_and_none(capsys):
-    assert "but got reproduc. Did you mean reproduce?" in error_of(capsys, ["reproduc", "flwf"])
-    assert "required: COMMAND" in error_of(capsys, [])
+def test_a_command_that_is_not_known_and_none(error_of):
+    assert "but got reproduc. Did you mean reproduce?" in error_of(["reproduc", "flwf"])
+    assert "required: COMMAND" in error_of([])
 
 
 def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
@@ -125,35 +110,35 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
     ],
 )
-def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, capsys, change, message):
+def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, error_of, change, message):
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(change))
     out = tmp_path / "out"
-    error = error_of(capsys, ["fit", *tiny, "--config", str(path), "--out", str(out)])
+    error = error_of(["fit", *tiny, "--config", str(path), "--out", str(out)])
     assert message in error
     assert "Traceback" not in error
     assert not (out / "results.json").exists()
 
 
-def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, capsys):
+def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, error_of):
     path = tmp_path / "wrong.yaml"
     method = {"class_path": "lightning_fcl.callbacks.FedProx", "init_args": {"mu": -1.0}}
     path.write_text(yaml.safe_dump({"trainer": {"callbacks": [method]}}))
-    error = error_of(capsys, ["fit", *tiny, "--config", str(path)])
-    assert "error: Expected `mu` to be at least 0 but got -1.0.\n(" in error
+    error = error_of(["fit", *tiny, "--config", str(path)])
+    assert error.startswith("Expected `mu` to be at least 0 but got -1.0. (")
 
 
-def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, capsys):
+def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, error_of):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    error = error_of(capsys, ["fit", *tiny, "--out", str(out), "--trainer.max_steps", "2"])
+    error = error_of(["fit", *tiny, "--out", str(out), "--trainer.max_steps", "2"])
     assert "Expected `max_steps=-1`" in error
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("length", [3000, 0])
-def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, capsys, length):
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, error_of, length):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
     (first,) = (out / "checkpoints").glob("*.ckpt")
@@ -162,7 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, 
     assert newest_checkpoint(out / "checkpoints") == last
     last.write_bytes(last.read_bytes()[:length])
     for command in ("fit", "test"):
-        error = error_of(capsys, [command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
+        error = error_of([command, *tiny, "--out", str(out), "--ckpt_path", str(last)])
         assert f"Expected a whole checkpoint of tensors and plain values at {last}" in error
         assert f"The newest whole one there is {first}." in error
     assert newest_checkpoint(out / "checkpoints") == first
@@ -196,23 +181,23 @@ def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_
         assert not (tmp_path / f"out-{number}" / "checkpoints").exists()
 
 
-def test_missing_recipe_and_missing_data(tiny, tmp_path, capsys, monkeypatch):
-    assert "nowhere.yaml" in error_of(capsys, ["fit", "--config", "nowhere.yaml"])
+def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
+    assert "nowhere.yaml" in error_of(["fit", "--config", "nowhere.yaml"])
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     words = ["fit", "--config", str(RECIPES / "flwf/base.yaml"), "--out", str(tmp_path / "out")]
-    assert "lightning-fcl data fetch ucihar" in error_of(capsys, words)
+    assert "lightning-fcl data fetch ucihar" in error_of(words)
 
 
-def test_reproduce_names_what_is_wrong(capsys):
+def test_reproduce_names_what_is_wrong(error_of):
     assert (
         "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl but "
-        "got flwff" in error_of(capsys, ["reproduce", "flwff"])
+        "got flwff" in error_of(["reproduce", "flwff"])
     )
-    assert "Did you mean FLwF-2T/FT?" in error_of(capsys, ["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
-    assert "Did you mean flwf?" in error_of(capsys, ["reproduce", "flwff"])
-    assert "but got NoRow" in error_of(capsys, ["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
-    assert "`seeds` to be at least 1" in error_of(capsys, ["reproduce", "flwf", "--seeds", "0"])
-    assert "`workers` to be at least 1 but got 0" in error_of(capsys, ["reproduce", "flwf", "--workers", "0"])
+    assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
+    assert "Did you mean flwf?" in error_of(["reproduce", "flwff"])
+    assert "but got NoRow" in error_of(["reproduce", "flwf", "--rows", "CL-FT, NoRow"])
+    assert "`seeds` to be at least 1" in error_of(["reproduce", "flwf", "--seeds", "0"])
+    assert "`workers` to be at least 1 but got 0" in error_of(["reproduce", "flwf", "--workers", "0"])
 
 
 @pytest.mark.parametrize(
@@ -309,7 +294,7 @@ figures:
 """
 
 
-def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, reports):
+def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, error_of, reports):
     digits = load("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
     monkeypatch.setattr("lightning_fcl.data.samples.load", lambda name, root: rows)
@@ -329,17 +314,17 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     assert (out / "one" / "seed-1" / "densities.png").exists()
     (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
     message = "Expected the rows of figure both.png to be among one, two but got three."
-    assert message in error_of(capsys, ["reproduce", "toy", "--rows", "one", "--out", str(out)])
+    assert message in error_of(["reproduce", "toy", "--rows", "one", "--out", str(out)])
 
 
-def test_data_commands(capsys, tmp_path, monkeypatch):
+def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
     main(["data", "list"])
     assert "ucihar" in capsys.readouterr().out
     main(["data", "check", "digits"])
     assert "1797" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
-    assert f"cannot be used: {names}" in error_of(capsys, ["data", "check"])
+    assert f"cannot be used: {names}" in error_of(["data", "check"])
 
 
 def test_the_readme_is_true(tmp_path, monkeypatch):

@@ -7,32 +7,16 @@ import torch
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 
 
-@pytest.fixture
-def tiny(tmp_path, small_recipe):
-    """A small recipe on the bundled digits."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
-    return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
-
-
-def error_of(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", [LAUGHS, "grown: &grown [0, *grown]", "trainer: &t {max_epochs: 1, callbacks: *t}"])
 @pytest.mark.parametrize("command", ["fit", "test", "tune", "device-report"])
-def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, capsys, command, text):
+def test_documents_that_grow_without_end_are_refused_by_every_command(tmp_path, error_of, command, text):
     path = tmp_path / "evil.yaml"
     path.write_text(text)
-    error = error_of(capsys, [command, "--config", str(path)] if command in ("fit", "test") else [command, str(path)])
+    error = error_of([command, "--config", str(path)] if command in ("fit", "test") else [command, str(path)])
     assert "aliases repeat them more often" in error or "one contains itself" in error
 
 
@@ -65,17 +49,17 @@ def test_a_checkpoint_that_cannot_be_restored_is_one_message(tiny, tmp_path, cap
 
 @pytest.mark.parametrize("named", ["os.system", "os.popen", "subprocess.call", "builtins.print", "no.such.thing"])
 @pytest.mark.parametrize("command", ["fit", "device-report"])
-def test_a_recipe_cannot_pass_a_command_for_an_optimizer(tiny, tmp_path, capsys, named, command):
+def test_a_recipe_cannot_pass_a_command_for_an_optimizer(tiny, tmp_path, error_of, named, command):
     path, marker = tmp_path / "evil.yaml", tmp_path / "marker"
     optimizer = {"class_path": named, "init_args": {"command": f"touch {marker}"}}
     path.write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": optimizer}}}))
     words = [*tiny, "--config", str(path)]
-    error = error_of(capsys, [command, *(words if command == "fit" else words[1::2])])
+    error = error_of([command, *(words if command == "fit" else words[1::2])])
     assert named in error and not marker.exists()
 
 
-def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, capsys):
+def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, error_of):
     words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
-    assert "Expected `weights_only` to be true but got false" in error_of(capsys, ["fit", *words])
+    assert "Expected `weights_only` to be true but got false" in error_of(["fit", *words])
     words = [*tiny, "--ckpt_path", "http://127.0.0.1:1/x.ckpt"]
-    assert "Expected a checkpoint from afar to tell its SHA-256" in error_of(capsys, ["test", *words])
+    assert "Expected a checkpoint from afar to tell its SHA-256" in error_of(["test", *words])

@@ -78,13 +78,6 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def error_of(capsys, words):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
-
-
 def test_a_search_from_end_to_end(search, tmp_path, capsys):
     main(search(seeds=2, trials=2))
     printed = capsys.readouterr().out
@@ -188,7 +181,7 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
     assert len(set(values)) == 20
 
 
-def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, tmp_path, capsys, pretend):
+def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, tmp_path, error_of, pretend):
     pretend()
     main(search("whole", trials=6))
     main(search(trials=3))
@@ -198,12 +191,10 @@ def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, t
     main(search(trials=6))
     assert rows(tmp_path / "out") == rows(tmp_path / "whole")
     journal.write_bytes(journal.read_bytes().replace(b'{"op_code"', b'{"op_code', 1))
-    assert f"Expected {journal} to be as it was written but it is damaged: in line 1, " in error_of(
-        capsys, search(trials=7)
-    )
+    assert f"Expected {journal} to be as it was written but it is damaged: in line 1, " in error_of(search(trials=7))
 
 
-def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, capsys, pretend):
+def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, capsys, error_of, pretend):
     seen = pretend()
     main(search(trials=3))
     out = tmp_path / "out"
@@ -219,14 +210,12 @@ def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, t
     lines = [json.loads(line) for line in told.splitlines()]
     next(line for line in lines if line.get("values"))["values"][0] += 0.1
     journal.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert "Expected trial 0 of the search's journal to have come to" in error_of(capsys, search(trials=3))
+    assert "Expected trial 0 of the search's journal to have come to" in error_of(search(trials=3))
     journal.write_text(told.replace('"datetime_start"', '"datetime_starts"', 1))
-    assert f"Expected {journal} to be as it was written but it is damaged: KeyError" in error_of(
-        capsys, search(trials=3)
-    )
+    assert f"Expected {journal} to be as it was written but it is damaged: KeyError" in error_of(search(trials=3))
 
 
-def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, pretend, recipe):
+def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of, pretend, recipe):
     seen = pretend()
     main(search(trials=2))
     main([*search(), "--trials", "5"])
@@ -234,10 +223,10 @@ def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, capsys, p
     longer = rows(tmp_path / "out")
     main(search("at-once", trials=5))
     assert rows(tmp_path / "at-once") == longer
-    assert "begin anew with --restart, which deletes" in error_of(capsys, search(seeds=2))
-    assert "begin anew with --restart, which deletes" in error_of(capsys, [*search(), "--seed", "1"])
+    assert "begin anew with --restart, which deletes" in error_of(search(seeds=2))
+    assert "begin anew with --restart, which deletes" in error_of([*search(), "--seed", "1"])
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**recipe, "seed_everything": 3}))
-    assert "a recipe of it" in error_of(capsys, search())
+    assert "a recipe of it" in error_of(search())
     main([*search(), "--restart"])
     assert len(rows(tmp_path / "out")) == 4
     assert len(list((tmp_path / "out").glob("trial-*"))) == 4
@@ -273,7 +262,7 @@ def test_small_examples():
     assert _grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1)) == [0.1, 0.2, 0.3]
 
 
-def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, capsys):
+def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
     sizes = []
 
     def objective(recipe):
@@ -291,7 +280,7 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, capsys):
     search(sampler="grid", trials=None, space=space, cases={**cases, 32: {"data.batch_size": 32}})
     main([*words, "--case", "8 at once"])  # another case more leaves this search as it is
     assert len(sizes) == 2
-    assert "Expected the search of which" in error_of(capsys, [*words, "--case", "16"])
+    assert "Expected the search of which" in error_of([*words, "--case", "16"])
     main([*words[:2], "--out", str(tmp_path / "other"), "--workers", "1", "--case", "16"])
     assert sizes[2:] == [16, 16]
 
@@ -335,19 +324,19 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
     assert rows(tmp_path / "out") == [good, bad]
 
 
-def test_when_every_trial_fails(search, tmp_path, capsys, pretend, recipe):
+def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
     (tmp_path / "tiny.yaml").write_text(
         yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
     )
-    error = error_of(capsys, search(trials=2))
+    error = error_of(search(trials=2))
     assert "All 2 trials failed" in error and "no validation samples to measure on. Mend it" in error
     seen = pretend(lambda recipe: float("nan"))
-    error = error_of(capsys, [*search("out2", trials=30)])
+    error = error_of([*search("out2", trials=30)])
     assert "The first 10 trials all failed: final_accuracy/server is nan. Mend it" in error
     assert len(seen) == 10
 
 
-def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, capsys, monkeypatch, pretend):
+def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, monkeypatch, pretend):
     pretend()
     run_job = module.run_job
 
@@ -355,7 +344,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, capsys, mo
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module, "run_job", full)
-    assert "No space left on device" in error_of(capsys, search())
+    assert "No space left on device" in error_of(search())
     monkeypatch.setattr(module, "run_job", run_job)
     main(search())
     assert [trial["state"] for trial in rows(tmp_path / "out")] == ["complete"] * 4
@@ -393,8 +382,8 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, capsys, mo
         ({"objective": "accuracy"}, "`objective` to be one of A_gen/server"),
     ],
 )
-def test_bad_input_gives_one_clear_message(search, tmp_path, capsys, changes, message):
-    error = error_of(capsys, search(**changes))
+def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, message):
+    error = error_of(search(**changes))
     assert message in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("out/trials.csv"))
@@ -408,14 +397,14 @@ def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
     assert len(rows(tmp_path / "out")) == 4
 
 
-def test_bad_words(search, tmp_path, capsys):
-    assert "at least 1 but got 0" in error_of(capsys, [*search(), "--trials", "0"])
-    assert "`workers` to be at least 1 but got 0" in error_of(capsys, search(workers="0"))
-    assert "nowhere.yaml" in error_of(capsys, ["tune", "nowhere.yaml"])
+def test_bad_words(search, tmp_path, error_of):
+    assert "at least 1 but got 0" in error_of([*search(), "--trials", "0"])
+    assert "`workers` to be at least 1 but got 0" in error_of(search(workers="0"))
+    assert "nowhere.yaml" in error_of(["tune", "nowhere.yaml"])
     (tmp_path / "search.yaml").write_text("a: [")
-    assert "to be YAML" in error_of(capsys, ["tune", str(tmp_path / "search.yaml")])
+    assert "to be YAML" in error_of(["tune", str(tmp_path / "search.yaml")])
     (tmp_path / "search.yaml").write_text("- a")
-    assert "to have configs, objective and space" in error_of(capsys, ["tune", str(tmp_path / "search.yaml")])
+    assert "to have configs, objective and space" in error_of(["tune", str(tmp_path / "search.yaml")])
 
 
 def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
