@@ -4,10 +4,12 @@ import hashlib
 import http.server
 import io
 import os
+import resource
 import tarfile
 import threading
 import warnings
 import zipfile
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -346,3 +348,19 @@ def assert_same():
         torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
 
     return check
+
+
+@pytest.fixture
+def full_disk():
+    """In its block no file may grow beyond some bytes: the system refuses the write in its midst, as a full disk's."""
+
+    @contextmanager
+    def limited(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited

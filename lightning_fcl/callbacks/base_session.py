@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +23,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import replacing
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
@@ -167,8 +167,8 @@ class BaseSession(Callback):
             self._fit(network, stream, stream.plan.base, self.epochs, 0, classes, outer)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as scratch:  # other processes may be at the same session
-                save_file({name: value.contiguous() for name, value in network.state_dict().items()}, scratch)
+            # Other processes may be at the same session.
+            write_whole(path, save({name: value.contiguous() for name, value in network.state_dict().items()}))
 
     def _fit(
         self,

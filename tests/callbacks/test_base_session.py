@@ -205,6 +205,12 @@ def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
     same(part(changed, "model.backbone"), part(state, "model.backbone"))
 
 
+def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full_disk):
+    with full_disk(4096), pytest.raises(OSError, match=r"bytes for .*\.safetensors but the disk is full"):
+        run({"cache": str(tmp_path / "kept")})
+    assert not files(tmp_path / "kept")
+
+
 @pytest.mark.parametrize(
     "change",
     [

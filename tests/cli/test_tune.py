@@ -194,7 +194,7 @@ def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, t
     assert f"Expected {journal} to be as it was written but it is damaged: in line 1, " in error_of(search(trials=7))
 
 
-def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, capsys, error_of, pretend):
+def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, error_of, pretend):
     seen = pretend()
     main(search(trials=3))
     out = tmp_path / "out"

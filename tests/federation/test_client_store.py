@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -119,17 +118,11 @@ def test_what_a_killed_process_has_left_is_swept_but_not_what_the_living_have(ow
     assert other._folder.exists() and third._folder.exists()
 
 
-def test_a_full_disk_leaves_the_earlier_state_and_is_told(tmp_path):
-    """A limit of the size of files stands for the disk: the system refuses the write in its midst."""
+def test_a_full_disk_leaves_the_earlier_state_and_is_told(tmp_path, full_disk):
     store = ClientStore("disk", tmp_path)
     store["client1"] = STATE
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"bytes are free.*TMPDIR.*client_store=\"memory\"") as error:
-            store["client1"] = {"model": {"head.weight": torch.zeros(10_000)}}
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(4096), pytest.raises(OSError, match=r"bytes are free.*TMPDIR.*client_store=\"memory\"") as error:
+        store["client1"] = {"model": {"head.weight": torch.zeros(10_000)}}
     assert f"bytes for {tmp_path / 'client1.safetensors'} but the disk is full" in str(error.value)
     assert same(store["client1"], STATE)
     assert [path.name for path in tmp_path.iterdir()] == ["client1.safetensors"]

@@ -1,7 +1,6 @@
 """Checkpoints are written whole or not at all."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -51,15 +50,10 @@ def test_a_federation_writes_so_and_another_can_be_asked_for(fit, make_stream, m
     assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["a.ckpt"]
 
 
-def test_a_full_disk_leaves_the_last_one_and_is_told(path):
-    """A limit of the size of files stands for the disk: the system refuses the write in its midst."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-    try:
-        with pytest.raises(OSError, match=f"bytes for {path} but the disk is full.*Make room, then go on from the"):
-            WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
+    message = f"bytes for {path} but the disk is full.*Make room, then go on from the"
+    with full_disk(8192), pytest.raises(OSError, match=message):
+        WholeCheckpointIO().save_checkpoint({"state_dict": {"weight": torch.ones(10_000)}}, path)
     assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
