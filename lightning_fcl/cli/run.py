@@ -21,6 +21,7 @@ import lightning.pytorch as L
 import torch
 import yaml
 from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -309,6 +310,8 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
     except ArgumentError as error:
         hint = new_name(str(error))
         raise ValueError(f"the recipe or command line is not understood: {error}{hint}") from error
+    except MisconfigurationException as error:
+        raise ValueError(f"Lightning refuses the recipe or command line: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
         if not restored:

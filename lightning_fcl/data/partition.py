@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import check_fields
 
 _ATTEMPTS = 1000
 
@@ -79,6 +80,9 @@ class IID(Partition):
 
     clients: int = 10
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's share of a random permutation."""
         samples = len(_labels(y, self.clients))
@@ -114,6 +118,7 @@ class Dirichlet(Partition):
     min_size: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.alpha <= 1e6:
             raise ValueError(
                 f"Expected `alpha` to be above 0 and at most 1e6 but got {self.alpha}. For equal shares use `IID` "
@@ -168,6 +173,9 @@ class Shards(Partition):
     clients: int = 10
     shards_per_client: int = 2
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
         """Each client's shards."""
         labels = _labels(y, self.clients)
@@ -212,6 +220,7 @@ class ClassSubsets(Partition):
     fraction: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         low, high = _range(self.fraction)
         if not 0 < low <= high <= 1:
             raise ValueError(

@@ -234,10 +234,24 @@ class FederatedServer:
         return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has kept, before `begin`."""
+        """Take over what a checkpoint has kept, before `begin`.
+
+        Raises:
+            ValueError: If what it calls the clients' state is none.
+        """
+        clients = state["clients"]
+        if not isinstance(clients, Mapping) or not all(map(_is_client_state, clients.values())):
+            raise ValueError(
+                f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
+                f"{clients!r:.200}. Continue from another one."
+            )
         self.store.clear()
-        for client, kept in state["clients"].items():
+        for client, kept in clients.items():
             self.store[client] = kept
         self.extra = dict(state.get("extra", {}))
         self._restored = state["server_optimizer"]
         self._server_optimizer = None
+
+
+def _is_client_state(kept: object) -> bool:
+    return isinstance(kept, Mapping) and all(isinstance(section, Mapping) for section in kept.values())

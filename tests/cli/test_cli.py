@@ -108,6 +108,8 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
             "`experiences` to divide the number of classes, 10, but got 3",
         ),
         ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
+        ({"trainer": {"val_check_interval": "x"}}, "Lightning refuses the recipe or command line: Invalid time format"),
+        ({"data": {"partition": {"init_args": {"clients": None}}}}, "`clients` to be given but got None"),
     ],
 )
 def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, error_of, change, message):

@@ -130,6 +130,16 @@ def test_resumed_is_uninterrupted(tmp_path):
     assert again.extra == {}
 
 
+@pytest.mark.parametrize("clients", [None, 3, {"x": 3}, {"a": {"model": 3}}])
+def test_what_is_no_state_of_clients_is_refused_and_the_store_left_alone(clients):
+    server, _ = make_server()
+    server.store["a"] = {"model": {"bias": torch.ones(2)}}
+    kept = server.state_dict()
+    with pytest.raises(ValueError, match="Expected `clients` of the checkpoint to be what each client keeps"):
+        server.load_state_dict({**kept, "clients": clients})
+    assert server.state_dict()["clients"].keys() == {"a"}
+
+
 def test_a_reduction_of_ones_own():
     class Last(Reduction):
         """The last upload; clients begin at minus one."""
