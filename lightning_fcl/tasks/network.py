@@ -27,8 +27,20 @@ class NetworkTask(Task):
         self._loss_sum, self._loss_samples = torch.zeros(()), 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the network makes of samples."""
-        output: Tensor = self.model(x)
+        """What the network makes of samples.
+
+        Raises:
+            ValueError: If the network does not take such samples.
+        """
+        try:
+            output: Tensor = self.model(x)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
+                f"{type(self.model).__name__} gave: {error}. Fit its arguments to the data."
+            ) from error
         return output
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:

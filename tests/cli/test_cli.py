@@ -109,6 +109,10 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ),
         ({"trainer": {"max_epochs": 99}}, "at most the stream's 2 rounds but got 99"),
         ({"trainer": {"val_check_interval": "x"}}, "Lightning refuses the recipe or command line: Invalid time format"),
+        (
+            {"model": {"init_args": {"model": {"init_args": {"sizes": [30, 64, 10]}}}}},
+            "`model` to take samples of the data, of shape (1, 8, 8), but MLP gave: ",
+        ),
         ({"data": {"partition": {"init_args": {"clients": None}}}}, "`clients` to be given but got None"),
     ],
 )
