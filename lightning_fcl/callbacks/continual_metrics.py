@@ -75,6 +75,7 @@ class ContinualMetrics(Callback):
         self.record: dict[str, Any] = {}
         self._current: dict[str, Counts | Values] = {}
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
+        self._drawn: dict[int, set[str]] = {}  # who is to train in later rounds, as this one sees it
         self._test: Tester | None = None
         self._started = 0.0
 
@@ -99,7 +100,7 @@ class ContinualMetrics(Callback):
             raise ValueError(
                 f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
             )
-        self._current, self._own = {}, {}
+        self._current, self._own, self._drawn = {}, {}, {}
         self._test = Tester.of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
@@ -139,18 +140,25 @@ class ContinualMetrics(Callback):
             self._current[client_round.client] = self._evaluate(pl_module, client_round.client)
         elif self.when == "both" and self._was_last(trainer, client_round):
             trained = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-            self._own[client_round.client] = self._personal(trainer, pl_module, client_round, trained)
+            federation = federation_of(trainer)
+            assert federation is not None  # in which alone clients end
+            state = federation.client_state(client_round.client, trained)
+            self._own[client_round.client] = self._personal(trainer, pl_module, client_round, state)
             load_entries(pl_module, trained)
 
     def _was_last(self, trainer: L.Trainer, client_round: ClientRound) -> bool:
         """Whether no later round of the client's experience is to draw it: who takes part is known beforehand."""
         federation = federation_of(trainer)
-        assert federation is not None  # in which alone clients end
+        assert federation is not None
         experiences = federation.plan.experiences[client_round.client]
-        later = (
-            r for r in range(client_round.round + 1, len(experiences)) if experiences[r] == client_round.experience
-        )
-        return not any(client_round.client in federation.drawn(round) for round in later)
+        for later in range(client_round.round + 1, len(experiences)):
+            if experiences[later] != client_round.experience:
+                continue
+            if later not in self._drawn:
+                self._drawn[later] = set(federation.drawn(later))
+            if client_round.client in self._drawn[later]:
+                return False
+        return True
 
     def _tests(self, client: str) -> bool:
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
@@ -198,7 +206,7 @@ class ContinualMetrics(Callback):
                 "seconds": now - self._started,
             }
         )
-        self._started, self._own = now, {}
+        self._started, self._own, self._drawn = now, {}, {}
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
         module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
@@ -226,7 +234,7 @@ class ContinualMetrics(Callback):
         for client_round in ending:
             state = federation.client_state(client_round.client, received)
             alike = state is received  # all predict with the same model
-            own = found["server"] if alike else self._personal(trainer, module, client_round, received)
+            own = found["server"] if alike else self._personal(trainer, module, client_round, state)
             found[client_round.client] = own
         load_entries(module, received)
         return found
@@ -234,11 +242,10 @@ class ContinualMetrics(Callback):
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
     ) -> Counts | Values:
-        """Test what a client predicts with where a state is the server's, on the groups of its experiences so far."""
-        federation, client = federation_of(trainer), client_round.client
-        assert federation is not None
-        load_entries(module, federation.client_state(client, state))
-        seen = federation.plan.tasks[client][: client_round.experience + 1]
+        """Test the state that a client predicts with, on the groups of its experiences so far."""
+        client = client_round.client
+        load_entries(module, state)
+        seen = need_stream(trainer).plan.tasks[client][: client_round.experience + 1]
         return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:

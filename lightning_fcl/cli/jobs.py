@@ -26,6 +26,8 @@ from lightning_fcl.evaluation.results import is_whole, read_results
 
 T = TypeVar("T")
 
+_STAMP = "fingerprint"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -63,6 +65,15 @@ class Job:
         """Changes when the run would be another one."""
         parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+
+    def sign(self, folder: Path) -> None:
+        """Say that what a folder holds is of this very job."""
+        write_whole(folder / _STAMP, self.fingerprint)
+
+    def wrote(self, folder: Path) -> bool:
+        """Whether what a folder holds is of this very job."""
+        stamp = folder / _STAMP
+        return stamp.is_file() and stamp.read_bytes() == self.fingerprint.encode()
 
 
 def config_words(recipes: Iterable[str | Path]) -> list[str]:
@@ -161,8 +172,7 @@ def _begin_worker() -> None:
 
 def finished(job: Job) -> bool:
     """Whether all files of a job are there and whole, and are of this very job."""
-    stamp = job.out / "fingerprint"
-    return stamp.is_file() and stamp.read_bytes() == job.fingerprint.encode() and is_whole(job.out)
+    return job.wrote(job.out) and is_whole(job.out)
 
 
 def run_job(job: Job) -> None:
@@ -170,11 +180,10 @@ def run_job(job: Job) -> None:
     from lightning_fcl.cli.run import run
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
-    stamp = job.out / "fingerprint"
-    if not stamp.is_file() or stamp.read_bytes() != job.fingerprint.encode():
+    if not job.wrote(job.out):
         start_over(job.out)
         job.out.mkdir(parents=True, exist_ok=True)
-        write_whole(stamp, job.fingerprint)
+        job.sign(job.out)
     elif _write_rest(job.out):
         return
     checkpoint = newest_checkpoint(job.out / "checkpoints")

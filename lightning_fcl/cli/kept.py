@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fcl.cli.jobs import Job, finished, start_over
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import read_results, write_results
 
@@ -58,17 +57,16 @@ def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
     target = kept / job.out.relative_to(out)
     target.mkdir(parents=True, exist_ok=True)
     write_results(target, read_results(job.out) | {"command": command}, indent=None)
-    write_whole(target / "fingerprint", job.fingerprint)
+    job.sign(target)
     return target
 
 
 def _bring(job: Job, source: Path) -> None:
-    stamp = source / "fingerprint"
-    if not stamp.is_file() or stamp.read_bytes() != job.fingerprint.encode():
+    if not job.wrote(source):
         raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
     results = read_results(source)
     start_over(job.out)
     job.out.mkdir(parents=True, exist_ok=True)
     write_results(job.out, results)
-    write_whole(job.out / "fingerprint", job.fingerprint)
+    job.sign(job.out)
     write_files(job.out)

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -137,7 +137,7 @@ class Table:
         if unknown := sorted({*metrics} - {*self.metrics}):
             raise ValueError(f"Expected `metrics` of {', '.join(self.metrics)} but got {', '.join(unknown)}.")
         rows = {row: {name: of[name] for name in metrics if name in of} for row, of in self.rows.items()}
-        return Table(self.paper, self.scale, self.command, self.versions, self.machine, self.seconds, rows)
+        return replace(self, rows=rows)
 
 
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
@@ -225,12 +225,13 @@ def read_table(path: str | Path) -> Table:
         raise FileNotFoundError(
             f"Expected a table in {path} but found no such file. Write it with `lightning-fcl reproduce`."
         )
-    if (form := format_of(path)) != FORMAT:
+    content = _read(path)
+    if (form := _get_format(content)) != FORMAT:
         raise ValueError(
             f"Expected {path} to be of format {FORMAT} but it is of {'none' if form is None else form}: another "
             "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
         )
-    content, where = json.loads(path.read_text(encoding="utf-8")), f"in {path}"
+    where = f"in {path}"
     rows: dict[str, dict[str, Cell]] = {}
     every: dict[str, Any] = _get(content, "rows", dict, where)
     for row in every:
@@ -254,12 +255,7 @@ def format_of(path: Path) -> int | None:
     Raises:
         ValueError: If it is not JSON.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
-    form = content.get("format") if isinstance(content, dict) else None
-    return form if isinstance(form, int) else None
+    return _get_format(_read(path))
 
 
 def metric_title(name: str) -> str:
@@ -283,6 +279,18 @@ def metric_number(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
+
+
+def _get_format(content: Any) -> int | None:
+    form = content.get("format") if isinstance(content, dict) else None
+    return form if isinstance(form, int) else None
 
 
 def _plain(cell: Cell) -> dict[str, Any]:

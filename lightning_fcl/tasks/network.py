@@ -34,12 +34,13 @@ class NetworkTask(Task):
         """
         try:
             output: Tensor = self.model(x)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if type(error) is not RuntimeError:  # memory that has run out, or a network without `forward`
+                raise
             raise ValueError(
                 f"Expected `model` to take samples of the data, of shape {tuple(x.shape[1:])}, but "
-                f"{type(self.model).__name__} gave: {error}. Fit its arguments to the data."
+                f"{type(self.model).__name__} gave: {error}. Fit its arguments to the data; what cannot be vectorised "
+                "trains with `cohort_size=1`."
             ) from error
         return output
 
