@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from pathlib import Path
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.results import is_whole, read_results
 from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.running.rows import recipes_folder
 
 ROOT = Path(__file__).parents[2]
 KINDS = (
@@ -92,17 +93,25 @@ class Command:
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
 
-        self.said = (folder / "said.txt").open("w+")
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_fcl.cli.main", *words],
             cwd=folder,
             env={**os.environ, **more},
-            stdout=self.said,
+            stdout=subprocess.PIPE,  # a file would be cut off where the disk is full
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=limit,  # this process has no threads
+            preexec_fn=limit,  # what it calls is safe beside threads
         )
+        self.said = b""
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            while piece := pipe.read1():
+                self.said += piece
 
     def end(self, after: float | None = None, number: int = signal.SIGKILL) -> Ended:
         """Wait for its end; after some seconds with a signal."""
@@ -123,10 +132,8 @@ class Command:
             self.process.wait()
         seconds = time.monotonic() - self.began
         orphans = self._orphans()
-        self.said.seek(0)
-        text = self.said.read()
-        self.said.close()
-        return Ended(self.process.returncode, text, seconds, hung, orphans)
+        self._listener.join(5)  # orphans that could not be killed may hold the pipe
+        return Ended(self.process.returncode, self.said.decode(errors="replace"), seconds, hung, orphans)
 
     def _orphans(self) -> list[int]:
         """The processes of this command that are still there five seconds after it; they are killed."""
