@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes tables benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes tables zoo benchmarks clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -60,6 +60,9 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 RUNS ?= $(patsubst %/table.json,%,$(wildcard runs/*-paper/table.json runs/*-medium/table.json runs/*-small/table.json))
 tables: .venv/ready ## finished tables of runs/ into recipes/, and their pages by them; RUNS=runs/flwf-paper
 	$(BIN)/lightning-fcl tables $(RUNS)
+
+zoo: .venv/ready ## the networks of zoo/models.yaml, trained by their recipes and published in zoo/; NAMES="mlp.digits.flwf2t_replay"
+	$(BIN)/python zoo/train.py $(NAMES)
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py

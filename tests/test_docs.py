@@ -23,7 +23,7 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
         if language == "python":
             exec(compile(code, str(path), "exec"), {"__name__": "__main__"})
             continue
-        from lightning_fcl.cli.run import resolve
+        from lightning_fcl.running.fit import resolve
 
         (tmp_path / "recipe.yaml").write_text(code)
         assert resolve(["fit", "--config", "recipe.yaml"])["recipe"]["row"] in code

@@ -26,7 +26,7 @@ from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
+from lightning_fcl.models.freezing import freeze
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
 
@@ -190,14 +190,7 @@ class BaseSession(Callback):
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
         """Fold, and freeze the backbone: step 3, with images to calibrate on; without, for a state to be loaded."""
-        network.eval()
-        fold_batchnorm(network)
-        if self.backbone == "int8":
-            quantize_backbone(network, images)
-        backbone: Any = network.backbone
-        backbone.requires_grad_(False)
-        network.frozen = True  # type: ignore[assignment]
-        network.train()
+        freeze(network, self.backbone, images)
 
     def _key(self, network: nn.Module, stream: FederatedStream) -> str:
         """Changes when the trained network would be another one."""

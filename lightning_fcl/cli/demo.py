@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from lightning_fcl.cli.jobs import Job, run_jobs
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.report import compare_plot
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.running.rows import recipes_folder
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_fcl.cli.run import Parts
+    from lightning_fcl.running.fit import Parts
 
 MORE = """M_F is what is frozen (int8), M_T what is trained (fp32). A recipe freezes a part by declaring it:
   trainer.strategy.init_args.reductions: {"model.backbone.*": fixed}
@@ -65,11 +65,11 @@ def report_recipe(
         FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
     """
     from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.cli.run import read_parts
     from lightning_fcl.device.report import device_report
     from lightning_fcl.device.table import render
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
+    from lightning_fcl.running.fit import read_parts
 
     parts = read_parts(recipes)
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightning_fcl.cli.run import Parts
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -26,8 +21,9 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     from torch import nn
 
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_onnx
+    from lightning_fcl.running.trained import trained_parts
 
-    parts = _trained(options.run)
+    parts = trained_parts(options.run)
     parts.datamodule.setup("test")
     example = parts.datamodule.take(parts.datamodule.plan.test[:8])[0]
     modules: dict[str, nn.Module] = {"classifier": WithoutTrainer(parts.model)}
@@ -39,29 +35,3 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         file = (options.out or options.run / "export") / f"{name}.{ending}"
         difference = write(module, example, file)
         print(f"{file}  {file.stat().st_size} bytes, at most {difference:.1e} from PyTorch")
-
-
-def _trained(run: Path) -> Parts:
-    """A run's recipe, with the state of its newest checkpoint in the model."""
-    import torch
-
-    from lightning_fcl.callbacks.base_session import BaseSession
-    from lightning_fcl.cli.run import read_parts
-    from lightning_fcl.federation.aggregation import check_state
-    from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
-
-    checkpoint = newest_checkpoint(run / "checkpoints")
-    if checkpoint is None or not (run / "config.yaml").is_file():
-        raise ValueError(
-            f"Expected {run} to be the folder of a run, with config.yaml and checkpoints, but it is none. Give what "
-            "was `--out` of `lightning-fcl fit`."
-        )
-    parts = read_parts([run / "config.yaml"])
-    for callback in parts.callbacks:
-        if isinstance(callback, BaseSession):
-            callback.freeze(parts.model.model)
-    read = partial(torch.load, map_location="cpu", weights_only=True)
-    state = read_checkpoint(read, checkpoint)["state_dict"]
-    check_state(parts.model, state)
-    parts.model.load_state_dict(state)
-    return parts

@@ -31,6 +31,6 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     for recipe in options.config or []:
         if Path(recipe).exists():
             check_file(Path(recipe))
-    from lightning_fcl.cli.run import run
+    from lightning_fcl.running.fit import run
 
     run([word.replace("--help.all", "--help") for word in words])

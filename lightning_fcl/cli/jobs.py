@@ -19,10 +19,10 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from lightning_fcl import __version__
-from lightning_fcl.cli.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 
 T = TypeVar("T")
 
@@ -177,8 +177,8 @@ def finished(job: Job) -> bool:
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
-    from lightning_fcl.cli.run import run
     from lightning_fcl.hub.checkpoint import newest_checkpoint
+    from lightning_fcl.running.fit import run
 
     if not job.wrote(job.out):
         start_over(job.out)

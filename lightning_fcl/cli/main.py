@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_fcl.cli.stop import Stopped, end, stop
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
+from lightning_fcl.running.stop import Stopped, end, stop
 
 # A command's module, and what it is for. Modules are imported when asked for: a list of commands needs none of them.
 COMMANDS = {
@@ -22,6 +22,7 @@ COMMANDS = {
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
     "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
+    "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),
     "tables": ("tables", "bring finished tables, and the pages of recipes, up to date"),

@@ -7,7 +7,6 @@ import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,112 +14,13 @@ import yaml
 
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.kept import keep, place_of, take
-from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, write_figures
 from lightning_fcl.evaluation.files import save_figure
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
-
-
-def recipes_folder() -> Path:
-    """Where the recipes are: in the installed package, or at the top of a checkout."""
-    here = Path(__file__).parent.parent
-    return here / "recipes" if (here / "recipes").is_dir() else here.parent / "recipes"
-
-
-def paper_folder(paper: str) -> Path:
-    """The folder of a paper's recipes.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
-    if paper not in papers:
-        names = ", ".join(papers)
-        raise ValueError(f"Expected `paper` to be one of {names} but got {paper}.{did_you_mean(paper, papers)}")
-    return recipes_folder() / paper
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a paper's table.
-
-    Args:
-        configs: Its recipe: the files of which it is put together, later ones over earlier ones.
-        expected: The paper's numbers, where they are not in the files.
-        words: What else its command line says.
-    """
-
-    configs: tuple[Path, ...]
-    expected: Mapping[str, float] | None = None
-    words: tuple[str, ...] = ()
-
-
-def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -> dict[str, Row]:
-    """The recipe of every row of a paper's table at a scale, or of the ``rows`` asked for, from ``rows.yaml``.
-
-    There, ``base`` is the file that all rows begin with, and ``rows`` gives each row its own file; or ``configs``,
-    several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
-    are those at which it is run; by default all; ``scaled`` has, for some scales, more to ``set``. For ``grids`` see
-    `expanded`.
-
-    Raises:
-        ValueError: If a row is not known, or not run at this scale.
-    """
-    content = yaml.safe_load((folder / "rows.yaml").read_text())
-    order = expanded(content)
-    for row in rows or ():
-        if row not in order:
-            raise ValueError(f"Expected `rows` among {', '.join(order)} but got {row}.{did_you_mean(row, order)}")
-        if scale not in order[row].get("scales", [scale]):
-            scales = ", ".join(order[row]["scales"])
-            raise ValueError(f"Expected `scale` to be one of {scales} for row {row} but got {scale}.")
-    result = {}
-    for row in rows or [row for row, entry in order.items() if scale in entry.get("scales", [scale])]:
-        entry = order[row]
-        names = [content["base"], *entry["configs"]]
-        given = {**entry.get("set", {}), **entry.get("scaled", {}).get(scale, {})}
-        values = {name: v if isinstance(v, str) else json.dumps(v) for name, v in given.items()}
-        words = [word for name, value in values.items() for word in (f"--{name}", value)]
-        result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
-    return result
-
-
-def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """All rows of a ``rows.yaml``, those of its ``grids`` among them.
-
-    A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
-    new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
-
-    Raises:
-        ValueError: If a grid asks for a row that there is not, or expects numbers of one.
-
-    Example:
-        >>> grid = {"rows": ["GEM"], "with": {"50 clients": {"set": {"data.clients": 50}}}, "scales": ["paper"]}
-        >>> expanded({"rows": {"GEM": "gem.yaml"}, "grids": [grid]})["50 clients GEM"]
-        {'configs': ['gem.yaml'], 'set': {'data.clients': 50}, 'expected': {}, 'scales': ['paper']}
-    """
-    rows: dict[str, dict[str, Any]] = {
-        row: dict(entry) if isinstance(entry, dict) else {"configs": [entry]} for row, entry in content["rows"].items()
-    }
-    result = dict(rows)
-    for grid in content.get("grids", []):
-        made = [f"{change} {row}" for change in grid["with"] for row in grid["rows"]]
-        unknown = [row for row in grid["rows"] if row not in rows] + sorted({*grid.get("expected", {})} - {*made})
-        if unknown:
-            raise ValueError(f"Expected the rows of a grid among {', '.join([*rows, *made])} but got {unknown[0]}.")
-        for change, more in grid["with"].items():
-            for row in grid["rows"]:
-                name = f"{change} {row}"
-                result[name] = {
-                    "configs": [*rows[row]["configs"], *more.get("configs", [])],
-                    "set": {**rows[row].get("set", {}), **more.get("set", {})},
-                    **({"scaled": rows[row]["scaled"]} if "scaled" in rows[row] else {}),
-                    "expected": grid.get("expected", {}).get(name, {}),
-                    **({"scales": grid["scales"]} if "scales" in grid else {}),
-                }
-    return result
+from lightning_fcl.running.rows import Row, expanded, paper_folder, paper_rows
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -21,9 +21,9 @@ import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_fcl.cli.jobs import config_words
-from lightning_fcl.cli.reproduce import paper_rows
 from lightning_fcl.errors import did_you_mean, one_of
 from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.rows import paper_rows
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),
@@ -242,7 +242,7 @@ def check(search: Search) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it does not.
     """
-    from lightning_fcl.cli.run import resolve
+    from lightning_fcl.running.fit import resolve
 
     words = [*config_words(search.configs), *search.words]
     recipe = resolve(["fit", *words])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from lightning_fcl.data.datasets import Arrays, load
+from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import did_you_mean
 
@@ -55,6 +56,7 @@ class Samples:
         validation: True for those of its own validation set.
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
         collate_fn: Makes a batch of a data set's items.
+        measurement: What a device measured, and how the samples were made of that, or None.
         name: What messages call the data.
     """
 
@@ -67,6 +69,7 @@ class Samples:
     validation: NDArray[np.bool_] | None = None
     scale: tuple[Tensor, Tensor] | None = None
     collate_fn: Collate = default_collate
+    measurement: Measurement | None = None
     name: str = "the data"
 
     def __len__(self) -> int:
@@ -128,7 +131,17 @@ def samples_of(data: str | PublicData | Arrays | Samples | Dataset[Any] | L.Ligh
     if data.mean is not None and data.std is not None:
         scale = (torch.from_numpy(data.mean), torch.from_numpy(data.std))
     x = torch.from_numpy(np.ascontiguousarray(data.x))
-    return Samples(x, data.y, data.classes, data.client, data.group, data.official_test, scale=scale, name=name)
+    return Samples(
+        x,
+        data.y,
+        data.classes,
+        data.client,
+        data.group,
+        data.official_test,
+        scale=scale,
+        measurement=data.measurement,
+        name=name,
+    )
 
 
 def of_anything(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,8 @@ class Classifier(NetworkTask):
         >>> task(torch.zeros(2, 4)).shape
         torch.Size([2, 3])
     """
+
+    gives: ClassVar[str] = "logits"  # what the outputs are
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class NetworkTask(Task):
                 "trains with `cohort_size=1`."
             ) from error
         return output
+
+    def network(self) -> nn.Module:
+        """A plain network that predicts as this task does now."""
+        return copy.deepcopy(self.model)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
         """The loss of every sample, shape (batch,)."""

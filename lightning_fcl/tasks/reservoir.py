@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,13 +18,12 @@ from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
 from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
 from lightning_fcl.tasks.task import Task
 
 log = logging.getLogger(__name__)
-
-Features = Literal["steps", "last", "mean"]
 
 
 class ReservoirTask(Task):
@@ -115,19 +115,13 @@ class ReservoirTask(Task):
 
     def pooled(self, x: Tensor) -> Iterator[Tensor]:
         """What the readout sees: blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R)."""
-        blocks = self.reservoir.blocks(x)
-        if self.features == "steps":
-            yield from blocks
-        elif self.features == "last":
-            for block in blocks:
-                last = block[-1:]
-            yield last
-        else:
-            sums, steps = [], 0
-            for block in blocks:
-                sums.append(block.sum(dim=0, dtype=torch.float64))
-                steps += len(block)
-            yield torch.stack(sums).sum(dim=0, keepdim=True) / steps
+        return pooled(self.reservoir, x, self.features)
+
+    def network(self) -> ReservoirReadout:
+        """A plain network that predicts as this task does now."""
+        network = ReservoirReadout(copy.deepcopy(self.reservoir), self.readout.out_features, self.features)
+        network.weight.copy_(self.readout.weight)
+        return network
 
     def targets(self, y: Tensor) -> Tensor:
         """What the readout should say: (batch, outputs), or (batch, time, outputs) for labels of every step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.models.readout import FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
 
@@ -38,6 +40,8 @@ class RidgeClassifier(Classifier):
         (torch.Size([2, 10]), 32320)
     """
 
+    gives: ClassVar[str] = "0/1"
+
     def __init__(self, model: nn.Module, num_classes: int, beta: float = 1.0, symmetric: bool = True) -> None:
         super().__init__(model, num_classes)
         features = getattr(model, "features", None)
@@ -55,6 +59,12 @@ class RidgeClassifier(Classifier):
         """Outputs near 1 for the right class and near 0 for the others, shape (batch, num_classes)."""
         outputs: Tensor = self.readout(self._embedded(x)).to(x.dtype)
         return outputs
+
+    def network(self) -> FeatureReadout:
+        """A plain network that predicts as this task does now."""
+        network = FeatureReadout(copy.deepcopy(self.model), self.num_classes)  # type: ignore[arg-type]  # it was looked at
+        network.weight.copy_(self.readout.weight)
+        return network
 
     @torch.no_grad()
     def _embedded(self, x: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torchmetrics import MeanSquaredError, Metric, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.tasks.reservoir import Features, ReservoirTask
+from lightning_fcl.models.readout import Features
+from lightning_fcl.tasks.reservoir import ReservoirTask
 from lightning_fcl.tasks.reservoir_trainer import Share
 
 
@@ -56,6 +57,11 @@ class ReservoirClassifier(ReservoirTask):
             raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
         self.num_classes = num_classes
         self.signed = targets == "-1/1"
+
+    @property
+    def gives(self) -> str:
+        """What the outputs are: estimates of 0 and 1, or of -1 and 1."""
+        return "-1/1" if self.signed else "0/1"
 
     def metric(self) -> Metric:
         """The share of right predictions."""

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.running.rows import recipes_folder
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import yaml
 from lightning_fcl import __version__
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.cli.main import COMMANDS, main
-from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
-from lightning_fcl.cli.run import run
 from lightning_fcl.cli.search import Search, check
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.running.fit import run
+from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
 
@@ -196,8 +196,8 @@ def test_missing_recipe_and_missing_data(tiny, tmp_path, error_of, monkeypatch):
 
 def test_reproduce_names_what_is_wrong(error_of):
     assert (
-        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl but "
-        "got flwff" in error_of(["reproduce", "flwff"])
+        "Expected `paper` to be one of fedclip, fedclip-hhar, fedvit, flwf, flwf-as-written, incfed, odfcl, "
+        "ucihar-reservoir but got flwff" in error_of(["reproduce", "flwff"])
     )
     assert "Did you mean FLwF-2T/FT?" in error_of(["reproduce", "flwf", "--rows", "FLwF-2T/FTT"])
     assert "Did you mean flwf?" in error_of(["reproduce", "flwff"])
@@ -304,7 +304,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, e
     digits = load("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
     monkeypatch.setattr("lightning_fcl.data.samples.load", lambda name, root: rows)
-    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: tmp_path)
+    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: tmp_path)
     folder, out = tmp_path / "toy", tmp_path / "out"
     folder.mkdir()
     (folder / "base.yaml").write_text(RESERVOIR)
@@ -374,7 +374,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
         for clients in (2, 3)
     }
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
-    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
+    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: folder.parent)
     main(["reproduce", "mine", "--out", str(tmp_path / "out"), "--workers", "1"])
     table = read_table(tmp_path / "out" / "table.json")
     assert table.versions["lightning-fcl"] == __version__ and re.search(r", \d+ cores, \d+ threads?", table.machine)

@@ -5,11 +5,12 @@ import json
 import pytest
 import yaml
 
-from lightning_fcl.cli import jobs, run
+from lightning_fcl.cli import jobs
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.evaluation.results import is_whole, read_results
 from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.running import fit
+from lightning_fcl.running.rows import recipes_folder
 
 RECIPES = recipes_folder()
 
@@ -23,7 +24,7 @@ def toy(tmp_path, monkeypatch, small_recipe):
     (folder / "scale-smoke.yaml").write_text(yaml.safe_dump(small_recipe(rounds=1, clients=2)))
     rows = {"a row": {"configs": [], "expected": {"final_accuracy/server": 0.5}}}
     (folder / "rows.yaml").write_text(yaml.safe_dump({"base": "base.yaml", "rows": rows}))
-    monkeypatch.setattr("lightning_fcl.cli.reproduce.recipes_folder", lambda: folder.parent)
+    monkeypatch.setattr("lightning_fcl.running.rows.recipes_folder", lambda: folder.parent)
     return folder
 
 
@@ -42,7 +43,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     def never(arguments):
         raise AssertionError(f"{arguments} is run")
 
-    monkeypatch.setattr(run, "run", never)
+    monkeypatch.setattr(fit, "run", never)
     reproduce(tmp_path / "second")
     assert f"1 of 1 runs are taken from {toy / 'smoke'}" in capsys.readouterr().err
     assert is_whole(tmp_path / "second" / "a-row" / "seed-0")

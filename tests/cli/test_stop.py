@@ -16,9 +16,9 @@ import torch
 import yaml
 
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
-from lightning_fcl.cli.reproduce import recipes_folder
-from lightning_fcl.cli.stop import stop
 from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.running.stop import stop
 
 ROOT = Path(__file__).parents[2]
 

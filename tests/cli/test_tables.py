@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import expanded, paper_rows, recipes_folder
 from lightning_fcl.cli.tables import layouts, pages
 from lightning_fcl.evaluation.table import Cell, Table, format_of, read_table, write_table
+from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
 PAPERS = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
@@ -50,8 +50,8 @@ def toy(tmp_path, monkeypatch):
     parts = ("verdict", "main", "mine", "written: small")
     (folder / "README.md").write_text("# toy\n" + "".join(f"\n<!-- {part} -->\nold\n<!-- end -->\n" for part in parts))
     (tmp_path / "recipes" / "README.md").write_text("<!-- papers -->\n<!-- end -->\n")
-    for module in ("reproduce", "tables"):
-        monkeypatch.setattr(f"lightning_fcl.cli.{module}.recipes_folder", lambda: folder.parent)
+    for module in ("running.rows", "cli.tables"):
+        monkeypatch.setattr(f"lightning_fcl.{module}.recipes_folder", lambda: folder.parent)
     return folder
 
 

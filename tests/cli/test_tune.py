@@ -10,11 +10,11 @@ from optuna.distributions import FloatDistribution
 
 from lightning_fcl.cli import tune as module
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
-from lightning_fcl.cli.run import resolve
 from lightning_fcl.cli.search import _distribution, _grid_points
-from lightning_fcl.cli.stop import Stopped
 from lightning_fcl.evaluation.results import _KEYS, seal, write_results
+from lightning_fcl.running.fit import resolve
+from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.running.stop import Stopped
 
 LR = "model.init_args.optimizer.init_args.lr"
 ALPHA = "trainer.callbacks.FLwF2T.alpha"

@@ -8,12 +8,12 @@ from torch import nn
 from lightning_fcl import Classifier, ReservoirClassifier
 from lightning_fcl.cli.device import report_recipe
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.device.footprint import measure
 from lightning_fcl.device.profiles import SHIPPED, read_device, read_link
 from lightning_fcl.device.report import device_report
 from lightning_fcl.device.trace import flop_counter
 from lightning_fcl.models import HARCNN, MLP, DSICNet, EchoStateNetwork
+from lightning_fcl.running.rows import recipes_folder
 
 RECIPES = recipes_folder()
 IMAGE = (1, 64, 48)

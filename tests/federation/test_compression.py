@@ -13,12 +13,12 @@ from torch import nn
 from lightning_fcl import FederatedStrategy
 from lightning_fcl.callbacks import ContinualMetrics, FedProx
 from lightning_fcl.cli.main import main
-from lightning_fcl.cli.reproduce import recipes_folder
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Quantize, TopK, transmit
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.running.rows import recipes_folder
 
 CODES = {
     "topk": TopK(0.2),

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.data.datasets.measurement import Measurement
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
@@ -24,6 +26,7 @@ class Arrays:
         mean: What is subtracted from pixels, in grey levels from 0 to 255, of a shape that broadcasts to one sample,
             such as ``(channels, 1, 1)``; float32.
         std: What the rest is divided by, of the same shape; float32, above 0.
+        measurement: What a device measured, and how `x` was made of that, or None.
 
     Raises:
         ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite; the
@@ -49,6 +52,7 @@ class Arrays:
     group: NDArray[Any] | None = None
     mean: NDArray[np.float32] | None = None
     std: NDArray[np.float32] | None = None
+    measurement: Measurement | None = None
 
     def __post_init__(self) -> None:
         pixels = self.mean is not None or self.std is not None
@@ -76,6 +80,10 @@ class Arrays:
                     f"Convert it, for example with `{name}.astype(str)`."
                 )
         _require_labels(self.y, self.classes)
+        if self.measurement is not None and self.measurement.shape != self.x.shape[1:]:
+            raise ValueError(
+                f"Expected `measurement` of samples of shape {self.x.shape[1:]} but got {self.measurement.shape}."
+            )
         if pixels:
             _require_scale(self.mean, self.std, self.x.shape[1:])
         else:

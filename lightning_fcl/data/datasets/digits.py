@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import require
 from lightning_fcl.hub.source import Layout, Source
 
@@ -22,6 +23,18 @@ SOURCE = Source(
     size="bundled with scikit-learn",
     layouts=(Layout("bundled with scikit-learn", (str(_PACKAGE / "datasets" / "data" / "digits.csv.gz"),)),),
     by_hand="Run `pip install scikit-learn`, which brings them",
+)
+
+
+_MEASUREMENT = Measurement(
+    shape=(1, 8, 8),
+    axes=("channel", "height", "width"),
+    channels=("ink",),
+    units=("pixels of 16",),
+    low=(0.0,),
+    high=(16.0,),
+    mean=(0.0,),
+    std=(16.0,),
 )
 
 
@@ -48,4 +61,5 @@ def load(root: str | Path | None = None) -> Arrays:
         y=bundle.target.astype(np.int64),
         client=None,
         classes=tuple(str(name) for name in bundle.target_names),
+        measurement=_MEASUREMENT,
     )

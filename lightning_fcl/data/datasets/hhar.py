@@ -6,6 +6,7 @@ CSV files, and ``hhar_phone/windows.npz``, a part with the accelerometer of one 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,16 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range
-from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows, stretches
+from lightning_fcl.data.datasets.series import (
+    Recording,
+    Scale,
+    Sensor,
+    check_options,
+    chunked,
+    measurement,
+    read_windows,
+    stretches,
+)
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.hub.source import Layout, Source
 
@@ -54,6 +64,7 @@ _CLASSES = ("bike", "sit", "stairsdown", "stairsup", "stand", "walk")
 _USERS = tuple("abcdefghi")
 _COLUMNS = {"Creation_Time": "int64", "x": "float32", "y": "float32", "z": "float32"}
 _COLUMNS |= {"User": "category", "Model": "category", "Device": "category", "gt": "category"}
+_MEASURED: dict[str, tuple[str, float]] = {"accelerometer": ("m/s^2", 160.0), "gyroscope": ("rad/s", 35.0)}
 _WINDOW = 128
 _SLIDING = 200
 _GAP = 0.5
@@ -116,11 +127,21 @@ def load(
         chunk = _WINDOW if layout == "phone windows" else 200
     if layout == "phone windows":
         _check_windows(path, devices, features, normalize)
-        return chunked(_windows(path, chunk), chunk, "none", _CLASSES, path)
+        windows = chunked(_windows(path, chunk), chunk, "none", _CLASSES, path)
+        return replace(windows, measurement=measurement(chunk, "user", _sensors("accelerometer"), None))
     less = f", less {_SLIDING - 1} before the first statistics," if features == "statistics" else ""
     remedy = f"Pass a smaller one, or check that the files hold {', '.join(chosen)}."
     recordings = _recordings(path, chosen, rate, features)
-    return chunked(recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy)
+    known = _sensors(*_SENSORS) if features == "raw" else ()
+    return chunked(
+        recordings, chunk, normalize, _CLASSES, path, f"stretch of one activity{less}", remedy, known, float(rate)
+    )
+
+
+def _sensors(*names: str) -> tuple[Sensor, ...]:
+    return tuple(
+        (f"{name} {axis}", unit, -end, end) for name in names for unit, end in [_MEASURED[name]] for axis in "xyz"
+    )
 
 
 def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import AGAIN
+from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import one_of, require
 
 Scale = Literal["imagenet", "channel", "none"]
@@ -147,6 +148,30 @@ def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float3
     return (centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32)
 
 
+def face_measurement(shape: tuple[int, ...], normalize: FaceScale) -> Measurement:
+    """What `faces` takes, and how it scales.
+
+    Args:
+        shape: Of one of its images.
+        normalize: As there.
+
+    Example:
+        >>> face_measurement((1, 64, 48), "image").describe()
+        '1 channel x 64 height x 48 width: grey (of 255); scaled by the mean and deviation of each sample'
+    """
+    return Measurement(
+        shape=shape,
+        axes=("channel", "height", "width"),
+        channels=("grey",),
+        units=("of 255",),
+        low=(0.0,),
+        high=(255.0,),
+        scaled_over="sample" if normalize == "image" else "data",
+        mean=None if normalize == "image" else (0.0,),
+        std=None if normalize == "image" else (255.0,),
+    )
+
+
 def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
     """Resize images in colour one by one and stack them, channels first.
 
@@ -203,7 +228,17 @@ def photographs(
     else:
         mean, std = np.zeros(3), np.full(3, 255.0)
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
-    return Arrays(pixels, y.astype(np.int64), None, tuple(classes), official_test=test, group=group, **scale)
+    measurement = Measurement(
+        shape=pixels.shape[1:],
+        axes=("channel", "height", "width"),
+        channels=("red", "green", "blue"),
+        units=("of 255",) * 3,
+        low=(0.0,) * 3,
+        high=(255.0,) * 3,
+        mean=tuple(scale["mean"].ravel().tolist()),
+        std=tuple(scale["std"].ravel().tolist()),
+    )
+    return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
 
 
 def _channels(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

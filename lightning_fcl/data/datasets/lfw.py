@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_measurement, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
 _NPZ = "min35_gray_64x48.npz"
@@ -92,7 +92,8 @@ def load(
     _check_least(min_faces)
     layout, path = SOURCE.find(root)
     images, y, classes = (_from_npz if layout == "npz file" else _from_folders)(path, min_faces)
-    return Arrays(x=faces(images, size, normalize), y=y, client=None, classes=tuple(classes))
+    x = faces(images, size, normalize)
+    return Arrays(x, y, None, tuple(classes), measurement=face_measurement(x.shape[1:], normalize))
 
 
 def _check_least(min_faces: int) -> None:

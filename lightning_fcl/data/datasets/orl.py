@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_measurement, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
 SOURCE = Source(
@@ -73,11 +73,13 @@ def load(
     layout, path = SOURCE.find(root)
     pixels, number = _from_npz(path) if layout == "npz file" else _from_folders(path)
     people, y = np.unique(number, return_inverse=True)
+    x = faces(pixels if size is None else [_middle(image, size) for image in pixels], size, normalize)
     return Arrays(
-        x=faces(pixels if size is None else [_middle(image, size) for image in pixels], size, normalize),
+        x=x,
         y=y.astype(np.int64),
         client=None,
         classes=tuple(f"s{person}" for person in people),
+        measurement=face_measurement(x.shape[1:], normalize),
     )
 
 

@@ -5,16 +5,18 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import AGAIN, read_npz
+from lightning_fcl.data.datasets.measurement import Measurement, scaled, z_score
 from lightning_fcl.errors import one_of
 
 Scale = Literal["user", "causal", "none"]
+Sensor = tuple[str, str, float, float]  # a feature: its name, unit, least and largest value
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,8 @@ def chunked(
     path: Path,
     longest: str = "stretch",
     remedy: str = "Pass a smaller one.",
+    sensors: Sequence[Sensor] = (),
+    rate: float | None = None,
 ) -> Arrays:
     """Cut recordings into chunks that do not overlap, each inside one stretch; incomplete rests are dropped.
 
@@ -53,6 +57,8 @@ def chunked(
         path: The files, for messages.
         longest: What a stretch is called in the message that none is long enough.
         remedy: What to do then.
+        sensors: What each feature is.
+        rate: Time steps per second, or None.
 
     Returns:
         The chunks, shape ``(n, chunk, features)``, recording by recording.
@@ -95,7 +101,31 @@ def chunked(
         client=np.repeat(clients, number),
         classes=classes,
         group=None if groups[0] is None else np.repeat(groups, number),
+        measurement=measurement(chunk, normalize, sensors, rate),
     )
+
+
+def measurement(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None) -> Measurement | None:
+    """What the chunks of some sensors measure; None where that cannot be told for one person's chunks alone.
+
+    Args:
+        chunk: Time steps.
+        normalize: See `normalized`.
+        sensors: What each feature is.
+        rate: Time steps per second, or None.
+
+    Example:
+        >>> measurement(32, "user", [("pulse", "1/min", 0.0, 300.0)], 4.0).describe()
+        '32 time x 1 channel at 4 Hz: pulse (1/min); scaled by the mean and deviation of all samples of a person'
+    """
+    if not sensors or normalize == "causal":  # which one chunk does not tell
+        return None
+    channels, units, low, high = zip(*sensors, strict=True)
+    shape, axes = (chunk, len(sensors)), ("time", "channel")
+    if normalize == "user":
+        return Measurement(shape, axes, channels, units, rate, low, high, "person")
+    ones = (1.0,) * len(sensors)
+    return Measurement(shape, axes, channels, units, rate, low, high, "data", (0.0,) * len(sensors), ones)
 
 
 def read_windows(
@@ -175,32 +205,7 @@ def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
     if how == "user":
         return z_score(x, (0, 1))
     mean, std, low, high = (values[:, np.newaxis] for values in _past(x))
-    return _scaled(x, mean, std, low == high)
-
-
-def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
-    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred.
-
-    Args:
-        x: The values.
-        axes: What is averaged over.
-
-    Returns:
-        The scaled values, same shape.
-
-    Example:
-        >>> z_score(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,)).tolist()
-        [[-1.0, 0.0], [1.0, 0.0]]
-    """
-    mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
-    return _scaled(x, mean, std, x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True))
-
-
-def _scaled(
-    x: NDArray[np.float32], mean: NDArray[Any], std: NDArray[Any], constant: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
-    return cast(NDArray[np.float32], ((x - mean) / np.where(constant, 1.0, std)).astype(np.float32))
+    return scaled(x, mean, std, low == high)
 
 
 def _past(x: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:

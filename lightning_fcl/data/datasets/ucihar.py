@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, read_npz
-from lightning_fcl.data.datasets.series import z_score
+from lightning_fcl.data.datasets.measurement import Measurement, scaled
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
 
@@ -57,6 +57,10 @@ SOURCE = Source(
 # Name for the user -> prefix of the original files, in the order of the channels of inertial.npz.
 SENSORS = {"body_acc": "body_acc", "gyro": "body_gyro", "total_acc": "total_acc"}
 
+# Their units, and the ranges of such phones: 4 g, and 2000 degrees per second.
+_UNITS = {"body_acc": ("g", 4.0), "gyro": ("rad/s", 35.0), "total_acc": ("g", 4.0)}
+_RATE = 50.0
+
 _STEPS = 128
 _SUBJECTS = 30
 _CLASSES = ("walking", "walking_upstairs", "walking_downstairs", "sitting", "standing", "laying")
@@ -67,6 +71,7 @@ def load(
     root: str | Path | None = None,
     sensors: Sequence[str] = ("total_acc", "gyro"),
     standardize: Literal["sensor", "channel"] | None = "sensor",
+    time_first: bool = False,
 ) -> Arrays:
     """Load all windows, the training part of the publishers first, then their test part.
 
@@ -81,6 +86,7 @@ def load(
             standard gravity units, ``"gyro"`` in rad/s.
         standardize: ``"sensor"`` subtracts one mean and divides by one standard deviation for the three axes of a
             sensor, ``"channel"`` does so for each axis, None leaves the units.
+        time_first: Whether a window is of shape (128, channels), as recurrent networks take it.
 
     Returns:
         `x` of shape (n, 3 x sensors, 128), `client` the subject 1..30, `official_test`. The complete set has n = 10299.
@@ -105,15 +111,43 @@ def load(
             "Pass a tuple such as ('total_acc', 'gyro')."
         )
     one_of(("sensor", "channel", None), standardize=standardize)
+    if not isinstance(time_first, bool):
+        raise ValueError(f"Expected `time_first` to be true or false but got {time_first!r}.")
     layout, path = SOURCE.find(root)
     if layout == "npz file":
         raw = _from_npz(path, sensors)
     else:
         raw = _from_text(path if layout == "folder" else _inside(path), path, sensors)
-    if standardize is None:
-        return raw
-    blocks = raw.x.reshape(len(raw.x), -1, 3 if standardize == "sensor" else 1, _STEPS)
-    return replace(raw, x=z_score(blocks, (0, 2, 3)).reshape(raw.x.shape))
+    channels = raw.x.shape[1]
+    mean, std = np.zeros(channels), np.ones(channels)
+    if standardize is not None:
+        together = 3 if standardize == "sensor" else 1
+        blocks = raw.x.reshape(len(raw.x), -1, together, _STEPS)
+        axes = (0, 2, 3)
+        constant = blocks.min(axis=axes) == blocks.max(axis=axes)
+        mean, std = (np.repeat(of(axis=axes, dtype=np.float64), together) for of in (blocks.mean, blocks.std))
+        std = np.where(np.repeat(constant, together), 1.0, std)
+    x = raw.x if standardize is None else scaled(raw.x, mean[:, None], std[:, None], np.zeros((), np.bool_))
+    measurement = _measurement(sensors, mean, std)
+    if time_first:
+        turned = replace(measurement, shape=measurement.shape[::-1], axes=measurement.axes[::-1])
+        return replace(raw, x=np.ascontiguousarray(x.transpose(0, 2, 1)), measurement=turned)
+    return replace(raw, x=x, measurement=measurement)
+
+
+def _measurement(sensors: Sequence[str], mean: NDArray[np.float64], std: NDArray[np.float64]) -> Measurement:
+    units, ends = zip(*(_UNITS[sensor] for sensor in sensors for _ in "xyz"), strict=True)
+    return Measurement(
+        shape=(3 * len(sensors), _STEPS),
+        axes=("channel", "time"),
+        channels=tuple(f"{sensor} {axis}" for sensor in sensors for axis in "xyz"),
+        units=units,
+        rate=_RATE,
+        low=tuple(-end for end in ends),
+        high=ends,
+        mean=tuple(mean.tolist()),
+        std=tuple(std.tolist()),
+    )
 
 
 def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
 from lightning_fcl.data.datasets.pickles import read_pickle
-from lightning_fcl.data.datasets.series import Recording, Scale, check_options, chunked, read_windows, stretches
+from lightning_fcl.data.datasets.series import (
+    Recording,
+    Scale,
+    Sensor,
+    check_options,
+    chunked,
+    read_windows,
+    stretches,
+)
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
 
@@ -52,6 +60,25 @@ _CONDITIONS = {"Base": 0, "TSST": 1, "Fun": 2, "Medi 1": 3, "Medi 2": 3}
 # Samples per second of the wristband, an Empatica E4; its acceleration has three axes, in 1/64 g.
 _WRIST = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
+# What each feature is, in which unit, and what the devices can tell.
+_AXES = tuple((f"acceleration {axis}", "g", -16.0, 16.0) for axis in "xyz")
+_SENSORS: dict[str, tuple[Sensor, ...]] = {
+    "wrist": (
+        *_AXES,
+        ("blood volume pulse", "as Empatica's E4 gives it", -1e4, 1e4),
+        ("skin conductance", "microsiemens", 0.0, 100.0),
+        ("temperature", "degrees Celsius", 0.0, 60.0),
+    ),
+    "chest": (
+        *_AXES,
+        ("electrocardiogram", "mV", -1.5, 1.5),
+        ("electromyogram", "mV", -1.5, 1.5),
+        ("skin conductance", "microsiemens", 0.0, 25.0),
+        ("temperature", "degrees Celsius", -20.0, 60.0),
+        ("respiration", "per cent", -50.0, 50.0),
+    ),
+}
+_RATE = {"wrist": 32.0, "chest": 700.0}
 _WINDOW = 320
 # The publishers' labels leave out the first and last seconds of every condition of the protocol.
 _MARGIN = 10.0
@@ -111,7 +138,8 @@ def load(
             "pickles hold (S2/S2.pkl and so on). Get these, or pass device='wrist'."
         )
     recordings = _windows(path, chunk) if layout == "wrist windows" else _recordings(layout, path, device)
-    return chunked(recordings, chunk, normalize, _CLASSES, path, "condition")
+    sensors = {"sensors": _SENSORS[device], "rate": _RATE[device]}
+    return chunked(recordings, chunk, normalize, _CLASSES, path, "condition", **sensors)  # type: ignore[arg-type]
 
 
 def _windows(path: Path, chunk: int) -> Iterator[Recording]:

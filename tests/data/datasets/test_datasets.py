@@ -196,7 +196,7 @@ def test_load_hands_on_root_and_options(small, monkeypatch):
 
 
 def test_load_refuses_unknown_options(small):
-    message = "Expected an option of the data set 'ucihar' (`sensors`, `standardize`) but got `sensor`."
+    message = "Expected an option of the data set 'ucihar' (`sensors`, `standardize`, `time_first`) but got `sensor`."
     with pytest.raises(ValueError, match=re.escape(message)):
         datasets.load("ucihar", small, sensor="gyro")
     message = "Expected an option of the data set 'digits' (none) but got `sensors`."

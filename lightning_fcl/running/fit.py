@@ -28,7 +28,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
-from lightning_fcl.cli.ending import StopAfterRound
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
@@ -38,6 +37,7 @@ from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
+from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
@@ -206,17 +206,21 @@ class Parts(FederatedCLI):
         self.callbacks: list[Callback] = listed(callbacks)
 
 
-def read_parts(recipes: Sequence[str | Path]) -> Parts:
+def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
     """What recipes stand for, later ones over earlier ones.
+
+    Args:
+        recipes: Their files.
+        words: What else a command line would say.
 
     Raises:
         ValueError: If a recipe is not understood, or has no model.
     """
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
-    words = [word for recipe in recipes for word in ("--config", str(recipe))]
+    files = [word for recipe in recipes for word in ("--config", str(recipe))]
     try:
-        return _cli(Parts, [*words, "--seed_everything", "false"], run=False)
+        return _cli(Parts, [*files, *words, "--seed_everything", "false"], run=False)
     except ValueError as error:
         if "required: model" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error

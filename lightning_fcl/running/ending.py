@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 
-from lightning_fcl.cli.stop import Stopped, stop
+from lightning_fcl.running.stop import Stopped, stop
 
 
 class StopAfterRound(Callback):

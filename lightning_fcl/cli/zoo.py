@@ -1,0 +1,124 @@
+"""`lightning-fcl zoo`: published networks, listed, fetched, compared with their cards, used, and published."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Run one of the zoo's commands.
+
+    Raises:
+        ValueError: If a name or a file is not as it should be.
+        SystemExit: With code 1 if a network is not what its card says.
+    """
+    parser.description = "Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="ls | info | fetch | verify | predict | push")
+    ls = kinds.add_parser("ls", help="list them")
+    ls.add_argument("pattern", nargs="?", default="*", help='such as "*har*"')
+    info = kinds.add_parser("info", help="print a card")
+    info.add_argument("name", metavar="NAME")
+    fetch = kinds.add_parser("fetch", help="bring files here, verified")
+    fetch.add_argument("names", nargs="*", metavar="NAME")
+    fetch.add_argument("--all", action="store_true", help="all of them")
+    fetch.add_argument("--to", type=Path, help="copy them to this folder, with a registry")
+    verify = kinds.add_parser("verify", help="compare networks with their cards")
+    verify.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
+    predict = kinds.add_parser("predict", help="the classes of what a CSV file holds")
+    predict.add_argument("name", metavar="NAME")
+    predict.add_argument("file", type=Path, metavar="FILE.csv", help="a sample after the other, a channel a column")
+    predict.add_argument("--rate", type=float, help="time steps per second of the file, to compare")
+    predict.add_argument("--json", action="store_true", help="all probabilities, a line each sample")
+    push = kinds.add_parser("push", help="publish what a run has trained")
+    push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
+    push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
+    push.add_argument("--to", required=True, help="folder of a registry, or hf:organisation/repository")
+    push.add_argument("--about", default="", help="what it is, in a sentence")
+    push.add_argument("--weights-licence", default="", help="terms of the weights")
+    push.add_argument("--data-licence", default="", help="terms of the data")
+    push.add_argument("--limit", action="append", default=[], help="what it does not do; more than one may be told")
+    push.add_argument("--features", action="store_true", help="name no classes: it makes features")
+    push.add_argument("--numbers", action="store_true", help="number the classes in place of naming them")
+    options = parser.parse_args(words[1:])
+    {"ls": _ls, "info": _info, "fetch": _fetch, "verify": _verify, "predict": _predict, "push": _push}[options.kind](
+        options
+    )
+
+
+def _ls(options: Namespace) -> None:
+    from lightning_fcl.zoo.registry import find, list_models
+
+    for name in list_models(options.pattern):
+        entry = find(name).entry
+        accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
+        size = sum(file["size"] for file in entry.files.values())
+        print(f"{entry.full_name:40} {accuracy} {size / 1e6:7.2f} MB  {entry.about}")
+
+
+def _info(options: Namespace) -> None:
+    from lightning_fcl.zoo.entry import CARD
+    from lightning_fcl.zoo.registry import folder_of
+
+    print((folder_of(options.name) / CARD).read_text(encoding="utf-8"))
+
+
+def _fetch(options: Namespace) -> None:
+    from lightning_fcl.zoo.registry import collect, folder_of, list_models
+
+    names = list_models() if options.all else options.names
+    if not names:
+        raise ValueError("Expected names to fetch, or --all, but got none. `lightning-fcl zoo ls` lists them.")
+    for name in names:
+        folder = folder_of(name)
+        print(f"{name}: {collect(name, folder, options.to) if options.to else folder}")
+
+
+def _verify(options: Namespace) -> None:
+    from lightning_fcl.zoo.registry import list_models
+    from lightning_fcl.zoo.verifying import verify
+
+    wrong = 0
+    for name in options.names or list_models():
+        try:
+            verdict = verify(name)
+        except FileNotFoundError as error:
+            if options.names:
+                raise
+            print(f"{name}: not here ({error})", file=sys.stderr)
+            continue
+        found = "not measured: " + verdict.why if verdict.found is None else f"{verdict.found:.4f}"
+        told = "none" if verdict.told is None else f"{verdict.told:.4f}"
+        word = "as its card says" if verdict.right else "NOT AS ITS CARD SAYS"
+        print(f"{verdict.name}: {word}; accuracy {found} (card: {told}), outputs within {verdict.difference:.1e}")
+        wrong += not verdict.right
+    if wrong:
+        raise SystemExit(1)
+
+
+def _predict(options: Namespace) -> None:
+    from lightning_fcl.zoo.files import read_samples
+    from lightning_fcl.zoo.loading import load
+
+    model = load(options.name)
+    for number, found in enumerate(model.predict(read_samples(options.file, model.entry), options.rate)):
+        if options.json:
+            print(json.dumps({"sample": number, "label": found.label, "probabilities": found.probabilities}))
+        else:
+            print(f"{number}\t{found.label}\t{found.probability:.3f}")
+
+
+def _push(options: Namespace) -> None:
+    from lightning_fcl.zoo.publishing import publish
+
+    licence = {"weights": options.weights_licence, "data": options.data_licence}
+    told = {name: terms for name, terms in licence.items() if terms}
+    how = {"numbers": options.numbers, "features": options.features}
+    folder = publish(options.run, options.name, options.to, options.about, told, options.limit, **how)
+    print(f"{folder} ({sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.2f} MB)")
+    print(
+        f'Load it: LIGHTNING_FCL_ZOO={options.to} python -c "from lightning_fcl import zoo; zoo.load({options.name!r})"'
+    )

@@ -1,0 +1,194 @@
+"""How samples were measured, and what makes of a device's own values what networks take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.errors import one_of
+
+Reach = Literal["data", "sample", "person"]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a device measures of a sample, and how it is scaled.
+
+    Args:
+        shape: Of a sample.
+        axes: What each axis is: one of them ``"channel"``.
+        channels: What each channel is, such as ``"gyro x"``.
+        units: The unit of each channel.
+        rate: Time steps per second; None where there is no time, or the data do not tell.
+        low: The least value that each channel can have; None: any.
+        high: The largest value that each channel can have.
+        scaled_over: What mean and deviation are taken over: all of the ``"data"`` (``mean`` and ``std`` tell them),
+            each ``"sample"`` by itself, or all samples of a ``"person"``.
+        mean: What is subtracted from each channel, in its unit, where that is the data's.
+        std: What the rest is divided by.
+
+    Raises:
+        ValueError: If these do not fit together.
+
+    Example:
+        >>> scale = {"mean": (4.0,), "std": (2.0,)}
+        >>> gauge = Measurement((1, 2), ("channel", "time"), ("load",), ("kg",), 10.0, (0.0,), (9.0,), **scale)
+        >>> gauge.prepare([[[4.0, 8.0]]], rate=10.0).tolist()
+        [[[0.0, 2.0]]]
+        >>> gauge.prepare([[[400.0, 800.0]]])
+        Traceback (most recent call last):
+        ValueError: Expected `x` to have values of load between 0.0 and 9.0 kg but got 800.0. Convert it to kg.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    channels: tuple[str, ...]
+    units: tuple[str, ...]
+    rate: float | None = None
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+    scaled_over: Reach = "data"
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        one_of(("data", "sample", "person"), scaled_over=self.scaled_over)
+        if len(self.axes) != len(self.shape) or self.axes.count("channel") != 1 or min(self.shape) < 1:
+            raise ValueError(
+                f'Expected `axes` to name each axis of `shape` {self.shape}, one "channel", but got {self.axes}.'
+            )
+        number = self.shape[self.axes.index("channel")]
+        columns = {"channels": self.channels, "units": self.units}
+        columns |= {name: getattr(self, name) for name in ("low", "high", "mean", "std")}
+        for name, values in columns.items():
+            if values is not None and len(values) != number:
+                raise ValueError(f"Expected one of `{name}` for each of {number} channels but got {values}.")
+        if self.scaled_over == "data" and (self.mean is None or self.std is None or min(self.std) <= 0):
+            raise ValueError(
+                f'Expected `mean` and `std`, above 0, with `scaled_over="data"` but got {self.mean} and {self.std}.'
+            )
+
+    def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
+        """Samples as networks take them, from a device's own values.
+
+        Args:
+            x: One sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person.
+            rate: The time steps per second of ``x``, to compare; None: as here.
+            units: The unit of each channel of ``x``, or the one of all, to compare; None: as here.
+
+        Returns:
+            Shape (n, ...), scaled.
+
+        Raises:
+            ValueError: If shape, rate or units are others, a value is not finite or none that the device gives, or a
+                single sample is to be scaled by its person's.
+        """
+        values = np.asarray(x)
+        if values.dtype.kind not in "biuf":
+            raise ValueError(f"Expected `x` to hold numbers but got {values.dtype}. Convert it.")
+        values = values[np.newaxis] if values.shape == self.shape else values
+        self._check_shape(values)
+        self._check_told(rate, units)
+        self._check_values(values)
+        if self.scaled_over == "data":
+            mean, std = (self._along(part) for part in (self.mean, self.std))
+            return scaled(values, mean, std, np.zeros((), np.bool_))
+        channel = self.axes.index("channel") + 1
+        others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
+        if self.scaled_over == "sample":
+            return z_score(values.astype(np.float64), others)
+        if len(values) < 2:
+            raise ValueError(
+                f"Expected `x` to hold many samples of one person, by whose mean and deviation all are scaled, but got "
+                f"{len(values)}. Pass them together."
+            )
+        return z_score(values.astype(np.float32), (0, *others))
+
+    def describe(self) -> str:
+        """A sample in words.
+
+        Example:
+            >>> image = Measurement((1, 64, 48), ("channel", "height", "width"), ("grey",), ("",), scaled_over="sample")
+            >>> image.describe()
+            '1 channel x 64 height x 48 width: grey; scaled by the mean and deviation of each sample'
+        """
+        size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
+        names = ", ".join(
+            f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
+        )
+        of = {"data": "the training data", "sample": "each sample", "person": "all samples of a person"}
+        at = f" at {self.rate:g} Hz" if self.rate else ""
+        return f"{size}{at}: {names}; scaled by the mean and deviation of {of[self.scaled_over]}"
+
+    def _along(self, values: Sequence[float] | None) -> NDArray[np.float64]:
+        """A value of each channel, of a shape that broadcasts to a sample."""
+        return np.array(values).reshape([-1 if axis == "channel" else 1 for axis in self.axes])
+
+    def _check_shape(self, values: NDArray[Any]) -> None:
+        if values.ndim == len(self.shape) + 1 and values.shape[1:] == self.shape and len(values):
+            return
+        turned = values.shape[-len(self.shape) :] != self.shape and prod(values.shape[-len(self.shape) :])
+        remedy = "Pass samples of that shape."
+        if turned == prod(self.shape) and sorted(values.shape[-len(self.shape) :]) == sorted(self.shape):
+            remedy = f"Bring the axes into the order {', '.join(self.axes)}."
+        raise ValueError(
+            f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
+            f"{values.shape}. {remedy}"
+        )
+
+    def _check_told(self, rate: float | None, units: Sequence[str] | None) -> None:
+        if rate is not None and self.rate is not None and abs(rate - self.rate) > 1e-3 * self.rate:
+            raise ValueError(f"Expected `rate` to be {self.rate:g} Hz but got {rate:g}. Resample the series.")
+        given = [units] * len(self.units) if isinstance(units, str) else units
+        if given is not None and tuple(given) != self.units:
+            raise ValueError(f"Expected `units` to be {', '.join(self.units)} but got {units}. Convert the values.")
+
+    def _check_values(self, values: NDArray[Any]) -> None:
+        if not np.isfinite(values).all():
+            wrong = int((~np.isfinite(values)).sum())
+            raise ValueError(f"Expected `x` to be finite but got {wrong} NaN or infinite values. Mend or drop them.")
+        for bounds, beyond, furthest in ((self.low, np.less, np.min), (self.high, np.greater, np.max)):
+            if bounds is None or not (out := beyond(values, self._along(bounds))).any():
+                continue
+            channel = int(np.argwhere(out)[0][1 + self.axes.index("channel")])
+            of = np.take(values, channel, axis=1 + self.axes.index("channel"))
+            low, high = (side[channel] if side is not None else "any" for side in (self.low, self.high))
+            unit = f" {self.units[channel]}" if self.units[channel] else ""
+            raise ValueError(
+                f"Expected `x` to have values of {self.channels[channel]} between {low} and {high}{unit} but got "
+                f"{float(furthest(of))}. Convert it{f' to{unit}' if unit else ''}."
+            )
+
+
+def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
+    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred.
+
+    Args:
+        x: The values.
+        axes: What is averaged over.
+
+    Returns:
+        The scaled values, same shape.
+
+    Example:
+        >>> z_score(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,)).tolist()
+        [[-1.0, 0.0], [1.0, 0.0]]
+    """
+    mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
+    return scaled(x, mean, std, x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True))
+
+
+def scaled(
+    x: NDArray[np.float32], mean: NDArray[Any], std: NDArray[Any], constant: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Subtract a mean and divide by a standard deviation, whose shapes broadcast; what is constant only the first.
+
+    Example:
+        >>> scaled(np.array([3.0], np.float32), np.array([1.0]), np.array([2.0]), np.array([False])).tolist()
+        [1.0]
+    """
+    # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
+    return cast(NDArray[np.float32], ((x - mean) / np.where(constant, 1.0, std)).astype(np.float32))

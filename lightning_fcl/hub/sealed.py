@@ -1,0 +1,60 @@
+"""Documents in JSON that tell their own checksum, and are byte for byte as we write them: any change is seen."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SIZE = 10_000_000
+"""Bytes that a document may have."""
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """A document as it is written: its text, and a checksum of it.
+
+    Example:
+        >>> text = seal({"name": "x"})
+        >>> unseal(text.encode(), "x.json")
+        {'name': 'x'}
+        >>> unseal(text.replace("x", "y").encode(), "x.json")
+        Traceback (most recent call last):
+        ValueError: Expected x.json to be as it was written but its checksum is another: it is damaged, or was changed \
+by hand. Get it again.
+    """
+    return _text({**content, "checksum": hashlib.sha256(_text(content).encode()).hexdigest()})
+
+
+def unseal(data: bytes, name: object) -> dict[str, Any]:
+    """What a document says.
+
+    Args:
+        data: The file's bytes.
+        name: Where they come from, for messages.
+
+    Raises:
+        ValueError: If it is no such document, or has changed since it was written.
+    """
+    try:
+        content = json.loads(data) if len(data) <= SIZE else None
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"Expected {name} to be a JSON object of at most {SIZE} bytes but it is not. Get it again.")
+    told = content.pop("checksum", None)
+    if data != seal(content).encode() or told is None:
+        raise ValueError(
+            f"Expected {name} to be as it was written but its checksum is another: it is damaged, or was changed by "
+            "hand. Get it again."
+        )
+    return content
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, 64 digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,121 @@
+"""Published networks come in: by name, from a folder, from afar; nothing is trusted before it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lightning_fcl.models.described import rebuild
+from lightning_fcl.zoo.entry import CHECK, WEIGHTS, Entry, read_folder
+from lightning_fcl.zoo.pretrained import Pretrained, features_of
+from lightning_fcl.zoo.registry import folder_of
+
+TOLERANCE = 1e-3
+"""How far outputs may be from the published ones, by the largest of these: CPUs round otherwise."""
+
+
+def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
+    """A published network, its files verified, in evaluation mode.
+
+    Args:
+        name: ``"har_cnn.ucihar.flwf2t_ft"``, the newest version, or one of them as in ``"...@1"``; a folder; or
+            ``"hf:organisation/repository@commit"``.
+        model: The network, where it is of a class that is not of `lightning_fcl.models`: its weights are replaced.
+        check: Whether the published input must come out as it was published.
+
+    Raises:
+        ValueError: If nothing is known by that name, a file is damaged, or does not fit the network.
+        FileNotFoundError: If a file is missing.
+        ConnectionError: If it cannot be downloaded.
+
+    Example:
+        >>> from sklearn.datasets import load_digits
+        >>> model = load("mlp.digits.flwf2t_replay")
+        >>> model.predict(load_digits().images[:1, None])[0].label
+        '0'
+    """
+    folder = folder_of(name)
+    return load_folder(folder, model, check)
+
+
+def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
+    """As `load`, from a folder."""
+    entry = read_folder(folder)
+    network = build(entry, model)
+    fill(network, read_tensors(folder / WEIGHTS), entry)
+    pretrained = Pretrained(network, entry)
+    if check and CHECK in entry.files:
+        difference = compare(pretrained, read_tensors(folder / CHECK))
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"Expected {entry.full_name} to give the published outputs of the published input but they differ by "
+                f"{difference:.2g} of the largest. Report it, with your torch and processor; check=False loads it."
+            )
+    return pretrained
+
+
+def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
+    """The network of an entry, before its weights.
+
+    Raises:
+        ValueError: If it is of a class that is not made again here, and was not handed in.
+    """
+    if model is not None:
+        return model
+    with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
+        network = rebuild(entry.network, "model")
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"Expected {entry.full_name} to describe a network but got {entry.network!r}.")
+    return network
+
+
+def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> None:
+    """Put weights into a network: each that it has, and no other.
+
+    Raises:
+        ValueError: If one is missing, unknown, of another shape or kind, or not finite.
+    """
+    state = network.state_dict()
+    if missing := sorted({*state} - {*tensors}):
+        raise ValueError(f"Expected the weights of {entry.full_name} to hold {missing[0]} but they do not.")
+    if unknown := sorted({*tensors} - {*state}):
+        raise ValueError(f"Expected the weights of {entry.full_name} to fit but they hold {unknown[0]} besides.")
+    for name, value in tensors.items():
+        if value.shape != state[name].shape or value.is_floating_point() != state[name].is_floating_point():
+            raise ValueError(
+                f"Expected {name} of {entry.full_name} of shape {tuple(state[name].shape)} and type "
+                f"{state[name].dtype} but got {tuple(value.shape)} and {value.dtype}."
+            )
+        if not torch.isfinite(value).all():
+            raise ValueError(f"Expected {name} of {entry.full_name} to be finite but it is not.")
+    network.load_state_dict(dict(tensors))
+
+
+@torch.no_grad()
+def compare(model: Pretrained, published: Mapping[str, Tensor]) -> float:
+    """The largest difference from the published outputs of the published input, by the largest of these."""
+    found = features_or_outputs(model, published["input"]).double()
+    wanted = published["output"].double()
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+
+
+def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
+    """What an entry's check holds: outputs, or features where it names no classes."""
+    return model(x) if model.classes else features_of(model.network, x)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"Expected {path} to hold tensors but got: {error}. Get it again.") from error

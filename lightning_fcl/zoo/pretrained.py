@@ -1,0 +1,151 @@
+"""A published network with all that makes class names of a device's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_fcl.zoo.entry import Entry
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a sample is taken for.
+
+    Args:
+        label: The name of the class.
+        probability: Its probability.
+        probabilities: That of each class, the likeliest first.
+    """
+
+    label: str
+    probability: float
+    probabilities: dict[str, float]
+
+
+class Pretrained(nn.Module):
+    """A published network: a plain module that also takes raw samples and names classes.
+
+    Args:
+        network: The network, with its weights.
+        entry: What is said of it.
+
+    Example:
+        >>> from lightning_fcl.models import MLP
+        >>> entry = Entry("mlp.two", 1, "Two numbers.", {}, "logits", ["less", "more"], [2])
+        >>> model = Pretrained(MLP([2, 2]), entry)
+        >>> _ = nn.init.eye_(model.network[1].weight), nn.init.zeros_(model.network[1].bias)
+        >>> model.predict([0.0, 2.0])[0].label
+        'more'
+    """
+
+    def __init__(self, network: nn.Module, entry: Entry) -> None:
+        super().__init__()
+        self.network = network.requires_grad_(False)
+        self.entry = entry
+        self.eval()
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, in the order of the outputs."""
+        return self.entry.classes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The network's outputs of samples as it takes them: see `prepare`."""
+        outputs: Tensor = self.network(x)
+        return outputs
+
+    def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
+        """Samples as the network takes them, shape (n, ...), from a device's own values.
+
+        Args:
+            x: One sample, or several: an array, a tensor or nested lists. Of one person's where they are scaled by
+                person: `Entry.measurement` tells.
+            rate: Their time steps per second, to compare.
+            units: The unit of each channel, to compare.
+
+        Raises:
+            ValueError: If shape, rate, units or values are not those of the entry.
+        """
+        values = x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+        weight = next(self.network.parameters(), torch.empty(0))
+        if self.entry.measurement is not None:
+            prepared = self.entry.measurement.prepare(values, rate, units)
+        else:
+            shape = tuple(self.entry.shape)
+            prepared = values[np.newaxis] if values.shape == shape else values
+            if prepared.shape[1:] != shape or not len(prepared):
+                raise ValueError(f"Expected `x` of shape {shape}, or (n, ...) of several, but got {values.shape}.")
+            if prepared.dtype.kind == "f" and not np.isfinite(prepared).all():
+                raise ValueError("Expected `x` to be finite but got NaN or infinite values. Mend or drop them.")
+        tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(weight.device)
+        return tensor.to(weight.dtype) if tensor.is_floating_point() else tensor
+
+    @torch.no_grad()
+    def predict(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> list[Prediction]:
+        """The class of each sample.
+
+        The probabilities of a readout that was solved for by least squares are its outputs, cut at 0 and divided by
+        their sum: an estimate of theirs, not a calibrated one. Where a readout speaks at each time step, its mean over
+        the steps counts.
+
+        Args:
+            x: As `prepare` takes it.
+            rate: As there.
+            units: As there.
+
+        Raises:
+            ValueError: As there, or if the entry names no classes.
+        """
+        if not self.entry.classes:
+            raise ValueError(
+                f"Expected a network that names classes but {self.entry.name} gives features. Use `embed`, or give it "
+                "a head: lightning_fcl.create_model(name, pretrained=True, num_classes=...)."
+            )
+        rows = self.probabilities(self(self.prepare(x, rate, units))).tolist()
+        predictions = []
+        for row in rows:
+            by_class = sorted(zip(self.classes, row, strict=True), key=lambda pair: -pair[1])
+            predictions.append(Prediction(*by_class[0], dict(by_class)))
+        return predictions
+
+    @torch.no_grad()
+    def embed(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> Tensor:
+        """Features of raw samples.
+
+        Raises:
+            ValueError: As `prepare` does, or if the network tells no features.
+        """
+        return features_of(self.network, self.prepare(x, rate, units))
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Of each class, shape (n, classes), float64, by the network's outputs."""
+        outputs = outputs.double()
+        outputs = outputs.mean(dim=1) if outputs.dim() == 3 else outputs
+        if self.entry.outputs == "logits":
+            return outputs.softmax(dim=-1)
+        shares = ((outputs + 1) / 2 if self.entry.outputs == "-1/1" else outputs).clamp(min=0)
+        total = shares.sum(dim=-1, keepdim=True)
+        return torch.where(total > 0, shares / total.clamp(min=1e-300), 1 / outputs.shape[-1])
+
+    def extra_repr(self) -> str:
+        """Name and version, for printing."""
+        return self.entry.full_name
+
+
+def features_of(network: nn.Module, x: Tensor) -> Tensor:
+    """Features of prepared samples, shape (n, features).
+
+    Raises:
+        ValueError: If the network has no ``embed(x)``.
+    """
+    embed = getattr(network, "embed", None)
+    if embed is None:
+        raise ValueError(f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none.")
+    features: Tensor = embed(x)
+    return features.mean(dim=1) if features.dim() == 3 else features

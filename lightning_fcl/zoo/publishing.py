@@ -1,0 +1,203 @@
+"""Runs become published networks: weights, configuration, card, and a place in a registry."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.models.described import describe
+from lightning_fcl.running.fit import Parts
+from lightning_fcl.running.rows import paper_folder
+from lightning_fcl.running.trained import trained_parts
+from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.zoo.card import card
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, Entry, Outputs, check_name
+from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
+from lightning_fcl.zoo.pretrained import Pretrained
+from lightning_fcl.zoo.recipe import packaged_recipe
+from lightning_fcl.zoo.registry import REGISTRY, locked, published_in, read_registry, register
+from lightning_fcl.zoo.verifying import test_accuracy
+
+_TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
+
+LOST = 1e-3
+"""The share of test samples that may be told otherwise where weights are stored in half precision."""
+
+
+@runtime_checkable
+class MakesNetwork(Protocol):
+    """A task that gives a plain network which predicts classes as it does.
+
+    Attributes:
+        gives: What the outputs are: ``"logits"``, or least-squares estimates of ``"0/1"`` or ``"-1/1"``.
+    """
+
+    @property
+    def gives(self) -> Outputs:
+        """What the outputs are."""
+
+    def network(self) -> nn.Module:
+        """The network."""
+
+
+def publish(
+    run: str | Path,
+    name: str,
+    to: str | Path,
+    about: str = "",
+    licence: Mapping[str, str] | None = None,
+    limits: Sequence[str] = (),
+    numbers: bool = False,
+    features: bool = False,
+    half: bool | None = None,
+) -> Path:
+    """Publish what a run has trained: into a folder with a registry, from which `lightning_fcl.zoo.load` takes it.
+
+    Nothing of a single client is published: entries that stay with clients are the server's own beginnings, and of a
+    readout's statistics the solution alone.
+
+    Args:
+        run: The run's folder: what was ``--out`` of ``lightning-fcl fit``.
+        name: Such as ``"har_cnn.mydata.flwf"``. Of a name that is there already, a new version is made.
+        to: The folder of the registry; it is made if it is not there.
+        about: What it is, in a sentence.
+        licence: Of the ``"weights"`` and of the ``"data"``.
+        limits: What it does not do, a sentence each.
+        numbers: Whether classes are numbered in place of named, as where they are persons.
+        features: Whether it names no classes, but makes features.
+        half: Whether weights are stored in half precision; None: where the test samples come out alike, but for one in
+            a thousand.
+
+    Returns:
+        The entry's folder.
+
+    Raises:
+        ValueError: If the folder is no finished run's, the task gives no plain network, or the registry is damaged.
+    """
+    check_name(name)
+    run, to = Path(run), Path(to)
+    results = read_results(run)
+    parts = trained_parts(run, ["--data.seed", str(results["seed"])])
+    task = parts.model
+    if not isinstance(task, MakesNetwork):
+        raise ValueError(
+            f"Expected a task that names classes, with `network()` and `gives`, but {type(task).__name__} has none."
+        )
+    stream: FederatedStream = parts.datamodule
+    stream.setup("test")
+    network = task.network().eval()
+    classes = [] if features or _private(parts) else list(stream.classes)
+    classes = [f"person {place + 1}" for place in range(len(classes))] if numbers else classes
+    entry = _entry(name, classes, network, parts, stream, results)
+    recipe = entry.recipe | packaged_recipe(run, results)
+    entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits), recipe=recipe)
+    model = Pretrained(network, entry)
+    if entry.classes:
+        right = test_accuracy(model, stream)
+        halved = _stored(model, half=True)
+        alike = test_accuracy(halved, stream)
+        half = abs(alike - right) <= LOST if half is None else half
+        model = halved if half else model
+        entry = replace(entry, metrics={"test_accuracy": alike if half else right, **entry.metrics})
+    elif half:
+        model = _stored(model, half=True)
+    entry = replace(entry, stored="float16" if half else "float32")
+    to.mkdir(parents=True, exist_ok=True)
+    with locked(to):
+        return _write(model.network, entry, to)
+
+
+def _entry(
+    name: str, classes: list[str], network: nn.Module, parts: Parts, stream: FederatedStream, results: Mapping[str, Any]
+) -> Entry:
+    expected = results["expected"]
+    metrics = {key: value for key, value in results["metrics"].items() if key in expected or key in _TOLD}
+    return Entry(
+        name=name,
+        version=1,
+        about="",
+        network=describe(network),
+        outputs=parts.model.gives if classes else "features",
+        classes=classes,
+        shape=list(stream.take(stream.plan.test[:1])[0].shape[1:]),
+        measurement=stream.samples.measurement,
+        recipe={**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]},
+        metrics=metrics | {f"paper/{key}": value for key, value in expected.items()},
+        made_with={**results["versions"], "machine": results["machine"]},
+    )
+
+
+def _private(parts: Parts) -> bool:
+    """Whether part of the network stays with the clients, or what it says depends on a task that no sample tells."""
+    if isinstance(parts.model, Classifier) and parts.model.task_incremental:
+        return True
+    reductions = reductions_of(parts.model, parts.strategy.federation.rules)
+    return any(reduction.name == "none" and name.startswith("model.") for name, reduction in reductions.items())
+
+
+def _stored(model: Pretrained, half: bool) -> Pretrained:
+    """The network as it will be loaded: from what its file will hold."""
+    network = build(model.entry, None)
+    fill(network, _tensors(model.network, half), model.entry)
+    return Pretrained(network, model.entry)
+
+
+def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
+    """What a file holds of a network: those of 32 bits in 16, if wanted; all others as they are."""
+    return {
+        name: (value.half() if half and value.dtype == torch.float32 else value.detach()).contiguous()
+        for name, value in network.state_dict().items()
+    }
+
+
+def _write(network: nn.Module, entry: Entry, to: Path) -> Path:
+    """Put an entry beside a registry, then name it there: whole or not at all."""
+    file = to / REGISTRY
+    known = read_registry(file.read_bytes(), str(to)).entries if file.is_file() else ()
+    version = max((one.entry.version for one in known if one.entry.name == entry.name), default=0) + 1
+    entry = replace(entry, version=version)
+    folder = to / (entry.name if version == 1 else entry.full_name)
+    partial = to / f".{folder.name}.part"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
+    model = Pretrained(network, entry)
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(2, *entry.shape, generator=generator)
+    with torch.no_grad():
+        write_whole(partial / CHECK, save({"input": sample, "output": features_or_outputs(model, sample).contiguous()}))
+    write_whole(
+        partial / CARD, card(entry, _spread(entry), sum(value.numel() for value in network.state_dict().values()))
+    )
+    write_whole(partial / CONFIG, entry.with_files(partial).text())
+    load_folder(partial)
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off: no registry names it
+    partial.rename(folder)
+    register(to, published_in(folder))
+    return folder
+
+
+def _spread(entry: Entry) -> dict[str, tuple[float, float, int]]:
+    """Mean, deviation and number of seeds in the committed table of the entry's recipe, by metric."""
+    paper, row = entry.recipe.get("paper"), entry.recipe.get("row")
+    if not (paper and entry.recipe.get("configs")):
+        return {}
+    file = paper_folder(paper) / "table.json"
+    cells = read_table(file).rows.get(str(row), {}) if file.is_file() else {}
+    return {
+        name: (cell.mean, cell.std, cell.n)
+        for name, cell in cells.items()
+        if name in entry.metrics and cell.mean is not None and cell.std is not None
+    }

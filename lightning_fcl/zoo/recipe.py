@@ -1,0 +1,75 @@
+"""The recipe of a published network: found among those of the package, and read again from there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.fit import Parts, read_parts, resolve
+from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
+
+_NO_PART = ("out", "config", "ckpt_path", "weights_only")
+
+
+class UnknownRecipeError(ValueError):
+    """A published network's recipe is not one of this package."""
+
+
+def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Which recipe of the package a run is of: its files, further words and their SHA-256; empty: none.
+
+    Args:
+        run: The run's folder.
+        results: What it has come to.
+    """
+    told = results["recipe"] or {"paper": "", "row": ""}
+    configs = [recipes_folder() / "quickstart.yaml"]
+    words: tuple[str, ...] = ()
+    if told["paper"]:
+        try:
+            row = paper_rows(paper_folder(told["paper"]), [told["row"]])[told["row"]]
+        except ValueError:  # another's row
+            return {}
+        configs, words = list(row.configs), row.words
+    arguments = [word for config in configs for word in ("--config", str(config))]
+    same = resolve(["fit", *arguments, *words, "--seed_everything", str(results["seed"])])
+    if _plain(same) != _plain(read_yaml(run / "config.yaml")):
+        return {}
+    names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
+    return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
+
+
+def parts_of(recipe: Mapping[str, Any], name: str) -> Parts:
+    """What the recipe of a published network stands for, if it is one of the package as it is now.
+
+    Args:
+        recipe: What the entry tells.
+        name: The entry's name, for messages.
+
+    Raises:
+        UnknownRecipeError: If it is none, or another by now.
+    """
+    configs = [recipes_folder() / config for config in recipe.get("configs", [])]
+    words = list(recipe.get("words", []))
+    whole = configs and all(path.is_file() and recipes_folder() in path.resolve().parents for path in configs)
+    if not whole or _digest(configs, words) != recipe.get("sha256"):
+        raise UnknownRecipeError(
+            f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
+            "tells of, or hand in the recipe."
+        )
+    return read_parts(configs, [*words, "--data.seed", str(recipe["seed"])])
+
+
+def _digest(configs: Sequence[Path], words: Sequence[str]) -> str:
+    return hashlib.sha256("\x1f".join([*(path.read_text() for path in configs), *words]).encode()).hexdigest()
+
+
+def _plain(content: Any) -> Any:
+    """A recipe without what is not said, and without what differs from run to run."""
+    if isinstance(content, Mapping):
+        items = {key: _plain(value) for key, value in content.items() if key not in _NO_PART}
+        return {key: value for key, value in items.items() if value not in (None, {}, [])}
+    return [_plain(value) for value in content] if isinstance(content, list) else content

@@ -1,0 +1,300 @@
+"""Where published networks are: in a folder, in the package, in the cache, at a URL, on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.hub.download import cache_folder, download
+from lightning_fcl.hub.sealed import seal, sha256, unseal
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, Entry, check_file, check_name, read_entry, read_folder
+
+FORMAT = 1
+"""The version of registries."""
+
+REGISTRY = "registry.json"
+
+_HUB = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)@(?P<commit>[0-9a-f]{40})")
+_URL = re.compile(r"(?P<url>https?://[^#]+?)/?(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Published:
+    """An entry of a registry.
+
+    Args:
+        entry: What is said of it.
+        folder: Its folder, beside the registry.
+        config: Size and SHA-256 of its configuration.
+        withdrawn: Why it must not be used any more; empty: it may.
+    """
+
+    entry: Entry
+    folder: str
+    config: dict[str, Any]
+    withdrawn: str = ""
+
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """All files of the entry: size and SHA-256 by name."""
+        return {CONFIG: self.config, **self.entry.files}
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A registry, and where its folders may be.
+
+    Args:
+        entries: What it lists.
+        places: Folders and URLs, the first that has an entry counts.
+    """
+
+    entries: tuple[Published, ...]
+    places: tuple[str, ...]
+
+    def find(self, name: str) -> Published | None:
+        """The newest version of a name that is not withdrawn, or that which the name tells; None: there is none.
+
+        Raises:
+            ValueError: If it is withdrawn.
+        """
+        base, _, version = name.partition("@")
+        own = [one for one in self.entries if one.entry.name == base and version in ("", str(one.entry.version))]
+        usable = [one for one in own if not one.withdrawn]
+        if own and not usable:
+            raise ValueError(
+                f"Expected a model that may be used but {own[-1].entry.full_name} is withdrawn: {own[-1].withdrawn}"
+            )
+        return max(usable, key=lambda one: one.entry.version, default=None)
+
+
+def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
+    """The names of published networks, in alphabetical order.
+
+    Args:
+        pattern: As file names have it: ``"*har*"``.
+        pretrained: Whether of trained ones; else the names of the networks of `lightning_fcl.models`.
+
+    Example:
+        >>> list_models("mlp.*")
+        ['mlp.digits.flwf2t_replay']
+    """
+    if not pretrained:
+        return sorted(
+            name for name in import_module("lightning_fcl.models").__all__ if fnmatch(name.lower(), pattern.lower())
+        )
+    known = {one.entry.name for registry in registries() for one in registry.entries if not one.withdrawn}
+    return sorted(name for name in known if fnmatch(name, pattern))
+
+
+def folder_of(name: str | Path) -> Path:
+    """The folder of an entry on this machine, its files verified against the registry that names it.
+
+    Args:
+        name: As `lightning_fcl.zoo.load` takes it.
+
+    Raises:
+        ValueError: If nothing is known by that name, or a file is damaged.
+        FileNotFoundError: If it is nowhere.
+        ConnectionError: If it cannot be downloaded.
+    """
+    text = str(name)
+    if isinstance(name, Path) or (os.sep in text.removeprefix("hf:") and not text.startswith("hf:")):
+        return Path(name).expanduser()
+    if text.startswith("hf:"):
+        return _from_hub(text)
+    for registry in registries():
+        if (published := registry.find(text)) is not None:
+            return _verified(registry, published)
+    known = list_models()
+    raise ValueError(
+        f"Expected the name of a published model but got {text!r}.{did_you_mean(text.partition('@')[0], known)} "
+        "`lightning-fcl zoo ls` lists them."
+    )
+
+
+def find(name: str) -> Published:
+    """What the registries say of a name.
+
+    Raises:
+        ValueError: If none knows it, or it is withdrawn.
+    """
+    for registry in registries():
+        if (published := registry.find(name)) is not None:
+            return published
+    raise ValueError(
+        f"Expected the name of a published model but got {name!r}.{did_you_mean(name, list_models())} `lightning-fcl "
+        "zoo ls` lists them."
+    )
+
+
+def registries() -> Iterator[Registry]:
+    """That which ``LIGHTNING_FCL_ZOO`` names, a folder or a URL with its SHA-256; then the package's.
+
+    Files of the package's that do not travel with it are looked for at the setting's URL, if that tells no SHA-256.
+    """
+    place = os.environ.get("LIGHTNING_FCL_ZOO", "")
+    remote = _URL.fullmatch(place)
+    if place and (remote is None or remote["digest"]):
+        yield _told(place)
+    own = package_folder()
+    if (own / REGISTRY).is_file():
+        more = (remote["url"],) if remote is not None else ()
+        yield read_registry((own / REGISTRY).read_bytes(), str(own), *more)
+
+
+@cache
+def package_folder() -> Path:
+    """The package's own zoo: of the wheel, or of the checkout."""
+    inside = Path(__file__).parent / "models"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "zoo"
+
+
+def read_registry(data: bytes, *places: str) -> Registry:
+    """A registry from the content of its file.
+
+    Args:
+        data: The content.
+        places: Where its folders may be; the first is where the file is.
+
+    Raises:
+        ValueError: If it is damaged, of another format, or an entry is.
+    """
+    where = f"{places[0]}/{REGISTRY}"
+    content = unseal(data, where)
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"Expected {where} to be of format {FORMAT} but it is of {content.get('format')}: another version of "
+            "lightning-fcl wrote it. Load it with that version."
+        )
+    try:
+        entries = [
+            Published(read_entry(one["entry"], where), str(one["folder"]), dict(one["config"]), str(one["withdrawn"]))
+            for one in content["models"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"Expected {where} to list models but something is missing: {error}.") from error
+    for one in entries:
+        check_name(one.folder.partition("@")[0])  # it leads nowhere else
+    return Registry(tuple(entries), places)
+
+
+def register(to: Path, published: Published) -> None:
+    """Name an entry in the registry of a folder, beside what it names already."""
+    file = to / REGISTRY
+    known = read_registry(file.read_bytes(), str(to)).entries if file.is_file() else ()
+    others = [one for one in known if one.entry.full_name != published.entry.full_name]
+    write_whole(file, registry_text((*others, published)))
+
+
+def published_in(folder: Path) -> Published:
+    """What a registry says of the entry of a folder.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If one is damaged.
+    """
+    config = folder / CONFIG
+    return Published(read_folder(folder), folder.name, {"size": config.stat().st_size, "sha256": sha256(config)})
+
+
+def collect(name: str, folder: Path, to: Path) -> Path:
+    """Copy an entry's folder beside a registry, and name it there.
+
+    Args:
+        name: The entry's name, for its folder's.
+        folder: Where it is.
+        to: The registry's folder; it is made if it is not there.
+    """
+    target = to / name
+    to.mkdir(parents=True, exist_ok=True)
+    with locked(to):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        for file in published_in(folder).files:
+            shutil.copy2(folder / file, target / file)
+        register(to, published_in(target))
+    return target
+
+
+def locked(folder: Path) -> AbstractContextManager[Any]:
+    """A folder's registry, for one process at a time."""
+    filelock = require("filelock", "lets one process publish at a time; torch brings it")
+    lock: AbstractContextManager[Any] = filelock.FileLock(folder / ".registry.lock")
+    return lock
+
+
+def registry_text(entries: tuple[Published, ...]) -> str:
+    """What a registry's file holds."""
+    ordered = sorted(entries, key=lambda one: (one.entry.name, one.entry.version))
+    models = [
+        {"entry": one.entry.plain(), "folder": one.folder, "config": one.config, "withdrawn": one.withdrawn}
+        for one in ordered
+    ]
+    return seal({"format": FORMAT, "models": models})
+
+
+def _told(place: str) -> Registry:
+    """The registry of ``LIGHTNING_FCL_ZOO``."""
+    remote = _URL.fullmatch(place)
+    if remote is not None:
+        digest = remote["digest"].lower()
+        file = download(f"{remote['url']}/{REGISTRY}", cache_folder() / "zoo" / digest / REGISTRY, digest)
+        return read_registry(file.read_bytes(), remote["url"])
+    file = Path(place).expanduser() / REGISTRY
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
+        )
+    return read_registry(file.read_bytes(), str(file.parent))
+
+
+def _verified(registry: Registry, published: Published) -> Path:
+    """The folder of an entry: beside its registry, else in the cache, else downloaded to it."""
+    cached = cache_folder() / "zoo" / str(published.config["sha256"])
+    remote = [place for place in registry.places if _URL.fullmatch(place)]
+    folders = [Path(place) / published.folder for place in registry.places if place not in remote]
+    for folder in folders if remote else (*folders, cached):
+        if all((folder / file).is_file() for file in published.files):
+            for file, told in published.files.items():
+                check_file(folder / file, told)
+            return folder
+    if not remote:
+        raise FileNotFoundError(
+            f"Expected the files of {published.entry.full_name} in {folders[0]} but this installation does not have "
+            "them: they are too large to travel with the package, or their data's licence does not let them. Point "
+            "LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it."
+        )
+    for file, told in published.files.items():  # one that is in the cache already, and whole, is not asked for
+        download(f"{remote[0]}/{published.folder}/{file}", cached / file, told["sha256"], told["size"])
+    return cached
+
+
+def _from_hub(text: str) -> Path:
+    """The files of a repository of the Hugging Face hub at a commit."""
+    told = _HUB.fullmatch(text)
+    if told is None:
+        raise ValueError(
+            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {text!r}: what a branch holds "
+            "changes."
+        )
+    hub = require("huggingface_hub", "downloads from the Hugging Face hub")
+    try:
+        paths = [
+            Path(hub.hf_hub_download(told["repository"], file, revision=told["commit"]))
+            for file in (CONFIG, WEIGHTS, CHECK, CARD)
+        ]
+    except Exception as error:  # it has many of its own, and those of its HTTP library
+        raise ConnectionError(f"Expected to get {text} but got: {error}. Check the name, or try again.") from error
+    return paths[0].parent

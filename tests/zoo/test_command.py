@@ -1,0 +1,89 @@
+"""`lightning-fcl zoo`, as typed."""
+
+import json
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.zoo.entry import WEIGHTS
+from lightning_fcl.zoo.registry import list_models
+
+NAME = "mlp.digits.flwf2t_replay"
+DIGITS = load_digits()
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """A CSV file of a hundred digits, a line each."""
+    path = tmp_path / "digits.csv"
+    np.savetxt(path, DIGITS.images[:100].reshape(100, -1), delimiter=",")
+    return path
+
+
+def error_of(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
+
+
+def test_ls_and_info(small_zoo, capsys):
+    main(["zoo", "ls", "*digits*"])
+    line = capsys.readouterr().out
+    assert line.startswith(f"{NAME}@1 ") and "0.769" in line and "MB" in line
+    main(["zoo", "info", NAME])
+    assert f"# {NAME}" in capsys.readouterr().out
+
+
+def test_verify(small_zoo, capsys):
+    main(["zoo", "verify", NAME])
+    assert "as its card says; accuracy 0.76" in capsys.readouterr().out
+
+
+def test_predict_a_csv_file(small_zoo, digits, capsys):
+    main(["zoo", "predict", NAME, str(digits)])
+    labels = [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()]
+    assert sum(label == str(y) for label, y in zip(labels, DIGITS.target[:100], strict=True)) >= 65
+    main(["zoo", "predict", NAME, str(digits), "--json"])
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["sample"] == 0 and first["label"] == labels[0] and len(first["probabilities"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1,2,3\n", "64 columns, a line each sample, but got 3"),
+        ("", "64 columns, a line each sample, but got 0"),
+        ("1,2\n3\n", "as many in each line"),
+        ("a,b\n1,x\n", "to hold numbers"),
+        (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16 but got 99"),
+    ],
+)
+def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, message, capsys):
+    (tmp_path / "wrong.csv").write_text(content)
+    assert message in error_of(["zoo", "predict", NAME, str(tmp_path / "wrong.csv")], capsys)
+
+
+def test_a_name_that_is_not_there_is_refused(small_zoo, digits, capsys):
+    assert "Did you mean mlp.digits.flwf2t_replay" in error_of(["zoo", "predict", NAME[:-1], str(digits)], capsys)
+    assert "found none" in error_of(["zoo", "predict", NAME, "nothing.csv"], capsys)
+
+
+def test_a_damaged_file_is_refused(small_zoo, digits, capsys):
+    file = small_zoo / NAME / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert "its checksum is another" in error_of(["zoo", "predict", NAME, str(digits)], capsys)
+
+
+def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, capsys):
+    main(["zoo", "fetch", NAME, "--to", str(tmp_path / "copy")])
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "copy"))
+    main(["zoo", "verify", NAME])
+    assert "as its card says" in capsys.readouterr().out
+    assert NAME in list_models()
+
+
+def test_fetch_wants_names(small_zoo, capsys):
+    assert "Expected names to fetch, or --all" in error_of(["zoo", "fetch"], capsys)

@@ -1,0 +1,203 @@
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
+from torch import nn
+
+from lightning_fcl import zoo
+from lightning_fcl.hub.sealed import seal, sha256, unseal
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, read_folder
+from lightning_fcl.zoo.registry import REGISTRY, Published, published_in, read_registry, register, registry_text
+
+NAME = "mlp.digits.flwf2t_replay"
+DIGITS = load_digits()
+
+
+def resealed(folder, **changes):
+    """A folder whose configuration is another's, and agrees with its files: what an attacker would make."""
+    config = folder / CONFIG
+    content = unseal(config.read_bytes(), config) | changes
+    told = {
+        name: {"size": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in content["files"]
+    }
+    config.write_text(seal(content | {"files": told}))
+    return folder
+
+
+@pytest.fixture
+def folder(small_zoo):
+    return small_zoo / NAME
+
+
+def test_a_published_network_names_classes(small_zoo):
+    model = zoo.load(NAME)
+    found = model.predict(DIGITS.images[:, None])
+    assert sum(one.label == str(y) for one, y in zip(found, DIGITS.target, strict=True)) / len(found) > 0.75
+    assert sum(found[0].probabilities.values()) == pytest.approx(1)
+    assert found[0].probability == max(found[0].probabilities.values())
+    assert not model.training and not any(value.requires_grad for value in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_samples_come_in_any_form(small_zoo, kind):
+    one = DIGITS.images[0][None]
+    assert zoo.load(NAME).predict(kind(one.tolist()))[0].label == "0"
+
+
+@pytest.mark.parametrize(
+    ("x", "told", "message"),
+    [
+        (DIGITS.images[0], {}, r"Expected `x` of shape \(1, 8, 8\) .* but got \(8, 8\)"),
+        (DIGITS.images[:1, None] * 16, {}, "values of ink between 0.0 and 16.0 pixels of 16 but got 24"),
+        (DIGITS.images[:1, None] * float("nan"), {}, "finite but got 64 NaN"),
+        (DIGITS.images[:1, None], {"units": "of 255"}, "`units` to be pixels of 16 but got of 255"),
+        ([["a"]], {}, "to hold numbers but got <U1"),
+    ],
+)
+def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, message):
+    with pytest.raises(ValueError, match=message):
+        zoo.load(NAME).predict(x, **told)
+
+
+def test_every_changed_byte_is_seen(small_zoo, folder):
+    draw = random.Random(17)
+    files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD)] + [small_zoo / REGISTRY]
+    for _ in range(500):
+        file = draw.choice(files)
+        before = file.read_bytes()
+        changed = bytearray(before)
+        place = draw.randrange(len(changed))
+        changed[place] ^= draw.randrange(1, 256)
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"^Expected "):
+            zoo.load(NAME)
+        if file.parent == folder:
+            with pytest.raises(ValueError, match=r"^Expected "):
+                zoo.load(folder)
+        file.write_bytes(before)
+    assert zoo.load(NAME).predict(DIGITS.images[:1, None])[0].label == "0"
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, CHECK, CARD])
+def test_a_missing_file_is_named(small_zoo, folder, name):
+    (folder / name).unlink()
+    for where in (NAME, folder):
+        with pytest.raises(FileNotFoundError, match=r"^Expected "):
+            zoo.load(where)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: {k: v for k, v in state.items() if k != "1.bias"}, "to hold 1.bias but they do not"),
+        (lambda state: state | {"more": torch.zeros(1)}, "but they hold more besides"),
+        (lambda state: state | {"1.bias": torch.zeros(3)}, r"1.bias .* of shape \(64,\) .* but got \(3,\)"),
+        (lambda state: state | {"1.bias": torch.zeros(64, dtype=torch.long)}, "1.bias .* torch.int64"),
+        (lambda state: state | {"1.bias": torch.full((64,), torch.nan)}, "1.bias .* to be finite"),
+        (lambda state: state | {"1.bias": state["1.bias"] + 1}, "to give the published outputs"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(folder, change, message):
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+    resealed(folder)
+    with pytest.raises(ValueError, match=message):
+        zoo.load(folder)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        {"class_path": "os.system", "init_args": {"command": "touch owned"}},
+        {"class_path": "torch.nn.Linear", "init_args": {"in_features": 64, "out_features": 10}},
+        {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": "a text"}},
+        {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}},
+        {},
+    ],
+)
+def test_a_description_of_another_class_is_not_called(folder, network, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^Expected "):
+        zoo.load(resealed(folder, network=network))
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_class_of_ones_own_is_handed_in(folder):
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+        def forward(self, x):
+            return self.inner(x)
+
+    state = load_file(folder / WEIGHTS)
+    save_file({f"inner.{name}": value for name, value in state.items()}, folder / WEIGHTS)
+    resealed(folder, network={"class_path": "mine.Mine"})
+    with pytest.raises(ValueError, match=r"Hand in model=\.\.\."):
+        zoo.load(folder)
+    assert zoo.load(folder, model=Mine()).predict(DIGITS.images[:1, None])[0].label == "0"
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 9}, {"version": "1"}, {"classes": []}, {"shape": [64]}, {"colour": "red"}]
+)
+def test_a_configuration_that_makes_no_sense_is_refused(folder, change):
+    with pytest.raises(ValueError, match=r"^Expected "):
+        zoo.load(resealed(folder, **change))
+
+
+def test_names_and_versions(small_zoo, folder):
+    newer = small_zoo / f"{NAME}@2"
+    shutil.copytree(folder, newer)
+    register(small_zoo, published_in(resealed(newer, version=2, about="newer")))
+    assert zoo.load(NAME).entry.version == zoo.load(f"{NAME}@2").entry.version == 2
+    assert zoo.load(f"{NAME}@1").entry.version == 1
+    with pytest.raises(ValueError, match=r"Did you mean mlp\.digits.flwf2t_replay"):
+        zoo.load("mlp.digit.flwf2t_replay")
+    with pytest.raises(ValueError, match="Expected the name of a published model"):
+        zoo.load(f"{NAME}@3")
+
+
+def test_a_withdrawn_network_is_refused_with_its_reason(small_zoo):
+    file = small_zoo / REGISTRY
+    (one,) = read_registry(file.read_bytes(), str(small_zoo)).entries
+    file.write_text(registry_text((replace(one, withdrawn="its data were not licensed."),)))
+    with pytest.raises(ValueError, match=r"mlp.digits.flwf2t_replay@1 is withdrawn: its data were not licensed\."):
+        zoo.load(NAME)
+
+
+def test_a_registry_leads_nowhere_else(small_zoo):
+    file = small_zoo / REGISTRY
+    (one,) = read_registry(file.read_bytes(), str(small_zoo)).entries
+    file.write_text(registry_text((Published(one.entry, "../elsewhere", one.config),)))
+    with pytest.raises(ValueError, match=r"but got '../elsewhere'"):
+        zoo.load(NAME)
+
+
+def test_loading_draws_nothing(small_zoo):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    zoo.load(NAME)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_needs_neither_lightning_nor_avalanche(small_zoo):
+    code = (
+        f"import sys; from lightning_fcl import zoo; zoo.load({NAME!r}).predict([[[8.0] * 8] * 8]);"
+        "print([name for name in ('lightning', 'avalanche', 'torchvision', 'timm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_an_entry_tells_all_of_itself(folder):
+    entry = read_folder(folder)
+    assert entry.recipe["configs"] == ["quickstart.yaml"] and len(entry.recipe["sha256"]) == 64
+    assert entry.licence["data"].startswith("CC BY 4.0") and entry.full_name == f"{NAME}@1"
+    assert entry.metrics["test_accuracy"] == pytest.approx(entry.metrics["final_accuracy/server"], abs=1e-3)

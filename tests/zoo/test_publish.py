@@ -1,0 +1,163 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lightning_fcl import zoo
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.running.trained import trained_parts
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS
+from lightning_fcl.zoo.publishing import publish
+from lightning_fcl.zoo.registry import REGISTRY
+
+LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Makes the folder of a small run on the digits, with changes to its recipe."""
+
+    def make(**change):
+        folder = tmp_path_factory.mktemp("run")
+        small = {
+            "trainer": {"max_epochs": 2, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
+            "data": {
+                "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
+                "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+            },
+        }
+        paths = [recipes_folder() / "quickstart.yaml"]
+        for name, content in (("small", small), ("change", change)):
+            paths.append(folder / f"{name}.yaml")
+            paths[-1].write_text(yaml.safe_dump(content))
+        words = [word for path in paths for word in ("--config", str(path))]
+        main(["fit", *words, "--out", str(folder / "out")])
+        return folder / "out"
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(run):
+    return run()
+
+
+@pytest.fixture(scope="module")
+def private(run):
+    """A run whose heads stay with the clients."""
+    return run(trainer={"strategy": {"init_args": {"reductions": {"model.3.*": "none"}}}})
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
+    return tmp_path / "zoo"
+
+
+def test_what_is_published_predicts_as_the_run_does(plain, target):
+    folder = publish(plain, "mlp.mine", target, "Mine.", LICENCE, half=False)
+    model, parts = zoo.load("mlp.mine"), trained_parts(plain)
+    parts.datamodule.setup("test")
+    x, _ = parts.datamodule.take(parts.datamodule.plan.test)
+    with torch.no_grad():
+        assert torch.equal(model(x), parts.model.eval()(x))
+    raw = parts.datamodule.samples.x[parts.datamodule.plan.test].numpy() * 16
+    wanted = [model.classes[label] for label in model(x).argmax(dim=1)]
+    assert [one.label for one in model.predict(raw)] == wanted
+    record = json.loads((plain / "results.json").read_text())["record"]
+    told = sum(record["rounds"][-1]["correct"]["server"]) / sum(record["totals"])
+    assert model.entry.metrics["test_accuracy"] == pytest.approx(told)
+    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, WEIGHTS}
+    assert {file.name for file in target.iterdir()} <= {"mlp.mine", REGISTRY, ".registry.lock"}
+
+
+def test_half_precision_where_it_loses_nothing(plain, target):
+    folder = publish(plain, "mlp.mine", target, licence=LICENCE)
+    state = load_file(folder / WEIGHTS)
+    assert all(value.dtype == torch.float16 for value in state.values())
+    assert zoo.load("mlp.mine").network[1].weight.dtype == torch.float32
+
+
+def test_a_second_time_makes_a_second_version(plain, target):
+    first, second = (publish(plain, "mlp.mine", target, licence=LICENCE) for _ in range(2))
+    assert (first.name, second.name) == ("mlp.mine", "mlp.mine@2")
+    assert zoo.load("mlp.mine").entry.version == 2 and zoo.load("mlp.mine@1").entry.version == 1
+
+
+def test_heads_that_stay_with_clients_are_not_published(private, target):
+    folder = publish(private, "mlp.body", target, licence=LICENCE)
+    model = zoo.load("mlp.body")
+    assert model.classes == [] and model.entry.outputs == "features"
+    with pytest.raises(ValueError, match=r"names classes but mlp\.body gives features"):
+        model.predict(np.zeros((1, 8, 8)))
+    assert model.embed(np.zeros((1, 8, 8))).shape == (1, 64)
+    published = [row for value in load_file(folder / WEIGHTS).values() for row in value.float().reshape(-1)[None]]
+    published = torch.cat([row.flatten() for row in published])
+    checkpoint = next((private / "checkpoints").glob("*.ckpt"))
+    kept = torch.load(checkpoint, weights_only=True)["callbacks"]
+    heads = [value for value in _tensors(kept) if value.shape in {(10, 64), (10,)}]
+    assert heads  # the clients' own are in the checkpoint
+    for head in heads:
+        for row in head.reshape(-1, head.shape[-1]).float():
+            assert not _holds(published, row.half().float())
+
+
+def _tensors(content):
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, dict | list | tuple):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _tensors(part)
+
+
+def _holds(numbers, row):
+    """Whether a row of numbers is among others, one after the other."""
+    windows = numbers.unfold(0, len(row), 1)
+    return bool(row.any()) and bool((windows - row).abs().amax(dim=1).lt(1e-4).any())
+
+
+def test_persons_are_numbered(plain, target):
+    publish(plain, "mlp.faces", target, licence=LICENCE, numbers=True)
+    assert zoo.load("mlp.faces").classes == [f"person {number}" for number in range(1, 11)]
+
+
+def test_the_card_tells_what_the_hub_reads(plain, target):
+    text = (publish(plain, "mlp.mine", target, "Mine.", LICENCE, ["It knows digits alone."]) / CARD).read_text()
+    _, metadata, body = text.split("---\n", 2)
+    told = yaml.safe_load(metadata)
+    assert told["library_name"] == "lightning-fcl" and told["license_name"] == "Apache-2.0"
+    assert told["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
+    for part in ("# mlp.mine", "Mine.", "It knows digits alone.", "ink (pixels of 16)", "data: CC BY 4.0"):
+        assert part in body
+
+
+def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
+    publish(plain, "mlp.mine", target, licence=LICENCE)
+    verdict = zoo.verify("mlp.mine")
+    assert verdict.right and verdict.found is None and "of a recipe of this package" in verdict.why
+
+
+@pytest.mark.parametrize("name", ["../mine", "Mine", "mine/two", ""])
+def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
+    with pytest.raises(ValueError, match="Expected a name such as"):
+        publish(plain, name, target)
+
+
+def test_what_is_no_run_is_refused(tmp_path, target):
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^Expected "):
+        publish(tmp_path, "mlp.mine", target)
+
+
+def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
+    monkeypatch.setattr("lightning_fcl.zoo.verifying.test_accuracy", lambda model, stream: 0.5)
+    verdict = zoo.verify("mlp.digits.flwf2t_replay")
+    assert not verdict.right and verdict.found == 0.5
+
+
+def test_a_packages_network_is_as_its_card_says():
+    verdict = zoo.verify("mlp.digits.flwf2t_replay")
+    assert verdict.right and abs(verdict.found - verdict.told) <= 1e-3

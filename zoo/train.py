@@ -1,0 +1,41 @@
+"""Train entries of models.yaml by their recipes, and publish them here: python zoo/train.py [NAME ...]."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_fcl.cli.reproduce import slug
+from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
+from lightning_fcl.zoo import publish
+
+HERE = Path(__file__).parent
+RUNS = HERE.parent / "runs"
+
+
+def train(told: dict[str, Any]) -> Path:
+    """Run an entry's recipe, unless that is done; the run's folder."""
+    paper, row, scale = told["recipe"], told.get("row"), told.get("scale", "paper")
+    if row is None:
+        run = RUNS / "zoo" / paper
+        recipe = str(recipes_folder() / f"{paper}.yaml")
+        words = ["fit", "--config", recipe, "--out", str(run)] if not (run / "results.json").is_file() else []
+    else:
+        found = paper_rows(paper_folder(paper), [row], scale)[row]
+        name = slug(row) if found.expected is not None else found.configs[-1].stem
+        run = RUNS / f"{paper}-{scale}" / name / "seed-0"
+        words = ["reproduce", paper, "--rows", row, "--scale", scale]
+    if words:
+        subprocess.run([sys.executable, "-m", "lightning_fcl.cli.main", *words], check=True, cwd=HERE.parent)
+    return run
+
+
+if __name__ == "__main__":
+    content = yaml.safe_load((HERE / "models.yaml").read_text())
+    for name in sys.argv[1:] or content["models"]:
+        told = content["models"][name]
+        licence = {"weights": content["licences"]["weights"], "data": content["licences"][name.split(".")[1]]}
+        options = {key: told[key] for key in ("numbers", "features") if key in told}
+        print(publish(train(told), name, HERE, told["about"], licence, told.get("limits", []), **options))
