@@ -206,12 +206,25 @@ class Parts(FederatedCLI):
         self.callbacks: list[Callback] = listed(callbacks)
 
 
-def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
+class PartsWithTrainer(Parts):
+    """What recipes stand for, with a Trainer that writes nothing: no logger, and no checkpoint of its own."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
+        """Make it, for as many rounds as the stream has."""
+        super().instantiate_trainer()
+        self.datamodule.setup("fit")
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        parts = {"strategy": self.strategy, "callbacks": self.callbacks, "max_epochs": self.datamodule.plan.rounds}
+        return L.Trainer(**{**vars(self.config_init["trainer"]), **parts, **quiet})
+
+
+def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_trainer: bool = False) -> Parts:
     """What recipes stand for, later ones over earlier ones.
 
     Args:
         recipes: Their files.
         words: What else a command line would say.
+        with_trainer: Whether a Trainer is made, too.
 
     Raises:
         ValueError: If a recipe is not understood, or has no model.
@@ -220,7 +233,9 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Part
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
     files = [word for recipe in recipes for word in ("--config", str(recipe))]
     try:
-        return _cli(Parts, [*files, *words, "--seed_everything", "false"], run=False)
+        return _cli(
+            PartsWithTrainer if with_trainer else Parts, [*files, *words, "--seed_everything", "false"], run=False
+        )
     except ValueError as error:
         if "required: model" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error

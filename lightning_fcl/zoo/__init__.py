@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from lightning_fcl.door import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_fcl.zoo.continued import Continuation as Continuation
+    from lightning_fcl.zoo.continued import continue_from as continue_from
     from lightning_fcl.zoo.create import create_model as create_model
     from lightning_fcl.zoo.entry import Entry as Entry
     from lightning_fcl.zoo.loading import load as load

@@ -17,6 +17,7 @@ FORMAT = 1
 """The version of what describes an entry."""
 
 CONFIG, WEIGHTS, CHECK, CARD = "config.json", "model.safetensors", "check.safetensors", "README.md"
+CONTINUE = "continue.safetensors"
 
 Outputs = Literal["logits", "0/1", "-1/1", "features"]
 Stored = Literal["float32", "float16"]
@@ -85,7 +86,7 @@ class Entry:
 
     def with_files(self, folder: Path) -> Entry:
         """The same, with size and SHA-256 of what lies in a folder."""
-        paths = [folder / name for name in (CARD, WEIGHTS, CHECK) if (folder / name).is_file()]
+        paths = [folder / name for name in (CARD, WEIGHTS, CHECK, CONTINUE) if (folder / name).is_file()]
         return replace(self, files={p.name: {"size": p.stat().st_size, "sha256": sha256(p)} for p in paths})
 
     def plain(self) -> dict[str, Any]:
@@ -160,7 +161,8 @@ def read_folder(folder: Path) -> Entry:
         raise FileNotFoundError(f"Expected {CONFIG} in {folder} but found none. Name the folder of a published model.")
     entry = read_entry(unseal(config.read_bytes(), config), config)
     for name in entry.files:
-        check_file(folder / name, entry.files[name])
+        if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
+            check_file(folder / name, entry.files[name])
     if WEIGHTS not in entry.files:
         raise ValueError(f"Expected {config} to tell of {WEIGHTS} but it does not. Get it again.")
     return entry

@@ -18,12 +18,13 @@ from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.models.described import describe
-from lightning_fcl.running.fit import Parts
+from lightning_fcl.running.fit import Parts, read_parts
 from lightning_fcl.running.rows import paper_folder
-from lightning_fcl.running.trained import trained_parts
+from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import card
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, Entry, Outputs, check_name
+from lightning_fcl.zoo.continued import continuation, continuation_bytes
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, Outputs, check_name
 from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
@@ -89,7 +90,8 @@ def publish(
     check_name(name)
     run, to = Path(run), Path(to)
     results = read_results(run)
-    parts = trained_parts(run, ["--data.seed", str(results["seed"])])
+    checkpoint = trained_checkpoint(run)
+    parts = with_checkpoint(read_parts([run / "config.yaml"], ["--data.seed", str(results["seed"])]), checkpoint)
     task = parts.model
     if not isinstance(task, MakesNetwork):
         raise ValueError(
@@ -116,7 +118,7 @@ def publish(
     entry = replace(entry, stored="float16" if half else "float32")
     to.mkdir(parents=True, exist_ok=True)
     with locked(to):
-        return _write(model.network, entry, to)
+        return _write(model.network, entry, to, checkpoint, parts)
 
 
 def _entry(
@@ -162,12 +164,14 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     }
 
 
-def _write(network: nn.Module, entry: Entry, to: Path) -> Path:
+def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, Any], parts: Parts) -> Path:
     """Put an entry beside a registry, then name it there: whole or not at all."""
     file = to / REGISTRY
     known = read_registry(file.read_bytes(), str(to)).entries if file.is_file() else ()
     version = max((one.entry.version for one in known if one.entry.name == entry.name), default=0) + 1
-    entry = replace(entry, version=version)
+    later = continuation(checkpoint, parts, first=version == 1)
+    recipe = entry.recipe | {"rounds_done": int(checkpoint["epoch"]) + 1}
+    entry = replace(entry, version=version, recipe=recipe if isinstance(later, dict) else recipe | {"ends": later})
     folder = to / (entry.name if version == 1 else entry.full_name)
     partial = to / f".{folder.name}.part"
     shutil.rmtree(partial, ignore_errors=True)
@@ -177,10 +181,12 @@ def _write(network: nn.Module, entry: Entry, to: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(2, *entry.shape, generator=generator)
     with torch.no_grad():
-        write_whole(partial / CHECK, save({"input": sample, "output": features_or_outputs(model, sample).contiguous()}))
-    write_whole(
-        partial / CARD, card(entry, _spread(entry), sum(value.numel() for value in network.state_dict().values()))
-    )
+        pair = {"input": sample, "output": features_or_outputs(model, sample).contiguous()}
+    write_whole(partial / CHECK, save(pair))
+    if isinstance(later, dict):
+        write_whole(partial / CONTINUE, continuation_bytes(later))
+    numbers = sum(value.numel() for value in network.state_dict().values())
+    write_whole(partial / CARD, card(entry, _spread(entry), numbers))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off: no registry names it

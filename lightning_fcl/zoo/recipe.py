@@ -42,12 +42,13 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
 
 
-def parts_of(recipe: Mapping[str, Any], name: str) -> Parts:
+def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -> Parts:
     """What the recipe of a published network stands for, if it is one of the package as it is now.
 
     Args:
         recipe: What the entry tells.
         name: The entry's name, for messages.
+        with_trainer: Whether a Trainer is made, too.
 
     Raises:
         UnknownRecipeError: If it is none, or another by now.
@@ -60,7 +61,7 @@ def parts_of(recipe: Mapping[str, Any], name: str) -> Parts:
             f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
             "tells of, or hand in the recipe."
         )
-    return read_parts(configs, [*words, "--data.seed", str(recipe["seed"])])
+    return read_parts(configs, [*words, "--data.seed", str(recipe["seed"])], with_trainer)
 
 
 def _digest(configs: Sequence[Path], words: Sequence[str]) -> str:

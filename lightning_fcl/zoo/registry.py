@@ -18,7 +18,18 @@ from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.hub.download import cache_folder, download
 from lightning_fcl.hub.sealed import seal, sha256, unseal
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, Entry, check_file, check_name, read_entry, read_folder
+from lightning_fcl.zoo.entry import (
+    CARD,
+    CHECK,
+    CONFIG,
+    CONTINUE,
+    WEIGHTS,
+    Entry,
+    check_file,
+    check_name,
+    read_entry,
+    read_folder,
+)
 
 FORMAT = 1
 """The version of registries."""
@@ -45,10 +56,10 @@ class Published:
     config: dict[str, Any]
     withdrawn: str = ""
 
-    @property
-    def files(self) -> dict[str, dict[str, Any]]:
-        """All files of the entry: size and SHA-256 by name."""
-        return {CONFIG: self.config, **self.entry.files}
+    def files(self, to_continue: bool = False) -> dict[str, dict[str, Any]]:
+        """Size and SHA-256 of the entry's files, by name; what it goes on learning from if that is wanted."""
+        own = {name: told for name, told in self.entry.files.items() if to_continue or name != CONTINUE}
+        return {CONFIG: self.config, **own}
 
 
 @dataclass(frozen=True)
@@ -98,11 +109,12 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
     return sorted(name for name in known if fnmatch(name, pattern))
 
 
-def folder_of(name: str | Path) -> Path:
+def folder_of(name: str | Path, to_continue: bool = False) -> Path:
     """The folder of an entry on this machine, its files verified against the registry that names it.
 
     Args:
         name: As `lightning_fcl.zoo.load` takes it.
+        to_continue: Whether with what it goes on learning from.
 
     Raises:
         ValueError: If nothing is known by that name, or a file is damaged.
@@ -113,10 +125,10 @@ def folder_of(name: str | Path) -> Path:
     if isinstance(name, Path) or (os.sep in text.removeprefix("hf:") and not text.startswith("hf:")):
         return Path(name).expanduser()
     if text.startswith("hf:"):
-        return _from_hub(text)
+        return _from_hub(text, to_continue)
     for registry in registries():
         if (published := registry.find(text)) is not None:
-            return _verified(registry, published)
+            return _verified(registry, published, to_continue)
     known = list_models()
     raise ValueError(
         f"Expected the name of a published model but got {text!r}.{did_you_mean(text.partition('@')[0], known)} "
@@ -222,7 +234,7 @@ def collect(name: str, folder: Path, to: Path) -> Path:
     with locked(to):
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        for file in published_in(folder).files:
+        for file in published_in(folder).files(to_continue=(folder / CONTINUE).exists()):
             shutil.copy2(folder / file, target / file)
         register(to, published_in(target))
     return target
@@ -260,14 +272,15 @@ def _told(place: str) -> Registry:
     return read_registry(file.read_bytes(), str(file.parent))
 
 
-def _verified(registry: Registry, published: Published) -> Path:
+def _verified(registry: Registry, published: Published, to_continue: bool) -> Path:
     """The folder of an entry: beside its registry, else in the cache, else downloaded to it."""
+    files = published.files(to_continue)
     cached = cache_folder() / "zoo" / str(published.config["sha256"])
     remote = [place for place in registry.places if _URL.fullmatch(place)]
     folders = [Path(place) / published.folder for place in registry.places if place not in remote]
     for folder in folders if remote else (*folders, cached):
-        if all((folder / file).is_file() for file in published.files):
-            for file, told in published.files.items():
+        if all((folder / file).is_file() for file in files):
+            for file, told in files.items():
                 check_file(folder / file, told)
             return folder
     if not remote:
@@ -276,12 +289,12 @@ def _verified(registry: Registry, published: Published) -> Path:
             "them: they are too large to travel with the package, or their data's licence does not let them. Point "
             "LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it."
         )
-    for file, told in published.files.items():  # one that is in the cache already, and whole, is not asked for
+    for file, told in files.items():  # one that is in the cache already, and whole, is not asked for
         download(f"{remote[0]}/{published.folder}/{file}", cached / file, told["sha256"], told["size"])
     return cached
 
 
-def _from_hub(text: str) -> Path:
+def _from_hub(text: str, to_continue: bool) -> Path:
     """The files of a repository of the Hugging Face hub at a commit."""
     told = _HUB.fullmatch(text)
     if told is None:
@@ -293,7 +306,7 @@ def _from_hub(text: str) -> Path:
     try:
         paths = [
             Path(hub.hf_hub_download(told["repository"], file, revision=told["commit"]))
-            for file in (CONFIG, WEIGHTS, CHECK, CARD)
+            for file in (CONFIG, WEIGHTS, CHECK, CARD, *([CONTINUE] if to_continue else []))
         ]
     except Exception as error:  # it has many of its own, and those of its HTTP library
         raise ConnectionError(f"Expected to get {text} but got: {error}. Check the name, or try again.") from error

@@ -10,7 +10,7 @@ from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.running.trained import trained_parts
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import publish
 from lightning_fcl.zoo.registry import REGISTRY
 
@@ -71,7 +71,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
     record = json.loads((plain / "results.json").read_text())["record"]
     told = sum(record["rounds"][-1]["correct"]["server"]) / sum(record["totals"])
     assert model.entry.metrics["test_accuracy"] == pytest.approx(told)
-    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, WEIGHTS}
+    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, WEIGHTS}
     assert {file.name for file in target.iterdir()} <= {"mlp.mine", REGISTRY, ".registry.lock"}
 
 

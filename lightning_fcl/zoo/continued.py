@@ -1,0 +1,208 @@
+"""Published networks go on learning where they stopped: what the server held is published, what clients keep is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.evaluation.files import TemporaryFolder
+from lightning_fcl.federation.aggregation import reductions_of, resolve
+from lightning_fcl.federation.reductions import Sum
+from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.methods.method import Method
+from lightning_fcl.running.fit import Parts
+from lightning_fcl.running.trained import with_checkpoint
+from lightning_fcl.zoo.entry import CONTINUE, Entry, read_folder
+from lightning_fcl.zoo.recipe import parts_of
+from lightning_fcl.zoo.registry import folder_of
+
+LEAST = 3
+"""How many clients a sum must come from, in each class, for it to be published."""
+
+_TENSOR = "tensor"
+_PLAIN = "checkpoint"
+
+
+@dataclass
+class Continuation:
+    """A published network, ready to go on learning.
+
+    Args:
+        trainer: A Trainer for as many rounds as the stream has. It writes nothing: add a logger or callbacks.
+        module: The task, with the published server's state.
+        stream: The recipe's stream.
+        checkpoint: Where the round, and all that the server held, are kept for `fit`.
+        entry: What is said of it.
+    """
+
+    trainer: L.Trainer
+    module: L.LightningModule
+    stream: FederatedStream
+    checkpoint: Path
+    entry: Entry
+    _folder: TemporaryFolder = field(repr=False)
+
+    @property
+    def round(self) -> int:
+        """The round that comes next, from 0."""
+        return int(self.entry.recipe["rounds_done"])
+
+    def fit(self) -> None:
+        """Go on with the recipe's next round, to its last."""
+        self.trainer.fit(self.module, datamodule=self.stream, ckpt_path=str(self.checkpoint))
+
+
+def continue_from(name: str | Path, clients: str | Path | None = None) -> Continuation:
+    """Go on learning where a published network stopped.
+
+    With what the clients have kept, `Continuation.fit` comes to the same bits as a run that was never stopped; without
+    it, they begin anew from the published state: to the same bits where the recipe's methods keep nothing on clients.
+    For clients, classes or data of one's own, fit ``trainer`` or another on another stream: the module has the
+    server's state, the sums of a readout among them, so that what is added to them counts beside what they have.
+
+    Args:
+        name: As `lightning_fcl.zoo.load` takes it.
+        clients: A checkpoint of the clients' own federation, of the same recipe and round, from which only what clients
+            keep is taken; None: they begin anew.
+
+    Raises:
+        ValueError: If the entry cannot be continued, its recipe is not of this package, or the clients' checkpoint is
+            of another run.
+        FileNotFoundError: If a file is missing, or the data are not there.
+    """
+    folder = folder_of(name, to_continue=True)
+    entry = read_folder(folder)
+    if CONTINUE not in entry.files:
+        raise ValueError(
+            f"Expected a network that can go on learning but {entry.full_name} cannot: "
+            f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
+        )
+    checkpoint = read_continuation(folder / CONTINUE)
+    kept = _federation(checkpoint)
+    if clients is not None:
+        kept["clients"] = _clients(clients, kept)
+    parts = parts_of(entry.recipe, entry.full_name, with_trainer=True)
+    module = with_checkpoint(parts, checkpoint).model
+    temporary = TemporaryFolder("continue")
+    path = temporary.path / "continue.ckpt"
+    torch.save(checkpoint, path)
+    return Continuation(parts.trainer, module, parts.datamodule, path, entry, temporary)
+
+
+def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> dict[str, Any] | str:
+    """What may be published of a checkpoint, to go on from; or why nothing may.
+
+    Args:
+        checkpoint: The checkpoint.
+        parts: Its recipe's parts, the stream set up.
+        first: Whether nothing was published by that name before: the difference of two sums may be a single client's.
+    """
+    kept = dict(_federation(checkpoint))
+    methods = {method.state_key: method for method in parts.callbacks if isinstance(method, Method)}
+    reductions = [*reductions_of(parts.model, parts.strategy.federation.rules).values()]
+    reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
+    if any(reduction.resizes for reduction in reductions):
+        return "what its server gathers is of single clients"
+    if any(isinstance(reduction, Sum) for reduction in reductions):
+        few = _fewest(parts, int(checkpoint["epoch"]) + 1)
+        if few < LEAST:
+            return f"its sums of some class are of {few} clients, fewer than {LEAST}; the solution alone is published"
+        if not first:
+            return "sums were published by this name before, and a difference of two may be a single client's"
+    kept["clients"] = {}
+    callbacks = {key: value for key, value in checkpoint["callbacks"].items() if key in methods}
+    return {**checkpoint, "callbacks": {_key(checkpoint): kept, **callbacks}}
+
+
+def continuation_bytes(content: Mapping[str, Any]) -> bytes:
+    """The file of a continuation: its tensors, and all else as JSON."""
+    tensors: dict[str, Tensor] = {}
+    plain = _apart(content, tensors)
+    return save(tensors, {_PLAIN: json.dumps(plain)})
+
+
+def read_continuation(path: Path) -> dict[str, Any]:
+    """A continuation from its file: tensors and plain values.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
+            content = _together(json.loads(file.metadata()[_PLAIN]), tensors)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected {path} to hold what a server goes on from but got: {error}. Get it again."
+        ) from error
+    return dict(content)
+
+
+def _fewest(parts: Parts, rounds: int) -> int:
+    """From how many clients the samples of a class come, of that which fewest have."""
+    stream: FederatedStream = parts.datamodule
+    owners: dict[int, set[str]] = {}
+    labels = stream.samples.labels
+    for samples in stream.plan.train[:rounds]:
+        for client, rows in samples.items():
+            for label in set(labels[rows].tolist()):
+                owners.setdefault(label, set()).add(client)
+    return min((len(clients) for clients in owners.values()), default=0)
+
+
+def _key(checkpoint: Mapping[str, Any]) -> str:
+    return next(str(key) for key, value in checkpoint["callbacks"].items() if "between_rounds" in value)
+
+
+def _federation(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What a federation has kept in a checkpoint."""
+    kept: dict[str, Any] = checkpoint["callbacks"][_key(checkpoint)]
+    return kept
+
+
+def _clients(path: str | Path, published: Mapping[str, Any]) -> dict[str, Any]:
+    """What clients have kept, by a checkpoint of theirs."""
+    own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), path))
+    if own["fingerprint"] != published["fingerprint"]:
+        raise ValueError(
+            f"Expected `clients` of the published recipe, seed and data but {path} is of others. Leave it out."
+        )
+    return dict(own["clients"])
+
+
+def _apart(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Plain values with numbers in place of tensors, which are put apart; what JSON has no word for is written out."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().contiguous().clone()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {"of": [[_apart(key, tensors), _apart(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_apart(item, tensors) for item in value]}
+    return [_apart(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def _together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of `_apart`."""
+    if isinstance(value, list):
+        return [_together(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *_ = value.items()
+    if kind == _TENSOR:
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_together(item, tensors) for item in content)
+    return {_together(key, tensors): _together(item, tensors) for key, item in content}

@@ -1,0 +1,151 @@
+from collections import Counter
+
+import pytest
+import torch
+import yaml
+
+from lightning_fcl import zoo
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.running.trained import trained_checkpoint
+from lightning_fcl.zoo import recipe as recipes
+from lightning_fcl.zoo.continued import read_continuation
+from lightning_fcl.zoo.entry import CONTINUE
+from lightning_fcl.zoo.publishing import publish
+
+SMALL = {
+    "trainer": {"enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
+    "data": {
+        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 2}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 4}},
+    },
+}
+KEEPS_NOTHING = {"trainer": {"callbacks": []}}
+
+
+def fit(folder, rounds, change, ckpt=None):
+    """Fit the small recipe, with changes, up to a round."""
+    paths = [recipes_folder() / "quickstart.yaml"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("small", SMALL), ("change", change)):
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump(content))
+    words = [word for path in paths for word in ("--config", str(path))]
+    more = ["--ckpt_path", str(ckpt)] if ckpt else []
+    main(["fit", *words, "--trainer.max_epochs", str(rounds), "--out", str(folder / "out"), *more])
+    return folder / "out"
+
+
+@pytest.fixture
+def as_packaged(monkeypatch, tmp_path):
+    """Takes the recipe of a run for one of the package."""
+
+    def make(run):
+        monkeypatch.setattr("lightning_fcl.zoo.recipe.recipes_folder", lambda: run.parent)
+        # Lightning writes the rounds that were fitted; the recipe has more.
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["trainer"]["max_epochs"] = 4
+        (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
+        digest = recipes._digest([run.parent / "recipe.yaml"], [])
+        return {"configs": ["recipe.yaml"], "words": [], "sha256": digest}
+
+    return make
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch, as_packaged):
+    """Publishes what a recipe has trained after a round, and fits it to its end."""
+
+    def make(change, rounds):
+        monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
+        run, whole = fit(tmp_path / "part", rounds, change), fit(tmp_path / "whole", 4, change)
+        recipe = as_packaged(run)
+        monkeypatch.setattr("lightning_fcl.zoo.publishing.packaged_recipe", lambda run, results: recipe)
+        return publish(run, "mlp.part", tmp_path / "zoo"), run, trained_checkpoint(whole)["state_dict"]
+
+    return make
+
+
+def same(module, state):
+    found = module.state_dict()
+    return found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_without_memories_it_comes_to_the_same_bits(published, rounds):
+    _, _, whole = published(KEEPS_NOTHING, rounds)
+    later = zoo.continue_from("mlp.part")
+    assert later.round == rounds and later.trainer.max_epochs == 4
+    later.fit()
+    assert same(later.module, whole)
+
+
+def test_with_what_clients_keep_it_comes_to_the_same_bits(published):
+    _, run, whole = published({}, 3)  # FLwF-2T's teachers and a replay buffer, in the midst of an experience
+    checkpoint = next((run / "checkpoints").glob("*.ckpt"))
+    later = zoo.continue_from("mlp.part", clients=checkpoint)
+    later.fit()
+    assert same(later.module, whole)
+
+
+def test_without_what_clients_keep_they_begin_anew(published):
+    _, _, whole = published({}, 3)
+    later = zoo.continue_from("mlp.part")
+    later.fit()
+    assert not same(later.module, whole)
+
+
+def test_nothing_that_clients_keep_is_published(published):
+    folder, run, _ = published({}, 3)
+    kept = next(value for value in trained_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
+    content = read_continuation(folder / CONTINUE)
+    assert next(value for value in content["callbacks"].values() if "clients" in value)["clients"] == {}
+    public = [value.flatten().double() for value in tensors(content) if value.is_floating_point()]
+    numbers = torch.cat(public)
+    rows = [
+        [tuple(row) for value in tensors(client) if value.dim() > 1 for row in value.flatten(1).double().tolist()]
+        for client in kept.values()
+    ]
+    holders = Counter(row for own in rows for row in set(own))
+    single = [row for row, clients in holders.items() if clients == 1 and len(set(row)) > 3]
+    assert len(single) > 50  # teachers' rows and remembered images
+    for row in single:
+        assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()
+
+
+def tensors(content):
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, dict | list | tuple):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from tensors(part)
+
+
+def test_the_server_optimizer_goes_on(published):
+    adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}}
+    strategy = {"strategy": {"init_args": {"server_optimizer": adam}}}
+    _, _, whole = published({"trainer": {**KEEPS_NOTHING["trainer"], **strategy}}, 2)
+    later = zoo.continue_from("mlp.part")
+    later.fit()
+    assert same(later.module, whole)
+
+
+def test_a_checkpoint_of_other_clients_is_refused(published, tmp_path):
+    published(KEEPS_NOTHING, 1)
+    other = fit(tmp_path / "other", 1, {**KEEPS_NOTHING, "seed_everything": 5})
+    with pytest.raises(ValueError, match="Expected `clients` of the published recipe, seed and data"):
+        zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
+
+
+def test_a_damaged_file_is_refused(published):
+    folder, _, _ = published(KEEPS_NOTHING, 1)
+    data = bytearray((folder / CONTINUE).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / CONTINUE).write_bytes(data)
+    with pytest.raises(ValueError, match="its checksum is another"):
+        zoo.continue_from("mlp.part")
+
+
+def test_what_was_published_without_cannot_go_on():
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^Expected "):
+        zoo.continue_from("nothing")
