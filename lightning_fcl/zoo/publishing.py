@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.evaluation.table import FORMAT, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
@@ -201,7 +201,8 @@ def _spread(entry: Entry) -> dict[str, tuple[float, float, int]]:
     if not (paper and entry.recipe.get("configs")):
         return {}
     file = paper_folder(paper) / "table.json"
-    cells = read_table(file).rows.get(str(row), {}) if file.is_file() else {}
+    known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
+    cells = read_table(file).rows.get(str(row), {}) if known else {}
     return {
         name: (cell.mean, cell.std, cell.n)
         for name, cell in cells.items()

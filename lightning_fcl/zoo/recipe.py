@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import Parts, read_parts, resolve
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
 
-_NO_PART = ("out", "config", "ckpt_path", "weights_only")
+_NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
 
 class UnknownRecipeError(ValueError):
@@ -21,25 +22,35 @@ class UnknownRecipeError(ValueError):
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """Which recipe of the package a run is of: its files, further words and their SHA-256; empty: none.
 
+    What a recipe says of itself and of its numbers does not count, nor where results go.
+
     Args:
         run: The run's folder.
         results: What it has come to.
     """
-    told = results["recipe"] or {"paper": "", "row": ""}
-    configs = [recipes_folder() / "quickstart.yaml"]
-    words: tuple[str, ...] = ()
-    if told["paper"]:
-        try:
-            row = paper_rows(paper_folder(told["paper"]), [told["row"]])[told["row"]]
-        except ValueError:  # another's row
-            return {}
-        configs, words = list(row.configs), row.words
-    arguments = [word for config in configs for word in ("--config", str(config))]
-    same = resolve(["fit", *arguments, *words, "--seed_everything", str(results["seed"])])
-    if _plain(same) != _plain(read_yaml(run / "config.yaml")):
-        return {}
-    names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
-    return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
+    plain = _plain(read_yaml(run / "config.yaml"))
+    for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
+        arguments = [word for config in configs for word in ("--config", str(config))]
+        same = resolve(["fit", *arguments, *words, "--seed_everything", str(results["seed"])])
+        if _plain(same) == plain:
+            names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
+            return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
+    return {}
+
+
+def _candidates(told: Mapping[str, str]) -> Iterator[tuple[list[Path], Sequence[str]]]:
+    """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
+    if not told["paper"]:
+        yield [recipes_folder() / "quickstart.yaml"], ()
+        return
+    try:
+        folder = paper_folder(told["paper"])
+        for scale in (None, *sorted(folder.glob("scale-*.yaml"))):
+            name = "paper" if scale is None else scale.stem.removeprefix("scale-")
+            row = paper_rows(folder, [told["row"]], name)[told["row"]]
+            yield [*row.configs, *([] if scale is None else [scale])], row.words
+    except ValueError:  # another's row, or none of this scale
+        return
 
 
 def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -> Parts:
@@ -55,7 +66,8 @@ def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -
     """
     configs = [recipes_folder() / config for config in recipe.get("configs", [])]
     words = list(recipe.get("words", []))
-    whole = configs and all(path.is_file() and recipes_folder() in path.resolve().parents for path in configs)
+    here = recipes_folder().resolve()
+    whole = configs and all(path.is_file() and here in path.resolve().parents for path in configs)
     if not whole or _digest(configs, words) != recipe.get("sha256"):
         raise UnknownRecipeError(
             f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
@@ -65,7 +77,9 @@ def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -
 
 
 def _digest(configs: Sequence[Path], words: Sequence[str]) -> str:
-    return hashlib.sha256("\x1f".join([*(path.read_text() for path in configs), *words]).encode()).hexdigest()
+    """Of what recipes say: their comments, and what they say of themselves, may change."""
+    content = [_plain(read_yaml(path)) for path in configs]
+    return hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
 
 
 def _plain(content: Any) -> Any:

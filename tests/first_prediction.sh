@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What docs/zoo.md says, from the wheel alone: installed beside torch, away from the checkout, with no network.
+set -euo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+python="${PYTHON:-$root/.venv/bin/python}"
+here="$(mktemp -d)"
+trap 'rm -rf "$here"' EXIT
+"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps "$root" --wheel-dir "$here"
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$here/installed" "$here"/lightning_fcl-*.whl
+cd "$here"
+export PYTHONPATH="$here/installed" LIGHTNING_FCL_CACHE="$here/cache" LIGHTNING_FCL_OFFLINE=1
+unset LIGHTNING_FCL_ZOO LIGHTNING_FCL_DATA
+"$python" - <<'EOF'
+import csv
+
+import lightning_fcl
+
+assert "/installed/" in lightning_fcl.__file__, lightning_fcl.__file__
+one = "0 0 5 13 9 1 0 0 0 0 13 15 10 15 5 0 0 3 15 2 0 11 8 0 0 4 12 0 0 8 8 0 0 5 8 0 0 9 8 0 0 4 11 0 1 12 7 0 0 2 14 5 10 12 0 0 0 0 6 13 10 0 0 0"
+with open("digits.csv", "w", newline="") as file:
+    csv.writer(file).writerow(one.split())
+EOF
+"$python" -m lightning_fcl.cli.main zoo ls
+"$python" -m lightning_fcl.cli.main zoo predict mlp.digits.flwf2t_replay digits.csv | tee predicted.txt
+grep -q "^0	0	" predicted.txt
+"$python" -m lightning_fcl.cli.main zoo verify mlp.digits.flwf2t_replay
+echo "the first prediction is right"

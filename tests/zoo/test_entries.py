@@ -1,0 +1,117 @@
+"""Each network of the zoo: as its card says, small enough to travel, and nothing of a person in it."""
+
+import copy
+import subprocess
+from pathlib import Path
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lightning_fcl
+from lightning_fcl import FederatedStream, zoo
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.device.export import export_onnx
+from lightning_fcl.zoo.entry import CHECK, CONTINUE
+from lightning_fcl.zoo.registry import find, folder_of, list_models, package_folder
+
+NAMES = [path.name for path in sorted(package_folder().glob("*.*/"))]
+ROOT = Path(lightning_fcl.__file__).parents[1]
+PERSONS = [name for name in NAMES if ".lfw." in name or ".orl." in name]
+
+
+def test_all_are_listed():
+    assert list_models() == NAMES and len(NAMES) >= 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_as_its_card_says(name):
+    verdict = zoo.verify(name)
+    assert verdict.right
+    if verdict.found is None:
+        pytest.skip(verdict.why)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_input_is_drawn_from_a_seed(name):
+    sample = torch.randn(2, *find(name).entry.shape, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(load_file(folder_of(name) / CHECK)["input"], sample, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_licences_and_recipe_are_told(name):
+    entry = find(name).entry
+    assert entry.licence.keys() == {"weights", "data"} and all(entry.licence.values())
+    assert entry.about and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
+
+
+@pytest.mark.parametrize("name", PERSONS)
+def test_persons_have_no_names(name):
+    assert all(label.startswith("person ") for label in find(name).entry.classes)
+
+
+def test_what_travels_in_the_wheel_is_small():
+    files = [path for kind in ("mlp", "esn") for path in package_folder().glob(f"{kind}.*/*") if path.name != CONTINUE]
+    assert files and sum(path.stat().st_size for path in files) < 10e6
+
+
+# A reservoir is written step by step, which takes minutes for more.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "esn." not in name or find(name).entry.shape[0] <= 32])
+def test_it_becomes_an_onnx_file(name, tmp_path):
+    model = zoo.load(name)
+    example = torch.randn(2, *model.entry.shape)
+    network = model.network if model.classes else zoo.create_model(name, pretrained=True, features_only=True)
+    assert export_onnx(network, example, tmp_path / "model.onnx", tolerance=1e-3) <= 1e-3
+
+
+@pytest.mark.slow
+def test_from_the_wheel_to_a_prediction():
+    done = subprocess.run(["bash", str(ROOT / "tests/first_prediction.sh")], capture_output=True, text=True)
+    assert done.returncode == 0 and "the first prediction is right" in done.stdout, done.stdout + done.stderr
+
+
+def sums_of(task, stream, clients):
+    """The statistics of some clients' samples, as they would send them."""
+    other = copy.deepcopy(task.readout)
+    other.reset(int(task.readout.tag))
+    for client in clients:
+        x, y = stream.take(stream.plan.train[0][client])
+        other.n += task.add(other.A[None], other.B[None], x, y, [len(x)])[0]
+    return other
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".incfed")])
+def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
+    """By a client that brings its own sums: what is left are those of the others, and so is the readout."""
+    later = zoo.continue_from(name)
+    task, (leaving, *others) = later.module, sorted(later.stream.plan.train[0])
+    before = task.readout.weight.clone()
+    task.readout.remove(sums_of(task, later.stream, [leaving]).statistics)
+    task.readout.solve()
+    wanted = sums_of(task, later.stream, others)
+    wanted.solve()
+    for found, sums in ((task.readout.A, wanted.A), (task.readout.B, wanted.B)):
+        assert (found - sums).abs().max() <= 1e-12 * sums.abs().max()
+    # The regularisers of WESAD and HHAR are small, and rounding in the sums counts for more.
+    tolerance = 1e-9 if "ucihar" in name else 1e-4
+    assert torch.allclose(task.readout.weight, wanted.weight, rtol=0, atol=tolerance)
+    assert not torch.allclose(task.readout.weight, before, rtol=0, atol=1e-3)
+
+
+@pytest.mark.data
+def test_new_people_are_added_to_a_published_reservoir(data_folder):
+    later = zoo.continue_from("esn.wesad_wrist.incfed")
+    task, stream = later.module, later.stream
+    known, n = task.readout.statistics, int(task.readout.n)
+    x, y = stream.take(stream.plan.test)
+    more = FederatedStream.from_arrays(x.numpy(), y.numpy(), np.arange(len(y)) % 2, scenario=ClassIncremental(1))
+    L.Trainer(strategy="federated", max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu").fit(
+        task, datamodule=more
+    )
+    assert int(task.readout.n) > n
+    added = task.readout.statistics - known
+    assert added.n == sum(len(rows) for rows in more.plan.train[0].values()) * x.shape[1]
