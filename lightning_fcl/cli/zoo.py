@@ -36,7 +36,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     push = kinds.add_parser("push", help="publish what a run has trained")
     push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
     push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
-    push.add_argument("--to", required=True, help="folder of a registry, or hf:organisation/repository")
+    push.add_argument("--to", required=True, help="folder of a registry; it is made if it is not there")
     push.add_argument("--about", default="", help="what it is, in a sentence")
     push.add_argument("--weights-licence", default="", help="terms of the weights")
     push.add_argument("--data-licence", default="", help="terms of the data")

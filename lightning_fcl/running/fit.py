@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
-import platform
-import re
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,7 +15,6 @@ from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
-import torch
 import yaml
 from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -38,6 +34,7 @@ from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.running.ending import StopAfterRound
+from lightning_fcl.running.machine import machine
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
@@ -271,19 +268,6 @@ def check_class_paths(content: object) -> None:
 def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
     """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
-
-
-def machine() -> str:
-    """The machine in a line: processor, cores and threads, or the GPU.
-
-    Example:
-        >>> "core" in machine()
-        True
-    """
-    info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()
-    return f"{processor}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}{gpu}"
 
 
 def run(arguments: Sequence[str]) -> FederatedCLI:

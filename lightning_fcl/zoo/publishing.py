@@ -85,9 +85,11 @@ def publish(
         The entry's folder.
 
     Raises:
-        ValueError: If the folder is no finished run's, the task gives no plain network, or the registry is damaged.
+        ValueError: If ``to`` is no folder, ``run`` no run's, the task gives no network, or the registry is damaged.
     """
     check_name(name)
+    if "://" in str(to) or str(to).startswith("hf:"):
+        raise ValueError(f"Expected `to` to be a folder but got {to}. Publish to a folder, then bring that there.")
     run, to = Path(run), Path(to)
     results = read_results(run)
     checkpoint = trained_checkpoint(run)

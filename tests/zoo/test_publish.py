@@ -147,6 +147,12 @@ def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
         publish(plain, name, target)
 
 
+@pytest.mark.parametrize("to", ["hf:our/models", "https://example.org/zoo"])
+def test_what_is_no_folder_is_refused(plain, to):
+    with pytest.raises(ValueError, match="Expected `to` to be a folder but got"):
+        publish(plain, "mlp.mine", to)
+
+
 def test_what_is_no_run_is_refused(tmp_path, target):
     with pytest.raises((ValueError, FileNotFoundError), match=r"^Expected "):
         publish(tmp_path, "mlp.mine", target)
