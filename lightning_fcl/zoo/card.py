@@ -10,13 +10,13 @@ from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.zoo.entry import Entry
 
 
-def card(entry: Entry, spread: dict[str, tuple[float, float, int]], trained: int) -> str:
+def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int) -> str:
     """The text of an entry's ``README.md``, with the metadata that the hub reads.
 
     Args:
         entry: What is said of it.
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
-        trained: The numbers of its state that were trained or solved for.
+        numbers: How many numbers its state has.
     """
     lines = ["---", yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(), "---", ""]
     lines += [f"# {entry.name}", "", entry.about or "A network trained by lightning-fcl.", ""]
@@ -25,12 +25,14 @@ def card(entry: Entry, spread: dict[str, tuple[float, float, int]], trained: int
     lines += ["```", "", "## What it takes and gives", ""]
     sample = entry.measurement.describe() if entry.measurement else f"samples of shape {tuple(entry.shape)}, prepared"
     lines += [f"- **Takes** {sample}.", f"- **Gives** {_gives(entry)}."]
-    lines += [f"- **Network** `{entry.network['class_path'].rpartition('.')[2]}`, {trained:,} numbers in its state."]
+    lines += [f"- **Network** `{entry.network['class_path'].rpartition('.')[2]}`, {numbers:,} numbers in its state."]
     lines += [f"- **Stored** as {entry.stored}.", ""]
     if entry.metrics:
         lines += ["## Its numbers", "", *_table(entry, spread), ""]
     lines += ["## How it came about", "", *_origin(entry), ""]
-    limits = [*entry.limits, "Nothing of a single client is in its files: no memory, no head of its own, no sample."]
+    ends = [f"It cannot go on learning: {why}."] if (why := entry.recipe.get("ends")) else []
+    nothing = "Nothing of a single client is in its files: no memory, no head of its own, no sample."
+    limits = [*entry.limits, *ends, nothing]
     lines += ["## Limits", "", *[f"- {limit}" for limit in limits], ""]
     lines += ["## Licence", "", *[f"- {of}: {terms}" for of, terms in entry.licence.items()], ""]
     return "\n".join(lines)
