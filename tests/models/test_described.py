@@ -19,6 +19,7 @@ NEEDED = {
     "CvTBody": {"image_size": 64},
     "Decomposed": {"net": MLP([4, 3, 2]), "layers": "1.*", "tasks": 2},
     "EchoStateNetwork": {"in_features": 3, "units": 7},
+    "FeatureReadout": {"network": MLP([4, 3, 2]), "outputs": 5},
     "LVTBody": {
         "image_size": 32,
         "channels": 3,
@@ -29,9 +30,11 @@ NEEDED = {
         "mlp_ratio": 2.0,
     },
     "MLP": {"sizes": [4, 3, 2]},
+    "ReservoirReadout": {"reservoir": EchoStateNetwork(3, units=7), "outputs": 2},
     "RidgeReadout": {"in_features": 3, "out_features": 2},
     "SplitViT": {"body": MLP([12, 3]), "features": 3, "image_size": 2},
     "T2TBody": {"image_size": 32, "splits": ((3, 2), (3, 2)), "token_width": 8},
+    "frozen": {"network": DSICNet(), "backbone": "float"},
 }
 
 

@@ -30,8 +30,8 @@ def test_all_are_listed():
 def test_it_is_as_its_card_says(name):
     verdict = zoo.verify(name)
     assert verdict.right
-    if verdict.found is None:
-        pytest.skip(verdict.why)
+    if verdict.found is None and find(name).entry.classes:
+        pytest.skip(verdict.why)  # its data are not here
 
 
 @pytest.mark.parametrize("name", NAMES)
