@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
+from numbers import Integral
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -208,16 +209,25 @@ def check_fields(instance: DataclassInstance) -> None:
         value = getattr(instance, one.name, None)
         if value is None and one.default is None:
             continue
-        if "check" not in one.metadata:
-            if value is None and one.default is not MISSING and "None" not in str(one.type):
+        if value is None and "check" not in one.metadata:
+            if one.default is not MISSING and "None" not in str(one.type):
                 raise TypeError(f"Expected `{one.name}` to be given but got None. Leave it out for {one.default!r}.")
             continue
         if one.type in _WHOLE and not isinstance(value, int):
             raise TypeError(f"Expected `{one.name}` to be a whole number but got {_quoted(value)}.")
+        if one.type == "int | Sequence[int]" and not _is_whole(value):
+            raise TypeError(f"Expected `{one.name}` to be a whole number, or a list of some, but got {_quoted(value)}.")
+        if "check" not in one.metadata:
+            continue
         try:
             one.metadata["check"](**{one.name: value})
         except TypeError as error:
             raise TypeError(f"Expected `{one.name}` to be a number but got {_quoted(value)}.") from error
+
+
+def _is_whole(value: object) -> bool:
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return all(isinstance(one, Integral) for one in (value if several else [value]))  # type: ignore[attr-defined]
 
 
 def _quoted(value: object) -> str:

@@ -114,6 +114,10 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
             "`model` to take samples of the data, of shape (1, 8, 8), but MLP gave: ",
         ),
         ({"data": {"partition": {"init_args": {"clients": None}}}}, "`clients` to be given but got None"),
+        (
+            {"data": {"scenario": {"init_args": {"experiences": 0.001}}}},
+            "`experiences` to be a whole number, or a list of some, but got 0.001",
+        ),
     ],
 )
 def test_a_wrong_recipe_gives_one_clear_message(tiny, tmp_path, error_of, change, message):
