@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.cli.main import main
 from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
@@ -46,6 +47,19 @@ def data_folder():
     if not os.environ.get("LIGHTNING_FCL_DATA"):
         pytest.skip("LIGHTNING_FCL_DATA names no folder of data sets")
     return os.environ["LIGHTNING_FCL_DATA"]
+
+
+@pytest.fixture
+def error_of(capsys):
+    """The message with which a command refuses its words, in one line."""
+
+    def message(words):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
+
+    return message
 
 
 def toy_arrays(samples=240, features=6, classes=4, seed=0):

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 
 T = TypeVar("T")
@@ -74,11 +75,6 @@ class Job:
         """Whether what a folder holds is of this very job."""
         stamp = folder / _STAMP
         return stamp.is_file() and stamp.read_bytes() == self.fingerprint.encode()
-
-
-def config_words(recipes: Iterable[str | Path]) -> list[str]:
-    """The words of a command line that name recipes, later ones over earlier ones."""
-    return [word for recipe in recipes for word in ("--config", str(recipe))]
 
 
 def run_jobs(jobs: Sequence[Job], workers: int | None) -> None:

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.cli.jobs import config_words
 from lightning_fcl.errors import did_you_mean, one_of
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.rows import paper_rows
+from lightning_fcl.running.rows import config_words, paper_rows
 
 _ONE_OF = {
     "sampler": ("random", "grid", "tpe"),

@@ -50,10 +50,10 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _ls(options: Namespace) -> None:
-    from lightning_fcl.zoo.registry import find, list_models
+    from lightning_fcl.zoo.registry import list_published
 
-    for name in list_models(options.pattern):
-        entry = find(name).entry
+    for published in list_published(options.pattern).values():
+        entry = published.entry
         accuracy = f"{entry.metrics['test_accuracy']:.3f}" if "test_accuracy" in entry.metrics else "     "
         size = sum(file["size"] for file in entry.files.values())
         print(f"{entry.full_name:40} {accuracy} {size / 1e6:7.2f} MB  {entry.about}")

@@ -7,6 +7,7 @@ killed process has left is taken over or swept by the next one, and nothing is t
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import sys
@@ -68,6 +69,12 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     with replacing(path, len(data)) as temporary:
         temporary.write_bytes(data)
     return path
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, 64 digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.files import sha256, write_whole
 
 __all__ = ["FORMAT", "is_whole", "read_results", "seal", "write_results"]
 
@@ -78,7 +78,7 @@ def read_results(folder: str | Path) -> dict[str, Any]:
 
 def seal(folder: Path, files: Iterable[Path]) -> Path:
     """Say that a run is finished, and what its files hold: the last that is written."""
-    digests = {path.relative_to(folder).as_posix(): _digest(path) for path in files}
+    digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     return write_whole(folder / _SEAL, json.dumps({"format": FORMAT, "sha256": digests}, indent=1) + "\n")
 
 
@@ -98,13 +98,8 @@ def is_whole(folder: Path) -> bool:
     digests = content.get("sha256")
     if not isinstance(digests, dict) or "results.json" not in digests:
         return False
-    return all((folder / name).is_file() and _digest(folder / name) == digest for name, digest in digests.items())
+    return all((folder / name).is_file() and sha256(folder / name) == digest for name, digest in digests.items())
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

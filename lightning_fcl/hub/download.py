@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_fcl.errors import require
-from lightning_fcl.hub.sealed import sha256
+from lightning_fcl.evaluation.files import sha256
 
 ATTEMPTS = 4
 """How often a connection that breaks is made again."""

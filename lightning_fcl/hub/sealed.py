@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 SIZE = 10_000_000
@@ -48,12 +47,6 @@ def unseal(data: bytes, name: object) -> dict[str, Any]:
             "hand. Get it again."
         )
     return content
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, 64 digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text(content: Mapping[str, Any]) -> str:

@@ -27,7 +27,31 @@ class EmbedsSamples(Protocol):
         """Features of samples, shape (batch, features)."""
 
 
-class ReservoirReadout(Described):
+class _Readout(Described):
+    """A linear map of what `embed` gives, in double precision."""
+
+    weight: Tensor
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        at_least(1, outputs=outputs)
+        self.register_buffer("weight", torch.zeros(outputs, features, dtype=torch.float64))
+
+    @property
+    def features(self) -> int:
+        """The number of features."""
+        return int(self.weight.shape[1])
+
+    def embed(self, x: Tensor) -> Tensor:
+        """What is read, shape (batch, ..., features)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs, shape (batch, ..., outputs)."""
+        return self.embed(x).double() @ self.weight.double().t()
+
+
+class ReservoirReadout(_Readout):
     """A linear readout of a reservoir's states.
 
     Args:
@@ -45,32 +69,19 @@ class ReservoirReadout(Described):
         (torch.Size([5, 2]), torch.Size([5, 20]))
     """
 
-    weight: Tensor
-
     def __init__(self, reservoir: EchoStateNetwork, outputs: int, readout: Features = "steps") -> None:
-        super().__init__()
-        at_least(1, outputs=outputs)
+        super().__init__(reservoir.features, outputs)
         one_of(("steps", "last", "mean"), readout=readout)
         self.reservoir = reservoir
         self.readout = readout
-        self.register_buffer("weight", torch.zeros(outputs, reservoir.features, dtype=torch.float64))
-
-    @property
-    def features(self) -> int:
-        """The number of features, N_R."""
-        return self.reservoir.features
 
     def embed(self, x: Tensor) -> Tensor:
         """What is read, in double precision: (batch, steps, N_R), or (batch, N_R)."""
         states = torch.cat(list(pooled(self.reservoir, x, self.readout))).double().transpose(0, 1)
         return states if self.readout == "steps" else states[:, 0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs of sequences of shape (batch, time, features): (batch, steps, outputs), or (batch, outputs)."""
-        return self.embed(x) @ self.weight.double().t()
 
-
-class FeatureReadout(Described):
+class FeatureReadout(_Readout):
     """A linear readout of a network's features.
 
     Args:
@@ -86,26 +97,13 @@ class FeatureReadout(Described):
         torch.Size([3, 2])
     """
 
-    weight: Tensor
-
     def __init__(self, network: EmbedsSamples, outputs: int) -> None:
-        super().__init__()
-        at_least(1, outputs=outputs)
+        super().__init__(network.features, outputs)
         self.network = network
-        self.register_buffer("weight", torch.zeros(outputs, network.features, dtype=torch.float64))
-
-    @property
-    def features(self) -> int:
-        """The number of features."""
-        return int(self.weight.shape[1])
 
     def embed(self, x: Tensor) -> Tensor:
         """The network's features, shape (batch, features)."""
         return self.network.embed(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs, shape (batch, outputs), in double precision."""
-        return self.embed(x).double() @ self.weight.double().t()
 
 
 def pooled(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:

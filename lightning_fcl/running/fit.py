@@ -35,6 +35,7 @@ from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.machine import machine
+from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
 import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
@@ -228,10 +229,11 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
     """
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
-    files = [word for recipe in recipes for word in ("--config", str(recipe))]
     try:
         return _cli(
-            PartsWithTrainer if with_trainer else Parts, [*files, *words, "--seed_everything", "false"], run=False
+            PartsWithTrainer if with_trainer else Parts,
+            [*config_words(recipes), *words, "--seed_everything", "false"],
+            run=False,
         )
     except ValueError as error:
         if "required: model" in str(error):

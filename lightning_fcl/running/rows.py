@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,11 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
         words = [word for name, value in values.items() for word in (f"--{name}", value)]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
     return result
+
+
+def config_words(recipes: Iterable[str | Path]) -> list[str]:
+    """The words of a command line that name recipes, later ones over earlier ones."""
+    return [word for recipe in recipes for word in ("--config", str(recipe))]
 
 
 def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,13 @@ from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
 from lightning_fcl.running.fit import Parts, read_parts
 
 
-def trained_parts(run: Path, words: Sequence[str] = ()) -> Parts:
+def trained_parts(run: Path) -> Parts:
     """A run's recipe, with the state of its newest checkpoint in the model.
-
-    Args:
-        run: The run's folder.
-        words: What a command line would say over its ``config.yaml``.
 
     Raises:
         ValueError: If the folder is no run's, or the checkpoint does not fit its recipe.
     """
-    return with_checkpoint(read_parts([run / "config.yaml"], words), trained_checkpoint(run))
+    return with_checkpoint(read_parts([run / "config.yaml"]), trained_checkpoint(run))
 
 
 def trained_checkpoint(run: Path) -> dict[str, Any]:

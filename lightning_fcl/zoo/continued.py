@@ -115,9 +115,8 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     if any(reduction.resizes for reduction in reductions):
         return "what its server gathers is of single clients"
     if any(isinstance(reduction, Sum) for reduction in reductions):
-        few = _fewest(parts, int(checkpoint["epoch"]) + 1)
-        if few < LEAST:
-            return f"its sums of some class are of {few} clients, fewer than {LEAST}; the solution alone is published"
+        if _fewest(parts, int(checkpoint["epoch"]) + 1) < LEAST:
+            return f"fewer than {LEAST} clients have samples of some class, so sums are published as their solution"
         if not first:
             return "sums were published by this name before, and a difference of two may be a single client's"
     kept["clients"] = {}

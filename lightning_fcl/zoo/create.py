@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, did_you_mean
-from lightning_fcl.models.described import rebuild
+from lightning_fcl.models.described import Described, rebuild
 from lightning_fcl.zoo.loading import build, load
 from lightning_fcl.zoo.pretrained import features_of
 from lightning_fcl.zoo.registry import find, list_models
@@ -97,11 +97,10 @@ def _own(name: str, pretrained: bool, num_classes: int | None, arguments: dict[s
 
 def _with_head(network: nn.Module, num_classes: int | None) -> nn.Module:
     """A network with a new head, if it has another number of outputs."""
-    description = getattr(network, "described", None)
-    if num_classes is None or description is None:
+    if num_classes is None or not isinstance(network, Described):
         return network
-    wanted = _resized(description, num_classes)
-    if wanted == description:
+    wanted = _resized(network.described, num_classes)
+    if wanted == network.described:
         return network
     other = rebuild(wanted, "model")
     state, published = other.state_dict(), network.state_dict()

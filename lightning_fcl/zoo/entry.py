@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.hub.sealed import seal, sha256, unseal
+from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.hub.sealed import seal, unseal
 from lightning_fcl.models.described import cast_arguments
 
 FORMAT = 1

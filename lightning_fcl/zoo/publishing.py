@@ -28,7 +28,7 @@ from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entr
 from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import REGISTRY, locked, published_in, read_registry, register
+from lightning_fcl.zoo.registry import locked, published_in, register, registered
 from lightning_fcl.zoo.verifying import test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
@@ -108,16 +108,12 @@ def publish(
     recipe = entry.recipe | packaged_recipe(run, results)
     entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits), recipe=recipe)
     model = Pretrained(network, entry)
-    if entry.classes:
-        right = test_accuracy(model, stream)
-        halved = _stored(model, half=True)
-        alike = test_accuracy(halved, stream)
-        half = abs(alike - right) <= LOST if half is None else half
-        model = halved if half else model
-        entry = replace(entry, metrics={"test_accuracy": alike if half else right, **entry.metrics})
-    elif half:
-        model = _stored(model, half=True)
-    entry = replace(entry, stored="float16" if half else "float32")
+    asked = [False, True] if half is None and classes else [bool(half)]
+    models = {halved: _halved(model) if halved else model for halved in asked}
+    told = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
+    half = len(told) == 2 and abs(told[True] - told[False]) <= LOST if half is None else half
+    metrics = {"test_accuracy": told[half], **entry.metrics} if told else entry.metrics
+    model, entry = models[half], replace(entry, metrics=metrics, stored="float16" if half else "float32")
     to.mkdir(parents=True, exist_ok=True)
     with locked(to):
         return _write(model.network, entry, to, checkpoint, parts)
@@ -151,10 +147,10 @@ def _private(parts: Parts) -> bool:
     return any(reduction.name == "none" and name.startswith("model.") for name, reduction in reductions.items())
 
 
-def _stored(model: Pretrained, half: bool) -> Pretrained:
-    """The network as it will be loaded: from what its file will hold."""
-    network = build(model.entry, None)
-    fill(network, _tensors(model.network, half), model.entry)
+def _halved(model: Pretrained) -> Pretrained:
+    """The network as it is loaded from a file that holds it in half precision."""
+    network = build(model.entry)
+    fill(network, _tensors(model.network, half=True), model.entry)
     return Pretrained(network, model.entry)
 
 
@@ -168,9 +164,7 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
 
 def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, Any], parts: Parts) -> Path:
     """Put an entry beside a registry, then name it there: whole or not at all."""
-    file = to / REGISTRY
-    known = read_registry(file.read_bytes(), str(to)).entries if file.is_file() else ()
-    version = max((one.entry.version for one in known if one.entry.name == entry.name), default=0) + 1
+    version = max((one.entry.version for one in registered(to) if one.entry.name == entry.name), default=0) + 1
     later = continuation(checkpoint, parts, first=version == 1)
     recipe = entry.recipe | {"rounds_done": int(checkpoint["epoch"]) + 1}
     entry = replace(entry, version=version, recipe=recipe if isinstance(later, dict) else recipe | {"ends": later})

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import Parts, read_parts, resolve
-from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
+from lightning_fcl.running.rows import config_words, paper_folder, paper_rows, recipes_folder
 
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
@@ -30,8 +30,7 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = _plain(read_yaml(run / "config.yaml"))
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
-        arguments = [word for config in configs for word in ("--config", str(config))]
-        same = resolve(["fit", *arguments, *words, "--seed_everything", str(results["seed"])])
+        same = resolve(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
         if _plain(same) == plain:
             names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
             return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}

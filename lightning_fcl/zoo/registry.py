@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import did_you_mean, require
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.files import sha256, write_whole
 from lightning_fcl.hub.download import cache_folder, download
-from lightning_fcl.hub.sealed import seal, sha256, unseal
+from lightning_fcl.hub.sealed import seal, unseal
 from lightning_fcl.zoo.entry import (
     CARD,
     CHECK,
@@ -105,8 +105,16 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
         return sorted(
             name for name in import_module("lightning_fcl.models").__all__ if fnmatch(name.lower(), pattern.lower())
         )
-    known = {one.entry.name for registry in registries() for one in registry.entries if not one.withdrawn}
-    return sorted(name for name in known if fnmatch(name, pattern))
+    return [*list_published(pattern)]
+
+
+def list_published(pattern: str = "*") -> dict[str, Published]:
+    """What the registries say of the newest version of each name, in alphabetical order; the first registry counts."""
+    newest: dict[str, Published] = {}
+    for registry in registries():
+        names = {one.entry.name for one in registry.entries if not one.withdrawn} - {*newest}
+        newest |= {name: found for name in names if (found := registry.find(name)) is not None}
+    return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
 def folder_of(name: str | Path, to_continue: bool = False) -> Path:
@@ -126,14 +134,7 @@ def folder_of(name: str | Path, to_continue: bool = False) -> Path:
         return Path(name).expanduser()
     if text.startswith("hf:"):
         return _from_hub(text, to_continue)
-    for registry in registries():
-        if (published := registry.find(text)) is not None:
-            return _verified(registry, published, to_continue)
-    known = list_models()
-    raise ValueError(
-        f"Expected the name of a published model but got {text!r}.{did_you_mean(text.partition('@')[0], known)} "
-        "`lightning-fcl zoo ls` lists them."
-    )
+    return _verified(*_found(text), to_continue)
 
 
 def find(name: str) -> Published:
@@ -142,12 +143,16 @@ def find(name: str) -> Published:
     Raises:
         ValueError: If none knows it, or it is withdrawn.
     """
+    return _found(name)[1]
+
+
+def _found(name: str) -> tuple[Registry, Published]:
     for registry in registries():
         if (published := registry.find(name)) is not None:
-            return published
+            return registry, published
+    hint = did_you_mean(name.partition("@")[0], list_models())
     raise ValueError(
-        f"Expected the name of a published model but got {name!r}.{did_you_mean(name, list_models())} `lightning-fcl "
-        "zoo ls` lists them."
+        f"Expected the name of a published model but got {name!r}.{hint} `lightning-fcl zoo ls` lists them."
     )
 
 
@@ -204,10 +209,14 @@ def read_registry(data: bytes, *places: str) -> Registry:
 
 def register(to: Path, published: Published) -> None:
     """Name an entry in the registry of a folder, beside what it names already."""
-    file = to / REGISTRY
-    known = read_registry(file.read_bytes(), str(to)).entries if file.is_file() else ()
-    others = [one for one in known if one.entry.full_name != published.entry.full_name]
-    write_whole(file, registry_text((*others, published)))
+    others = [one for one in registered(to) if one.entry.full_name != published.entry.full_name]
+    write_whole(to / REGISTRY, registry_text((*others, published)))
+
+
+def registered(folder: Path) -> tuple[Published, ...]:
+    """What the registry of a folder lists; nothing, if it has none yet."""
+    file = folder / REGISTRY
+    return read_registry(file.read_bytes(), str(folder)).entries if file.is_file() else ()
 
 
 def published_in(folder: Path) -> Published:

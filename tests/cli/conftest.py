@@ -3,7 +3,6 @@
 import pytest
 import yaml
 
-from lightning_fcl.cli.main import main
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.running.rows import recipes_folder
 
@@ -30,19 +29,6 @@ def tiny(tmp_path, small_recipe):
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
     return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
-
-
-@pytest.fixture
-def error_of(capsys):
-    """The message with which a command refuses its words, in one line."""
-
-    def message(words):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 2
-        return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
-
-    return message
 
 
 @pytest.fixture

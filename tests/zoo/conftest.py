@@ -1,11 +1,15 @@
-"""A small zoo in a folder, and that folder on loopback."""
+"""A small zoo in a folder, that folder on loopback, and small runs."""
 
 import functools
 import http.server
 import threading
 
 import pytest
+import torch
+import yaml
 
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.rows import config_words, recipes_folder
 from lightning_fcl.zoo.registry import collect, package_folder
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -19,6 +23,36 @@ def small_zoo(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def fit_small():
+    """Fits recipes of the package with changes over them, below a folder; the run's folder."""
+
+    def fit(folder, *changes, recipes=("quickstart.yaml",), words=()):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [recipes_folder() / name for name in recipes]
+        for number, content in enumerate(changes):
+            paths.append(folder / f"change-{number}.yaml")
+            paths[-1].write_text(yaml.safe_dump(content))
+        main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
+        return folder / "out"
+
+    return fit
+
+
+@pytest.fixture
+def tensors_of():
+    """All tensors in dicts, lists and tuples of whatever depth."""
+
+    def tensors(content):
+        if isinstance(content, torch.Tensor):
+            yield content
+        elif isinstance(content, dict | list | tuple):
+            for part in content.values() if isinstance(content, dict) else content:
+                yield from tensors(part)
+
+    return tensors
 
 
 @pytest.fixture

@@ -22,13 +22,6 @@ def digits(tmp_path):
     return path
 
 
-def error_of(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    return " ".join(capsys.readouterr().err.split("error: ")[-1].split())
-
-
 def test_ls_and_info(small_zoo, capsys):
     main(["zoo", "ls", "*digits*"])
     line = capsys.readouterr().out
@@ -61,20 +54,20 @@ def test_predict_a_csv_file(small_zoo, digits, capsys):
         (",".join(["99"] * 64), "between 0.0 and 16.0 pixels of 16 but got 99"),
     ],
 )
-def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, message, capsys):
+def test_a_csv_file_of_something_else_is_refused(small_zoo, tmp_path, content, message, error_of):
     (tmp_path / "wrong.csv").write_text(content)
-    assert message in error_of(["zoo", "predict", NAME, str(tmp_path / "wrong.csv")], capsys)
+    assert message in error_of(["zoo", "predict", NAME, str(tmp_path / "wrong.csv")])
 
 
-def test_a_name_that_is_not_there_is_refused(small_zoo, digits, capsys):
-    assert "Did you mean mlp.digits.flwf2t_replay" in error_of(["zoo", "predict", NAME[:-1], str(digits)], capsys)
-    assert "found none" in error_of(["zoo", "predict", NAME, "nothing.csv"], capsys)
+def test_a_name_that_is_not_there_is_refused(small_zoo, digits, error_of):
+    assert "Did you mean mlp.digits.flwf2t_replay" in error_of(["zoo", "predict", NAME[:-1], str(digits)])
+    assert "found none" in error_of(["zoo", "predict", NAME, "nothing.csv"])
 
 
-def test_a_damaged_file_is_refused(small_zoo, digits, capsys):
+def test_a_damaged_file_is_refused(small_zoo, digits, error_of):
     file = small_zoo / NAME / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert "its checksum is another" in error_of(["zoo", "predict", NAME, str(digits)], capsys)
+    assert "its checksum is another" in error_of(["zoo", "predict", NAME, str(digits)])
 
 
 def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, capsys):
@@ -85,5 +78,5 @@ def test_fetch_to_a_folder_makes_a_zoo_of_it(small_zoo, tmp_path, monkeypatch, c
     assert NAME in list_models()
 
 
-def test_fetch_wants_names(small_zoo, capsys):
-    assert "Expected names to fetch, or --all" in error_of(["zoo", "fetch"], capsys)
+def test_fetch_wants_names(small_zoo, error_of):
+    assert "Expected names to fetch, or --all" in error_of(["zoo", "fetch"])

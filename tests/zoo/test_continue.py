@@ -5,8 +5,6 @@ import torch
 import yaml
 
 from lightning_fcl import zoo
-from lightning_fcl.cli.main import main
-from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.running.trained import trained_checkpoint
 from lightning_fcl.zoo import recipe as recipes
 from lightning_fcl.zoo.continued import read_continuation
@@ -21,30 +19,31 @@ SMALL = {
     },
 }
 KEEPS_NOTHING = {"trainer": {"callbacks": []}}
+SILENT = {"trainer": {"enable_progress_bar": False}}
+FEDCLIP = ("base", "wesad", "fedip-wesad", "fedclip-wesad", "replay", "scale-smoke")
+ODFCL = ("base", "latent-replay", "scale-smoke")
+FEDVIT = ("base", "fedvit", "scale-smoke")
 
 
-def fit(folder, rounds, change, ckpt=None):
-    """Fit the small recipe, with changes, up to a round."""
-    paths = [recipes_folder() / "quickstart.yaml"]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("small", SMALL), ("change", change)):
-        paths.append(folder / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump(content))
-    words = [word for path in paths for word in ("--config", str(path))]
-    more = ["--ckpt_path", str(ckpt)] if ckpt else []
-    main(["fit", *words, "--trainer.max_epochs", str(rounds), "--out", str(folder / "out"), *more])
-    return folder / "out"
+@pytest.fixture
+def fit(fit_small):
+    """Fits the small recipe, with changes, up to a round."""
+
+    def run(folder, rounds, *changes, **recipes):
+        return fit_small(folder, *changes, words=["--trainer.max_epochs", str(rounds)], **recipes)
+
+    return run
 
 
 @pytest.fixture
 def as_packaged(monkeypatch, tmp_path):
     """Takes the recipe of a run for one of the package."""
 
-    def make(run):
+    def make(run, rounds):
         monkeypatch.setattr("lightning_fcl.zoo.recipe.recipes_folder", lambda: run.parent)
         # Lightning writes the rounds that were fitted; the recipe has more.
         config = yaml.safe_load((run / "config.yaml").read_text())
-        config["trainer"]["max_epochs"] = 4
+        config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
         digest = recipes._digest([run.parent / "recipe.yaml"], [])
         return {"configs": ["recipe.yaml"], "words": [], "sha256": digest}
@@ -53,13 +52,17 @@ def as_packaged(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def published(tmp_path, monkeypatch, as_packaged):
+def published(tmp_path, monkeypatch, as_packaged, fit):
     """Publishes what a recipe has trained after a round, and fits it to its end."""
 
-    def make(change, rounds):
+    def make(change, rounds, of=4, **recipes):
         monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(tmp_path / "zoo"))
-        run, whole = fit(tmp_path / "part", rounds, change), fit(tmp_path / "whole", 4, change)
-        recipe = as_packaged(run)
+        monkeypatch.chdir(tmp_path)  # what recipes cache lies there
+        changes = (SILENT, change) if recipes else (SMALL, change)
+        run, whole = (
+            fit(tmp_path / name, last, *changes, **recipes) for name, last in (("part", rounds), ("whole", of))
+        )
+        recipe = as_packaged(run, of)
         monkeypatch.setattr("lightning_fcl.zoo.publishing.packaged_recipe", lambda run, results: recipe)
         return publish(run, "mlp.part", tmp_path / "zoo"), run, trained_checkpoint(whole)["state_dict"]
 
@@ -88,6 +91,25 @@ def test_with_what_clients_keep_it_comes_to_the_same_bits(published):
     assert same(later.module, whole)
 
 
+@pytest.mark.parametrize(
+    ("paper", "names", "rounds", "of"),
+    [
+        ("fedclip", FEDCLIP, 3, 8),  # plasticity of the second experience, before its readout
+        ("odfcl", ODFCL, 1, 4),  # in the midst of the first session, with maps of its own and of the base session
+        ("fedvit", FEDVIT, 3, 4),  # heads and memories of the first task, in the midst of the second
+    ],
+)
+def test_each_paper_goes_on_with_what_its_clients_keep(data_folder, published, paper, names, rounds, of):
+    _, run, whole = published({}, rounds, of, recipes=[f"{paper}/{name}.yaml" for name in names])
+    later = zoo.continue_from("mlp.part", clients=next((run / "checkpoints").glob("*.ckpt")))
+    assert later.round == rounds
+    later.fit()
+    assert same(later.module, whole)
+    alone = zoo.continue_from("mlp.part")
+    alone.fit()
+    assert not same(alone.module, whole)
+
+
 def test_without_what_clients_keep_they_begin_anew(published):
     _, _, whole = published({}, 3)
     later = zoo.continue_from("mlp.part")
@@ -95,15 +117,15 @@ def test_without_what_clients_keep_they_begin_anew(published):
     assert not same(later.module, whole)
 
 
-def test_nothing_that_clients_keep_is_published(published):
+def test_nothing_that_clients_keep_is_published(published, tensors_of):
     folder, run, _ = published({}, 3)
     kept = next(value for value in trained_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
     content = read_continuation(folder / CONTINUE)
     assert next(value for value in content["callbacks"].values() if "clients" in value)["clients"] == {}
-    public = [value.flatten().double() for value in tensors(content) if value.is_floating_point()]
+    public = [value.flatten().double() for value in tensors_of(content) if value.is_floating_point()]
     numbers = torch.cat(public)
     rows = [
-        [tuple(row) for value in tensors(client) if value.dim() > 1 for row in value.flatten(1).double().tolist()]
+        [tuple(row) for value in tensors_of(client) if value.dim() > 1 for row in value.flatten(1).double().tolist()]
         for client in kept.values()
     ]
     holders = Counter(row for own in rows for row in set(own))
@@ -111,14 +133,6 @@ def test_nothing_that_clients_keep_is_published(published):
     assert len(single) > 50  # teachers' rows and remembered images
     for row in single:
         assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()
-
-
-def tensors(content):
-    if isinstance(content, torch.Tensor):
-        yield content
-    elif isinstance(content, dict | list | tuple):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from tensors(part)
 
 
 def test_the_server_optimizer_goes_on(published):
@@ -130,9 +144,9 @@ def test_the_server_optimizer_goes_on(published):
     assert same(later.module, whole)
 
 
-def test_a_checkpoint_of_other_clients_is_refused(published, tmp_path):
+def test_a_checkpoint_of_other_clients_is_refused(published, fit, tmp_path):
     published(KEEPS_NOTHING, 1)
-    other = fit(tmp_path / "other", 1, {**KEEPS_NOTHING, "seed_everything": 5})
+    other = fit(tmp_path / "other", 1, SMALL, {**KEEPS_NOTHING, "seed_everything": 5})
     with pytest.raises(ValueError, match="Expected `clients` of the published recipe, seed and data"):
         zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
 

@@ -11,7 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_fcl import zoo
-from lightning_fcl.hub.sealed import seal, sha256, unseal
+from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.hub.sealed import seal, unseal
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, read_folder
 from lightning_fcl.zoo.registry import REGISTRY, Published, published_in, read_registry, register, registry_text
 

@@ -7,8 +7,6 @@ import yaml
 from safetensors.torch import load_file
 
 from lightning_fcl import zoo
-from lightning_fcl.cli.main import main
-from lightning_fcl.running.rows import recipes_folder
 from lightning_fcl.running.trained import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import publish
@@ -17,28 +15,19 @@ from lightning_fcl.zoo.registry import REGISTRY
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
 
+SMALL = {
+    "trainer": {"max_epochs": 2, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
+    "data": {
+        "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, fit_small):
     """Makes the folder of a small run on the digits, with changes to its recipe."""
-
-    def make(**change):
-        folder = tmp_path_factory.mktemp("run")
-        small = {
-            "trainer": {"max_epochs": 2, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}},
-            "data": {
-                "scenario": {"init_args": {"experiences": 2, "rounds_per_experience": 1}},
-                "partition": {"class_path": "IID", "init_args": {"clients": 3}},
-            },
-        }
-        paths = [recipes_folder() / "quickstart.yaml"]
-        for name, content in (("small", small), ("change", change)):
-            paths.append(folder / f"{name}.yaml")
-            paths[-1].write_text(yaml.safe_dump(content))
-        words = [word for path in paths for word in ("--config", str(path))]
-        main(["fit", *words, "--out", str(folder / "out")])
-        return folder / "out"
-
-    return make
+    return lambda **change: fit_small(tmp_path_factory.mktemp("run"), SMALL, change)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +77,7 @@ def test_a_second_time_makes_a_second_version(plain, target):
     assert zoo.load("mlp.mine").entry.version == 2 and zoo.load("mlp.mine@1").entry.version == 1
 
 
-def test_heads_that_stay_with_clients_are_not_published(private, target):
+def test_heads_that_stay_with_clients_are_not_published(private, target, tensors_of):
     folder = publish(private, "mlp.body", target, licence=LICENCE)
     model = zoo.load("mlp.body")
     assert model.classes == [] and model.entry.outputs == "features"
@@ -99,19 +88,11 @@ def test_heads_that_stay_with_clients_are_not_published(private, target):
     published = torch.cat([row.flatten() for row in published])
     checkpoint = next((private / "checkpoints").glob("*.ckpt"))
     kept = torch.load(checkpoint, weights_only=True)["callbacks"]
-    heads = [value for value in _tensors(kept) if value.shape in {(10, 64), (10,)}]
+    heads = [value for value in tensors_of(kept) if value.shape in {(10, 64), (10,)}]
     assert heads  # the clients' own are in the checkpoint
     for head in heads:
         for row in head.reshape(-1, head.shape[-1]).float():
             assert not _holds(published, row.half().float())
-
-
-def _tensors(content):
-    if isinstance(content, torch.Tensor):
-        yield content
-    elif isinstance(content, dict | list | tuple):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from _tensors(part)
 
 
 def _holds(numbers, row):

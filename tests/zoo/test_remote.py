@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from lightning_fcl import zoo
-from lightning_fcl.hub.sealed import sha256
+from lightning_fcl.evaluation.files import sha256
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS
 from lightning_fcl.zoo.registry import REGISTRY, collect, package_folder
 

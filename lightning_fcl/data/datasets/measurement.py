@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -95,7 +94,7 @@ class Measurement:
         self._check_values(values)
         if self.scaled_over == "data":
             mean, std = (self._along(part) for part in (self.mean, self.std))
-            return scaled(values, mean, std, np.zeros((), np.bool_))
+            return scaled(values, mean, std)
         channel = self.axes.index("channel") + 1
         others = tuple(axis for axis in range(1, values.ndim) if axis != channel or self.scaled_over == "sample")
         if self.scaled_over == "sample":
@@ -130,9 +129,8 @@ class Measurement:
     def _check_shape(self, values: NDArray[Any]) -> None:
         if values.ndim == len(self.shape) + 1 and values.shape[1:] == self.shape and len(values):
             return
-        turned = values.shape[-len(self.shape) :] != self.shape and prod(values.shape[-len(self.shape) :])
-        remedy = "Pass samples of that shape."
-        if turned == prod(self.shape) and sorted(values.shape[-len(self.shape) :]) == sorted(self.shape):
+        last, remedy = values.shape[-len(self.shape) :], "Pass samples of that shape."
+        if last != self.shape and sorted(last) == sorted(self.shape):
             remedy = f"Bring the axes into the order {', '.join(self.axes)}."
         raise ValueError(
             f"Expected `x` of shape {self.shape} ({', '.join(self.axes)}), or (n, ...) of several, but got "
@@ -177,18 +175,27 @@ def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32
         >>> z_score(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,)).tolist()
         [[-1.0, 0.0], [1.0, 0.0]]
     """
-    mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
-    return scaled(x, mean, std, x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True))
+    return scaled(x, *moments(x, axes))
 
 
-def scaled(
-    x: NDArray[np.float32], mean: NDArray[Any], std: NDArray[Any], constant: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    """Subtract a mean and divide by a standard deviation, whose shapes broadcast; what is constant only the first.
+def moments(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and standard deviation over some axes, which stay with a length of 1; of what is constant, 1.
 
     Example:
-        >>> scaled(np.array([3.0], np.float32), np.array([1.0]), np.array([2.0]), np.array([False])).tolist()
+        >>> [part.tolist() for part in moments(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,))]
+        [[[2.0, 7.0]], [[1.0, 1.0]]]
+    """
+    mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
+    # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
+    constant = x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True)
+    return mean, np.where(constant, 1.0, std)
+
+
+def scaled(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
+    """Subtract a mean and divide by a standard deviation, whose shapes broadcast, in double precision.
+
+    Example:
+        >>> scaled(np.array([3.0], np.float32), np.array([1.0]), np.array([2.0])).tolist()
         [1.0]
     """
-    # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
-    return cast(NDArray[np.float32], ((x - mean) / np.where(constant, 1.0, std)).astype(np.float32))
+    return cast(NDArray[np.float32], ((x - mean) / std).astype(np.float32))

@@ -205,7 +205,7 @@ def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
     if how == "user":
         return z_score(x, (0, 1))
     mean, std, low, high = (values[:, np.newaxis] for values in _past(x))
-    return scaled(x, mean, std, low == high)
+    return scaled(x, mean, np.where(low == high, 1.0, std))
 
 
 def _past(x: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:

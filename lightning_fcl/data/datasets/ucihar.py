@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, read_npz
-from lightning_fcl.data.datasets.measurement import Measurement, scaled
+from lightning_fcl.data.datasets.measurement import Measurement, moments, scaled
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.source import Layout, Source
 
@@ -123,11 +123,8 @@ def load(
     if standardize is not None:
         together = 3 if standardize == "sensor" else 1
         blocks = raw.x.reshape(len(raw.x), -1, together, _STEPS)
-        axes = (0, 2, 3)
-        constant = blocks.min(axis=axes) == blocks.max(axis=axes)
-        mean, std = (np.repeat(of(axis=axes, dtype=np.float64), together) for of in (blocks.mean, blocks.std))
-        std = np.where(np.repeat(constant, together), 1.0, std)
-    x = raw.x if standardize is None else scaled(raw.x, mean[:, None], std[:, None], np.zeros((), np.bool_))
+        mean, std = (np.repeat(part.ravel(), together) for part in moments(blocks, (0, 2, 3)))
+    x = raw.x if standardize is None else scaled(raw.x, mean[:, None], std[:, None])
     measurement = _measurement(sensors, mean, std)
     if time_first:
         turned = replace(measurement, shape=measurement.shape[::-1], axes=measurement.axes[::-1])
