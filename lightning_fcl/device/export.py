@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 from lightning_fcl.errors import at_least, require
 from lightning_fcl.evaluation.files import replacing
+from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.quantization import Int8Backbone, quietly
 
 
@@ -20,7 +22,8 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
     """Write a module as an ONNX file for batches of any size, run the file with ONNX Runtime, and compare.
 
     An `Int8Backbone` in it becomes QuantizeLinear and DequantizeLinear nodes around its convolutions, with weights of
-    int8 and biases of int32 in the file; runtimes make integer convolutions of them.
+    int8 and biases of int32 in the file; runtimes make integer convolutions of them. The steps of an `EchoStateNetwork`
+    become a Scan node.
 
     Args:
         module: A module from one tensor to one tensor; it is exported in evaluation mode and stays as it is.
@@ -142,7 +145,7 @@ def _onnx_bytes(module: nn.Module, example: Tensor) -> bytes:
     example = torch.cat([example, example])
     with quietly(), torch.no_grad():
         program: Any = torch.onnx.export(
-            _with(_OnnxChain, module),
+            _with({Int8Backbone: _OnnxChain, EchoStateNetwork: _OnnxReservoir}, module),
             (example,),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
@@ -181,7 +184,9 @@ def _executorch_bytes(module: nn.Module, example: Tensor, max_batch: int) -> byt
         # Tracing takes a batch of one for a constant.
         example = example[torch.arange(min(max_batch, 2)) % len(example)]
         shapes = ({0: torch.export.Dim("batch", min=1, max=max_batch)},) if max_batch > 1 else None
-        program = torch.export.export(_with(_ExecutorchChain, module), (example,), dynamic_shapes=shapes)
+        program = torch.export.export(
+            _with({Int8Backbone: _ExecutorchChain}, module), (example,), dynamic_shapes=shapes
+        )
         lowered = exir.to_edge_transform_and_lower(program, partitioner=[partitioner.XnnpackPartitioner()])
         content: bytes = lowered.to_executorch().buffer
     return content
@@ -194,12 +199,12 @@ def _run_executorch(path: Path, batch: Tensor) -> Tensor:
     return output
 
 
-def _with(kind: Callable[[Int8Backbone], nn.Module], module: nn.Module) -> nn.Module:
-    """A copy of a module whose int8 parts are written in the operations of a format."""
+def _with(kinds: Mapping[type[nn.Module], Callable[[Any], nn.Module]], module: nn.Module) -> nn.Module:
+    """A copy of a module whose parts of some classes are written in the operations of a format."""
     whole = nn.Sequential(copy.deepcopy(module))
     for name, part in list(whole.named_modules()):
-        if isinstance(part, Int8Backbone):
-            whole.set_submodule(name, kind(part))
+        if type(part) in kinds:
+            whole.set_submodule(name, kinds[type(part)](part))
     return whole
 
 
@@ -235,6 +240,34 @@ def _rounded(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 def _dequantized(levels: Tensor, scale: Tensor, zero_point: Tensor | None = None, axis: int = 1) -> Tensor:
     inputs = (levels, scale) if zero_point is None else (levels, scale, zero_point)
     return torch.onnx.ops.symbolic("DequantizeLinear", inputs, {"axis": axis}, dtype=torch.float32, shape=levels.shape)
+
+
+class _OnnxReservoir(nn.Module):
+    """An `EchoStateNetwork` whose steps are one operation, not as many as a sequence has."""
+
+    def __init__(self, reservoir: EchoStateNetwork) -> None:
+        super().__init__()
+        self.reservoir = reservoir.baked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (states,) = self.blocks(x)
+        return states.transpose(0, 1)
+
+    def blocks(self, x: Tensor) -> Iterator[Tensor]:
+        """All states after the washout, as one block."""
+        reservoir = self.reservoir
+        drive, outputs = reservoir.checked(x).transpose(0, 1), []
+        for layer, bias in enumerate(reservoir.recurrent_bias.view(reservoir.layers, -1)):
+            inputs, recurrent = reservoir.weights(layer)
+
+            def step(state: Tensor, driven: Tensor, recurrent: Tensor = recurrent) -> tuple[Tensor, Tensor]:
+                state = torch.lerp(state, torch.tanh(driven + state @ recurrent.t()), reservoir.leaking_rate)
+                return state, state.clone()
+
+            start = drive.new_zeros(drive.shape[1], reservoir.units)
+            _, drive = scan(step, start, drive @ inputs.t() + bias)
+            outputs.append(drive)
+        yield torch.cat(outputs, dim=-1)[reservoir.washout :]
 
 
 class _ExecutorchChain(nn.Module):

@@ -88,10 +88,9 @@ def describe(value: object) -> Any:
         return {str(key): describe(item) for key, item in value.items()}
     made, arguments = value, {}
     if isinstance(value, partial):
-        # A recipe's is a partial of what makes objects, with the class as its first argument.
-        made, *rest = (value.func, *value.args) if isinstance(value.func, type) else value.args or (value.func,)
-        if not rest:
-            arguments = describe(value.keywords)
+        # A recipe's is a partial of what makes objects, with the class as its last argument.
+        *_, made = (value.func, *value.args)
+        arguments = describe(value.keywords)
     if isinstance(made, type) and _class_named(path := f"{_OPTIMIZERS}.{made.__name__}") is made:
         return {"class_path": path, "init_args": arguments}
     kind = made if isinstance(made, type) or inspect.isroutine(made) else type(made)

@@ -224,6 +224,7 @@ class HARClassifier(Classifier):
         dropout: Dropout after the dense layers.
         optimizer: Makes the clients' optimizer from the parameters.
         init: ``"torch"`` or ``"keras"`` initial weights.
+        model: A network in place of the one that these make, such as a published one.
     """
 
     def __init__(
@@ -232,5 +233,7 @@ class HARClassifier(Classifier):
         dropout: float = 0.5,
         optimizer: OptimizerFactory | None = None,
         init: Literal["torch", "keras"] = "torch",
+        model: nn.Module | None = None,
     ) -> None:
-        super().__init__(HARCNN(notation, dropout=dropout, init=init), 6, optimizer)
+        own = HARCNN(notation, dropout=dropout, init=init) if model is None else model
+        super().__init__(own, 6, optimizer)

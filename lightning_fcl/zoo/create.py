@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.models.described import Described, rebuild
+from lightning_fcl.models.esn import EchoStateNetwork
+from lightning_fcl.models.readout import ReservoirReadout
 from lightning_fcl.zoo.loading import build, load
 from lightning_fcl.zoo.pretrained import features_of
 from lightning_fcl.zoo.registry import find, list_models
@@ -77,6 +79,26 @@ def create_model(
     else:
         network = _with_head(build(find(name).entry), num_classes)
     return FeaturesOnly(network) if features_only else network
+
+
+def pretrained_reservoir(name: str) -> EchoStateNetwork:
+    """The reservoir of a published network, for a readout of one's own.
+
+    Args:
+        name: As `lightning_fcl.zoo.load` takes it.
+
+    Raises:
+        ValueError: If nothing is known by that name, or it has no reservoir.
+
+    Example:
+        >>> pretrained_reservoir("esn.wesad_wrist.fedip").features
+        200
+    """
+    network = load(name).network
+    if not isinstance(network, ReservoirReadout):
+        names = ", ".join(list_models("esn.*"))
+        raise ValueError(f"Expected the name of a published reservoir but got {name!r}. There are {names}.")
+    return network.reservoir
 
 
 def _own(name: str, pretrained: bool, num_classes: int | None, arguments: dict[str, Any]) -> nn.Module:

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from lightning_fcl.device.export import export_executorch, export_onnx
-from lightning_fcl.models import DSICNet
+from lightning_fcl.models import DSICNet, EchoStateNetwork, ReservoirReadout
 from lightning_fcl.models.quantization import fold_batchnorm, quantize_backbone
 
 
@@ -161,3 +161,16 @@ def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "executorch.backends.xnnpack.partition.xnnpack_partitioner", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-fcl\[executorch\]"'):
         export_executorch(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.pte")
+
+
+@pytest.mark.parametrize("readout", ["steps", "last", "mean"])
+def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
+    reservoir = EchoStateNetwork(3, units=10, layers=2, leaking_rate=0.4, bias_scaling=0.2, washout=5, seed=0)
+    with torch.no_grad():
+        reservoir.gain += 0.3 * torch.randn(20)
+        reservoir.bias += 0.3 * torch.randn(20)
+    network = ReservoirReadout(reservoir, 2, readout)
+    network.weight += torch.randn(2, 20)
+    assert export_onnx(network, torch.randn(3, 150, 3), tmp_path / "esn.onnx", tolerance=1e-5) <= 1e-5
+    names = Counter(node.op_type for node in onnx.load(tmp_path / "esn.onnx").graph.node)
+    assert names["Scan"] == 2 and names["Tanh"] == 0

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import lightning_fcl
-from lightning_fcl import create_model, zoo
+from lightning_fcl import Classifier, create_model, zoo
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.fit import read_parts
 from lightning_fcl.zoo import list_models
 
 NAME = "mlp.digits.flwf2t_replay"
@@ -58,6 +61,41 @@ def test_what_cannot_be_made_is_refused(words, message):
 def test_names_by_pattern():
     assert NAME in list_models("*digits*") and list_models("nothing*") == []
     assert "DSICNet" in list_models("dsic*", pretrained=False)
+
+
+def test_a_fit_begins_with_a_published_network(fit_small, tmp_path):
+    small = {"trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}}}
+    frozen = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 1e-12}}}}}
+    run = fit_small(tmp_path, small, frozen, words=["--model.pretrained", NAME])
+    told = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["model"]
+    assert told["class_path"] == "lightning_fcl.create_model" and told["init_args"]["name"] == f"{NAME}@1"
+    (file,) = (run / "checkpoints").glob("*.ckpt")
+    found = Classifier.load_from_checkpoint(file).model[1].weight
+    assert torch.allclose(found, zoo.load(NAME).network[1].weight)
+
+
+def test_a_reservoir_of_others():
+    reservoir = zoo.pretrained_reservoir("esn.wesad_wrist.fedip")
+    assert torch.equal(reservoir.gain, zoo.load("esn.wesad_wrist.fedip").network.reservoir.gain)
+    with pytest.raises(ValueError, match="Expected the name of a published reservoir"):
+        zoo.pretrained_reservoir(NAME)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("HARClassifier", "har_cnn.ucihar.flwf2t_ft"), ("ReservoirClassifier", "esn.wesad_wrist.fedip")],
+)
+def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr("lightning_fcl.running.fit.run", lambda words: seen.update(words=words))
+    main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}"])
+    (tmp_path / "recipe.yaml").write_text("model: {}")
+    words = ["--model.num_classes", "4"] if task == "ReservoirClassifier" else []
+    model = read_parts([tmp_path / "recipe.yaml"], [*seen["words"][1:], *words]).model
+    published = zoo.load(name).network
+    network = model.reservoir if task == "ReservoirClassifier" else model.model
+    wanted = getattr(published, "reservoir", published).state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in network.state_dict().items())
 
 
 def test_torch_hub_loads_from_the_checkout():

@@ -57,9 +57,8 @@ def test_what_travels_in_the_wheel_is_small():
     assert files and sum(path.stat().st_size for path in files) < 10e6
 
 
-# A reservoir is written step by step, which takes minutes for more.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if "esn." not in name or find(name).entry.shape[0] <= 32])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_becomes_an_onnx_file(name, tmp_path):
     model = zoo.load(name)
     example = torch.randn(2, *model.entry.shape)
