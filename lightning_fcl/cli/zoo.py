@@ -36,7 +36,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     push = kinds.add_parser("push", help="publish what a run has trained")
     push.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
     push.add_argument("--name", required=True, help="such as har_cnn.mydata.flwf")
-    push.add_argument("--to", required=True, help="folder of a registry; it is made if it is not there")
+    push.add_argument("--to", required=True, help="folder of a registry, or hf:ORGANISATION/REPOSITORY; it is made")
     push.add_argument("--about", default="", help="what it is, in a sentence")
     push.add_argument("--weights-licence", default="", help="terms of the weights")
     push.add_argument("--data-licence", default="", help="terms of the data")
@@ -117,8 +117,9 @@ def _push(options: Namespace) -> None:
     licence = {"weights": options.weights_licence, "data": options.data_licence}
     told = {name: terms for name, terms in licence.items() if terms}
     how = {"numbers": options.numbers, "features": options.features}
-    folder = publish(options.run, options.name, options.to, options.about, told, options.limit, **how)
-    print(f"{folder} ({sum(file.stat().st_size for file in folder.iterdir()) / 1e6:.2f} MB)")
-    print(
-        f'Load it: LIGHTNING_FCL_ZOO={options.to} python -c "from lightning_fcl import zoo; zoo.load({options.name!r})"'
-    )
+    place = publish(options.run, options.name, options.to, options.about, told, options.limit, **how)
+    setting, name = "", place
+    if isinstance(place, Path):
+        setting, name = f"LIGHTNING_FCL_ZOO={options.to} ", options.name
+        print(f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.2f} MB)")
+    print(f'Load it: {setting}python -c "from lightning_fcl import zoo; zoo.load({name!r})"')

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import FORMAT, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
@@ -25,10 +25,11 @@ from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import card
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, Outputs, check_name
+from lightning_fcl.zoo.hub import Head, head_of, upload
 from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import locked, published_in, register, registered
+from lightning_fcl.zoo.registry import Published, locked, published_in, register, registered
 from lightning_fcl.zoo.verifying import test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
@@ -63,8 +64,8 @@ def publish(
     numbers: bool = False,
     features: bool = False,
     half: bool | None = None,
-) -> Path:
-    """Publish what a run has trained: into a folder with a registry, from which `lightning_fcl.zoo.load` takes it.
+) -> Path | str:
+    """Publish what a run has trained: into a folder with a registry, or a repository of the Hugging Face hub.
 
     Nothing of a single client is published: entries that stay with clients are the server's own beginnings, and of a
     readout's statistics the solution alone.
@@ -72,7 +73,8 @@ def publish(
     Args:
         run: The run's folder: what was ``--out`` of ``lightning-fcl fit``.
         name: Such as ``"har_cnn.mydata.flwf"``. Of a name that is there already, a new version is made.
-        to: The folder of the registry; it is made if it is not there.
+        to: The folder of the registry, or ``"hf:organisation/repository"``, which holds this network alone; it is made
+            if it is not there.
         about: What it is, in a sentence.
         licence: Of the ``"weights"`` and of the ``"data"``.
         limits: What it does not do, a sentence each.
@@ -82,14 +84,21 @@ def publish(
             a thousand.
 
     Returns:
-        The entry's folder.
+        What `lightning_fcl.zoo.load` takes: the entry's folder, or its name on the hub, at the commit that was made.
 
     Raises:
-        ValueError: If ``to`` is no folder, ``run`` no run's, the task gives no network, or the registry is damaged.
+        ValueError: If ``to`` is no folder or repository, ``run`` no run's, the task gives no network, or a registry is
+            damaged, or the repository holds another network.
+        ConnectionError: If the hub does not take it.
     """
     check_name(name)
-    if "://" in str(to) or str(to).startswith("hf:"):
+    if "://" in str(to):
         raise ValueError(f"Expected `to` to be a folder but got {to}. Publish to a folder, then bring that there.")
+    if str(to).startswith("hf:"):
+        head, folder = head_of(str(to)), TemporaryFolder("push")
+        _go_on_from(head, name, folder.path)
+        made = publish(run, name, folder.path, about, licence, limits, numbers, features, half)
+        return upload(Path(made), head, about or name)
     run, to = Path(run), Path(to)
     results = read_results(run)
     checkpoint = trained_checkpoint(run)
@@ -117,6 +126,18 @@ def publish(
     to.mkdir(parents=True, exist_ok=True)
     with locked(to):
         return _write(model.network, entry, to, checkpoint, parts)
+
+
+def _go_on_from(head: Head, name: str, to: Path) -> None:
+    """Note in a registry what a repository holds already: what is published there now is the version after it."""
+    if head.entry is None:
+        return
+    if head.entry.name != name:
+        raise ValueError(
+            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
+            "its own."
+        )
+    register(to, Published(head.entry, name, {}))
 
 
 def _entry(

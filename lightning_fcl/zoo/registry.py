@@ -18,25 +18,14 @@ from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.evaluation.files import sha256, write_whole
 from lightning_fcl.hub.download import cache_folder, download
 from lightning_fcl.hub.sealed import seal, unseal
-from lightning_fcl.zoo.entry import (
-    CARD,
-    CHECK,
-    CONFIG,
-    CONTINUE,
-    WEIGHTS,
-    Entry,
-    check_file,
-    check_name,
-    read_entry,
-    read_folder,
-)
+from lightning_fcl.zoo.entry import CONFIG, CONTINUE, Entry, check_file, check_name, read_entry, read_folder
+from lightning_fcl.zoo.hub import from_hub
 
 FORMAT = 1
 """The version of registries."""
 
 REGISTRY = "registry.json"
 
-_HUB = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)@(?P<commit>[0-9a-f]{40})")
 _URL = re.compile(r"(?P<url>https?://[^#]+?)/?(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
 
@@ -133,7 +122,7 @@ def folder_of(name: str | Path, to_continue: bool = False) -> Path:
     if isinstance(name, Path) or (os.sep in text.removeprefix("hf:") and not text.startswith("hf:")):
         return Path(name).expanduser()
     if text.startswith("hf:"):
-        return _from_hub(text, to_continue)
+        return from_hub(text, to_continue)
     return _verified(*_found(text), to_continue)
 
 
@@ -301,22 +290,3 @@ def _verified(registry: Registry, published: Published, to_continue: bool) -> Pa
     for file, told in files.items():  # one that is in the cache already, and whole, is not asked for
         download(f"{remote[0]}/{published.folder}/{file}", cached / file, told["sha256"], told["size"])
     return cached
-
-
-def _from_hub(text: str, to_continue: bool) -> Path:
-    """The files of a repository of the Hugging Face hub at a commit."""
-    told = _HUB.fullmatch(text)
-    if told is None:
-        raise ValueError(
-            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {text!r}: what a branch holds "
-            "changes."
-        )
-    hub = require("huggingface_hub", "downloads from the Hugging Face hub")
-    try:
-        paths = [
-            Path(hub.hf_hub_download(told["repository"], file, revision=told["commit"]))
-            for file in (CONFIG, WEIGHTS, CHECK, CARD, *([CONTINUE] if to_continue else []))
-        ]
-    except Exception as error:  # it has many of its own, and those of its HTTP library
-        raise ConnectionError(f"Expected to get {text} but got: {error}. Check the name, or try again.") from error
-    return paths[0].parent

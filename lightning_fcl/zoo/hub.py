@@ -1,0 +1,105 @@
+"""The Hugging Face hub: a repository holds one published network, each commit a version of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_fcl.errors import require
+from lightning_fcl.hub.sealed import unseal
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, read_entry
+
+_REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-f]{40}))?")
+
+
+class Head(NamedTuple):
+    """What a repository holds now.
+
+    Args:
+        repository: Its name.
+        commit: Its newest commit.
+        entry: The network that it holds; None: none yet.
+    """
+
+    repository: str
+    commit: str
+    entry: Entry | None
+
+
+def from_hub(name: str, to_continue: bool) -> Path:
+    """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``.
+
+    Raises:
+        ValueError: If it names no commit.
+        ConnectionError: If it cannot be downloaded.
+    """
+    told = _REPOSITORY.fullmatch(name)
+    if told is None or told["commit"] is None:
+        raise ValueError(
+            f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch holds "
+            "changes."
+        )
+    with _telling(f"get {name}", "Check the name, or try again.") as hub:
+        paths = [
+            Path(hub.hf_hub_download(told["repository"], file, revision=told["commit"]))
+            for file in (CONFIG, WEIGHTS, CHECK, CARD, *([CONTINUE] if to_continue else []))
+        ]
+    return paths[0].parent
+
+
+def head_of(name: str) -> Head:
+    """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there.
+
+    Raises:
+        ValueError: If it is no name of a repository, or what it holds is damaged.
+        ConnectionError: If the hub does not let it be known.
+    """
+    told = _REPOSITORY.fullmatch(name)
+    if told is None or told["commit"] is not None:
+        raise ValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
+    repository = told["repository"]
+    with _telling(f"make or read {name}", _LOG_IN) as hub:
+        api = hub.HfApi()
+        api.create_repo(repository, exist_ok=True)
+        info = api.model_info(repository)
+        held = CONFIG in [file.rfilename for file in info.siblings or []]
+        path = Path(hub.hf_hub_download(repository, CONFIG, revision=info.sha)) if held else None
+    return Head(repository, info.sha, read_entry(unseal(path.read_bytes(), path), name) if path else None)
+
+
+def upload(folder: Path, head: Head, message: str) -> str:
+    """Put a folder's files in place of a repository's, in one commit after the one that was seen.
+
+    Returns:
+        The name from which `lightning_fcl.zoo.load` takes it.
+
+    Raises:
+        ConnectionError: If the hub does not take it, or another commit came before.
+    """
+    files = [CONFIG, WEIGHTS, CHECK, CARD, CONTINUE]
+    with _telling(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
+        commit = hub.HfApi().upload_folder(
+            repo_id=head.repository,
+            folder_path=folder,
+            commit_message=message,
+            parent_commit=head.commit,
+            allow_patterns=files,
+            delete_patterns=files,
+        )
+    return f"hf:{head.repository}@{commit.oid}"
+
+
+_LOG_IN = "Log in by `hf auth login` with a token that may write, and try again."
+
+
+@contextmanager
+def _telling(what: str, remedy: str) -> Iterator[Any]:
+    """The hub's library, whose many errors, those of its HTTP library among them, become one."""
+    hub = require("huggingface_hub", "speaks to the Hugging Face hub")
+    try:
+        yield hub
+    except Exception as error:
+        raise ConnectionError(f"Expected to {what} but got: {error}. {remedy}") from error

@@ -1,0 +1,191 @@
+"""Networks from and to a stand-in for the Hugging Face hub on loopback."""
+
+import base64
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
+
+NAME = "mlp.digits.flwf2t_replay"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LABEL = """
+from lightning_fcl import zoo
+print(zoo.load({name!r}).predict([[[8.0] * 8] * 8])[0].label)
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's protocol as it takes to bring files to one repository, our/models, and to get them.
+
+    Attributes:
+        commits: The files of each commit, the newest last.
+    """
+
+    protocol_version = "HTTP/1.1"
+    commits: dict[str, dict[str, bytes]]
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        if self.path.startswith("/api/models/our/models"):
+            commit, files = [*self.commits.items()][-1]
+            if "/tree/" in self.path:
+                tree = [{"type": "file", "path": name, "oid": "", "size": len(data)} for name, data in files.items()]
+                return self._json(tree)
+            siblings = [{"rfilename": name} for name in files]
+            return self._json({"id": "our/models", "sha": commit, "siblings": siblings, "private": False})
+        told = re.fullmatch(r"/our/models/resolve/([0-9a-f]{40})/(.+)", self.path)
+        data = self.commits.get(told[1], {}).get(told[2]) if told else None
+        if data is None:
+            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        digest = hashlib.sha256(data).hexdigest()
+        return self._answer(200, data, {"ETag": f'"{digest}"', "X-Repo-Commit": told[1]})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers["Authorization"] != "Bearer ours":
+            return self._json({"error": "Invalid username or password."}, 401)
+        if self.path == "/api/repos/create":
+            return self._json({"url": "http://127.0.0.1/our/models"})
+        if "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            return self._json(
+                {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+            )
+        if "/commit/" in self.path:
+            return self._commit([json.loads(line) for line in body.splitlines()])
+        return self._json({})
+
+    def _commit(self, lines):
+        newest = [*self.commits][-1]
+        files = dict(self.commits[newest])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header" and value.get("parentCommit") != newest:
+                return self._json({"error": "A commit has happened since."}, 412)
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            if line["key"] == "deletedFile":
+                files.pop(value["path"])
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.commits[commit] = files
+        url = f"http://127.0.0.1/our/models/commit/{commit}"
+        return self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+
+    def _json(self, content, status=200):
+        self._answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status, data, headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def commits(small_zoo):
+    """What the hub holds: one commit with a published network."""
+    return {COMMIT: {file.name: file.read_bytes() for file in (small_zoo / NAME).iterdir()}}
+
+
+@pytest.fixture
+def hub(commits, tmp_path):
+    """Runs words of Python in a process whose hub is on loopback."""
+    handler = type("Handler", (Hub,), {"commits": commits})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | own
+
+    def run(*words, token="ours"):
+        return subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, env=environment | {"HF_TOKEN": token}
+        )
+
+    yield run
+    server.shutdown()
+    server.server_close()
+
+
+def test_from_the_hub_at_a_commit(hub):
+    done, here = (hub("-c", LABEL.format(name=name)) for name in (f"hf:our/models@{COMMIT}", NAME))
+    assert done.stdout == here.stdout != "", done.stderr
+
+
+def test_a_changed_file_of_the_hub_is_refused(hub, commits):
+    content = json.loads(commits[COMMIT][CONFIG])
+    commits[COMMIT][CONFIG] = (json.dumps(content | {"version": 7}, indent=1, ensure_ascii=False) + "\n").encode()
+    assert "its checksum is another" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:our/models", "and the 40 digits of a commit"),
+        ("hf:our/models@main", "and the 40 digits of a commit"),
+        (f"hf:our/nothing@{COMMIT}", "ConnectionError: Expected to get hf:our/nothing@"),
+    ],
+)
+def test_the_hub_is_asked_for_a_commit_that_it_has(hub, name, message):
+    assert message in hub("-c", LABEL.format(name=name)).stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, fit_small):
+    """A small run."""
+    small = {"trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}}}
+    return str(fit_small(tmp_path_factory.mktemp("run"), small))
+
+
+def push(run, name, to="hf:our/models"):
+    return ["-m", "lightning_fcl.cli.main", "zoo", "push", run, "--name", name, "--to", to]
+
+
+@pytest.mark.slow
+def test_a_run_is_pushed_as_the_next_version(hub, commits, run):
+    commits[COMMIT] |= {"notes.txt": b"ours", CONTINUE: b"of the version before"}
+    done = hub(*push(run, NAME))
+    assert done.returncode == 0, done.stderr
+    commit, files = [*commits.items()][-1]
+    assert f"hf:our/models@{commit}" in done.stdout
+    assert sorted(files) == sorted([CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, "notes.txt"])
+    assert json.loads(files[CONFIG])["version"] == 2 and files[CONTINUE] != b"of the version before"
+    assert hub("-c", LABEL.format(name=f"hf:our/models@{commit}")).stdout.strip().isdigit()
+
+
+@pytest.mark.slow
+def test_a_push_is_refused_whole(hub, commits, run):
+    for words, token, message in (
+        (push(run, "mlp.other"), "ours", f"Expected hf:our/models to hold mlp.other but it holds {NAME}"),
+        (push(run, NAME, f"hf:our/models@{COMMIT}"), "ours", "Expected hf:organisation/repository to publish to"),
+        (push(run, NAME), "theirs", "Log in by `hf auth login`"),
+    ):
+        done = hub(*words, token=token)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert [*commits] == [COMMIT]
+
+
+LATE = """
+from pathlib import Path
+from lightning_fcl.zoo.hub import head_of, upload
+upload(Path({run!r}), head_of("hf:our/models")._replace(commit="0" * 40), "of an older head")
+"""
+
+
+def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
+    assert "ConnectionError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
+    assert [*commits] == [COMMIT]
