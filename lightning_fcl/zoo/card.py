@@ -9,6 +9,9 @@ import yaml
 from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.zoo.entry import Entry
 
+ENERGY = "energy_mj/learnt sample"
+"""What learning a sample costs the device of `lightning-fcl device-report`, in mJ."""
+
 
 def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int) -> str:
     """The text of an entry's ``README.md``, with the metadata that the hub reads.
@@ -29,6 +32,8 @@ def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int
     lines += [f"- **Stored** as {entry.stored}.", ""]
     if entry.metrics:
         lines += ["## Its numbers", "", *_table(entry, spread), ""]
+    if ENERGY in entry.metrics:
+        lines += ["The energy is estimated by the rules of `lightning-fcl device-report`, with what is frozen in int8.", ""]
     lines += ["## How it came about", "", *_origin(entry), ""]
     ends = [f"It cannot go on learning: {why}."] if (why := entry.recipe.get("ends")) else []
     nothing = "Nothing of a single client is in its files: no memory, no head of its own, no sample."

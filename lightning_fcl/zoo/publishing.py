@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.device.report import device_report
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import FORMAT, format_of, read_table
@@ -22,7 +24,7 @@ from lightning_fcl.running.fit import Parts, read_parts
 from lightning_fcl.running.rows import paper_folder
 from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.zoo.card import card
+from lightning_fcl.zoo.card import ENERGY, card
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, Outputs, check_name
 from lightning_fcl.zoo.hub import Head, head_of, upload
@@ -145,6 +147,7 @@ def _entry(
 ) -> Entry:
     expected = results["expected"]
     metrics = {key: value for key, value in results["metrics"].items() if key in expected or key in _TOLD}
+    shape = list(stream.take(stream.plan.test[:1])[0].shape[1:])
     return Entry(
         name=name,
         version=1,
@@ -152,12 +155,21 @@ def _entry(
         network=describe(network),
         outputs=parts.model.gives if classes else "features",
         classes=classes,
-        shape=list(stream.take(stream.plan.test[:1])[0].shape[1:]),
+        shape=shape,
         measurement=stream.samples.measurement,
         recipe={**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]},
-        metrics=metrics | {f"paper/{key}": value for key, value in expected.items()},
+        metrics=metrics | _energy(parts, shape) | {f"paper/{key}": value for key, value in expected.items()},
         made_with={**results["versions"], "machine": results["machine"]},
     )
+
+
+def _energy(parts: Parts, shape: Sequence[int]) -> dict[str, float]:
+    """What learning a sample costs a microcontroller, where each layer can be counted."""
+    with suppress(ValueError):
+        report = device_report(parts.model, shape, reductions=parts.strategy.federation.rules)
+        if not report["uncounted"]:
+            return {ENERGY: report["energy_mj"] / report["samples"]}
+    return {}
 
 
 def _private(parts: Parts) -> bool:

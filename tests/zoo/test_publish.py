@@ -128,9 +128,11 @@ def test_a_name_that_leads_elsewhere_is_refused(plain, target, name):
         publish(plain, name, target)
 
 
-@pytest.mark.parametrize("to", ["hf:our/models", "https://example.org/zoo"])
-def test_what_is_no_folder_is_refused(plain, to):
-    with pytest.raises(ValueError, match="Expected `to` to be a folder but got"):
+@pytest.mark.parametrize("to", ["hf:models", "hf:our/models@main", "https://example.org/zoo"])
+def test_what_is_no_folder_or_repository_is_refused(plain, to):
+    with pytest.raises(
+        ValueError, match=r"Expected (`to` to be a folder|hf:organisation/repository to publish to) but got"
+    ):
         publish(plain, "mlp.mine", to)
 
 
