@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from lightning_fcl.cli.main import main
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.running.rows import config_words, recipes_folder
 from lightning_fcl.zoo.registry import collect, package_folder
 
@@ -35,7 +36,11 @@ def fit_small():
         for number, content in enumerate(changes):
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
-        main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
+        with pytest.MonkeyPatch.context() as patch:  # reports are tested elsewhere, and take longer than the runs do
+            patch.setattr(
+                "lightning_fcl.evaluation.report.write_report", lambda run: write_whole(run / "report.md", "")
+            )
+            main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
         return folder / "out"
 
     return fit

@@ -91,6 +91,8 @@ def test_with_what_clients_keep_it_comes_to_the_same_bits(published):
     assert same(later.module, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.data
 @pytest.mark.parametrize(
     ("paper", "names", "rounds", "of"),
     [
