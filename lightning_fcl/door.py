@@ -111,13 +111,54 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callab
 def _homes(package: str) -> dict[str, str]:
     """The module of each public name of a package."""
     homes: dict[str, str] = {}
-    for node in ast.walk(ast.parse(Path(sys.modules[package].__file__ or "").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(_file(package).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             if node.names[0].name == "*":
-                importlib.import_module(node.module)
                 homes |= _homes(node.module)
             homes |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
     return homes
+
+
+def _file(module: str) -> Path:
+    """The file of a module of ours, which is not imported for it."""
+    path = Path(__file__).parent.parent.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _defined(file: Path) -> list[ast.ClassDef | ast.FunctionDef]:
+    """The classes and functions that a file defines."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+
+
+def summaries(package: str, kind: str = "") -> dict[str, str]:
+    """What the public classes and functions of a package are, each in the first line of its docstring.
+
+    Nothing of the package's modules is imported: they are read.
+
+    Args:
+        package: A package with `lazy_names`, or another whose public names are imported as themselves, or a module.
+        kind: Name of the class from which those wanted derive; all others are left out.
+
+    Example:
+        >>> summaries("lightning_fcl.models")["MLP"]
+        'Linear layers with ReLU between them, on flattened inputs.'
+    """
+    file, homes = _file(package), _homes(package)
+    public = {*homes} or {node.name for node in _defined(file)}
+    files = {*map(_file, homes.values()), *(file.parent.glob("*.py") if file.name == "__init__.py" else [file])}
+    nodes = {node.name: node for path in sorted(files) for node in _defined(path)}
+
+    def derives(name: str) -> bool:
+        node = nodes.get(name)
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)] if isinstance(node, ast.ClassDef) else []
+        return kind in bases or any(derives(base) for base in bases)
+
+    return {
+        name: (ast.get_docstring(nodes[name]) or "").partition("\n")[0]
+        for name in sorted(public)
+        if name in nodes and not name.startswith("_") and (not kind or derives(name))
+    }
 
 
 def register_strategy() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.cli.reproduce import slug
-from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder
+from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder, row_slug
 from lightning_fcl.zoo import publish
 
 HERE = Path(__file__).parent
@@ -24,8 +23,7 @@ def train(told: dict[str, Any]) -> Path:
         words = ["fit", "--config", recipe, "--out", str(run)] if not (run / "results.json").is_file() else []
     else:
         found = paper_rows(paper_folder(paper), [row], scale)[row]
-        name = slug(row) if found.expected is not None else found.configs[-1].stem
-        run = RUNS / f"{paper}-{scale}" / name / "seed-0"
+        run = RUNS / f"{paper}-{scale}" / row_slug(row, found) / "seed-0"
         words = ["reproduce", paper, "--rows", row, "--scale", scale]
     if words:
         subprocess.run([sys.executable, "-m", "lightning_fcl.cli.main", *words], check=True, cwd=HERE.parent)

@@ -1,19 +1,30 @@
-"""`lightning-fcl fit` and `test`: their help, which does not wait for Lightning; the rest is Lightning's, in `run`."""
+"""`lightning-fcl fit` and `test`: names of recipes and runs, and what is said at the end; the rest is Lightning's."""
 
 from __future__ import annotations
 
+import inspect
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from importlib import import_module
+from itertools import chain, count, takewhile
 from pathlib import Path
 
-from lightning_fcl.hub.documents import check_file
+from lightning_fcl.door import summaries
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.hub.documents import read_yaml
 
-WHAT = {"fit": "Train what a recipe says.", "test": "Test a checkpoint."}
+WHAT = {"fit": "Train what a recipe says.", "test": "Test a run's newest checkpoint, or another."}
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
-  lightning-fcl fit --config recipes/quickstart.yaml --trainer.max_epochs 3 --data.partition.clients 20
-  lightning-fcl fit --print_config      prints a recipe with every default
-  lightning-fcl fit --help.all          lists them all
+  lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
+  lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
+  lightning-fcl fit --help=FedViT         what a class does, and its arguments
+  lightning-fcl fit --help.all            every argument
+  lightning-fcl fit --print_config        a recipe with every default
 """
+_HELPED = [
+    "lightning_fcl",
+    *(f"lightning_fcl.{name}" for name in ("callbacks", "models", "data.scenarios", "data.partition")),
+]
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -22,22 +33,101 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     Raises:
         ValueError: If a checkpoint, a recipe or an argument is not understood.
     """
-    parser.description, parser.epilog = WHAT[words[0]], MORE
-    parser.add_argument("--config", action="append", help="a recipe; later ones go over earlier ones")
-    parser.add_argument("--out", help="folder of the results (default: runs/fit)")
-    parser.add_argument("--seed_everything", type=int, help="seed of everything (default: 0)")
-    parser.add_argument("--ckpt_path", default="", help="checkpoint to continue from, or to test")
-    parser.add_argument(
-        "--model.pretrained", metavar="NAME", help="network of `zoo ls` to begin with, not the recipe's"
-    )
-    options, _ = parser.parse_known_args(words[1:])
-    for recipe in options.config or []:
+    name, *words = words
+    parser.description, parser.epilog = WHAT[name], MORE
+    what = "a name of `lightning-fcl ls recipes`, or a YAML file" if name == "fit" else "folder of a run, or a recipe"
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE" if name == "fit" else "RUN", help=what)
+    parser.add_argument("--config", action="append", default=[], metavar="RECIPE", help="the same")
+    parser.add_argument("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
+    parser.add_argument("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
+    parser.add_argument("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from, or to test")
+    parser.add_argument("--model.pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
+    if helped := [word for word in words if word.startswith("--help=")]:
+        print(_help(helped[0].partition("=")[2]))
+        return
+    positional = [*takewhile(lambda word: not word.startswith("-"), words)]
+    options, _ = parser.parse_known_args(words[len(positional) :])
+    for recipe in options.config:
         if Path(recipe).exists():
-            check_file(Path(recipe))
+            read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
+    words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
+    if name == "test":
+        _test(positional, options.ckpt_path, words)
+        return
     from lightning_fcl.running.fit import run
+    from lightning_fcl.running.named import recipe_words
 
-    words = [word.replace("--help.all", "--help") for word in words]
-    run(_with_published(words) if vars(options)["model.pretrained"] else words)
+    words = [*recipe_words(positional), *words]
+    words = _with_published(words) if vars(options)["model.pretrained"] else words
+    if "--print_config" in words or "--help" in words:
+        run([name, *words])
+        return
+    if not options.ckpt_path and (out := _free(options.out or _out([*positional, *options.config]))):
+        words = [*words, "--out", str(out)]
+    print(_end(run([name, *words]).out))
+
+
+def _test(runs: Sequence[str], checkpoint: str, words: list[str]) -> None:
+    """Test the newest checkpoint of a run's folder, or one that is named."""
+    from lightning_fcl.hub.checkpoint import newest_checkpoint
+    from lightning_fcl.running.fit import run
+    from lightning_fcl.running.named import recipe_words
+
+    folders = [Path(one) for one in runs if Path(one).is_dir()]
+    if len(folders) == len(runs) == 1 and not checkpoint:
+        (folder,) = folders
+        config, newest = folder / "config.yaml", newest_checkpoint(folder / "checkpoints")
+        if not config.is_file() or newest is None:
+            raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
+        run(["test", "--config", str(config), "--ckpt_path", str(newest), *words])
+        return
+    if not checkpoint and "--help" not in words:
+        raise ValueError(
+            "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
+        )
+    run(["test", *recipe_words(runs), *words])
+
+
+def _out(recipes: Sequence[str]) -> str:
+    """The folder of the results, where the command line does not say."""
+    said = [read_yaml(Path(one)) for one in recipes if Path(one).is_file()]
+    outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
+    named = [one for one in recipes if not Path(one).is_file()]
+    return outs[-1] if outs else f"runs/{named[-1].replace('@', '-')}" if named else "runs/fit"
+
+
+def _free(out: str) -> Path:
+    """The folder, or where it holds the results of another run, the first that is free with a number behind."""
+    folder = Path(out)
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    free = next(one for one in chain([folder], numbered) if not (one / "results.json").exists())
+    if free != folder:
+        print(f"{folder} holds the results of another run: these go to {free}.")
+    return free
+
+
+def _end(out: Path) -> str:
+    """What has come out, where it is, and what can be done with it."""
+    from lightning_fcl.evaluation.results import read_results
+    from lightning_fcl.evaluation.table import metric_number, metric_title
+
+    metrics = read_results(out)["metrics"]
+    first = ("final_accuracy/server", "average_accuracy/server", "average_accuracy/clients", "forgetting/server")
+    shown = [name for name in (*first, *metrics) if name in metrics][:4]
+    numbers = ", ".join(f"{metric_title(name)} {metric_number(name, metrics[name])}" for name in dict.fromkeys(shown))
+    lines = [f"{numbers}", f"report:   {out / 'report.md'}", f"test it:  lightning-fcl test {out}"]
+    return "\n".join([*lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
+
+
+def _help(name: str) -> str:
+    """What a class or function does, and its arguments."""
+    short = name.rpartition(".")[2]
+    known = {one: package for package in _HELPED for one in summaries(package)}
+    if short not in known:
+        raise ValueError(f"Expected --help= and a class of lightning-fcl but got {name}.{did_you_mean(short, known)}")
+    made = getattr(import_module(known[short]), short)
+    arguments = ",\n    ".join(str(one) for one in inspect.signature(made).parameters.values())
+    return f"{known[short]}.{short}(\n    {arguments},\n)\n\n{inspect.getdoc(made)}"
 
 
 def _with_published(words: Sequence[str]) -> list[str]:

@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from lightning_fcl import __version__
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
 from lightning_fcl.running.stop import Stopped, end, stop
 
 # A command's module, and what it is for. Modules are imported when asked for: a list of commands needs none of them.
 COMMANDS = {
-    "fit": ("fit", "train what a recipe says:    lightning-fcl fit --config recipes/quickstart.yaml"),
-    "test": ("fit", "test a checkpoint:           lightning-fcl test --config RECIPE --ckpt_path CHECKPOINT"),
+    "ls": ("ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
+    "cp": ("cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
+    "validate": ("validate", "check a recipe, its data and its shapes, without training"),
+    "fit": ("fit", "train what a recipe says:    lightning-fcl fit quickstart"),
+    "test": ("fit", "test a run's model:          lightning-fcl test runs/quickstart"),
     "reproduce": ("reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
@@ -53,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(["commands:", *lines, EPILOG]),
         formatter_class=raw,
     )
+    parser.add_argument("--version", action="version", version=f"lightning-fcl {__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of those below")
     command = parser.parse_args(words[:1]).command
     if command not in COMMANDS:

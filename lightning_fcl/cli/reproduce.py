@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from lightning_fcl.evaluation.figures import check_figures, write_figures
 from lightning_fcl.evaluation.files import save_figure
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
-from lightning_fcl.running.rows import Row, expanded, paper_folder, paper_rows
+from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, row_slug, row_words
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -89,26 +87,8 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, finished: boo
 
 def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
     """The runs of a row, one for each seed."""
-    scaling = (row.configs[0].with_name(f"scale-{scale}.yaml"),) if scale != "paper" else ()
-    if scaling and not scaling[0].is_file():
-        known = sorted(path.stem.removeprefix("scale-") for path in scaling[0].parent.glob("scale-*.yaml"))
-        raise ValueError(f"Expected `scale` to be one of {', '.join([*known, 'paper'])} but got {scale}.")
-    extra, place = row.words, out / row.configs[-1].stem
-    if row.expected is not None:
-        extra = (*extra, "--recipe.row", name, "--recipe.expected", json.dumps(row.expected))
-        place = out / slug(name)
-    configs = (*row.configs, *scaling)
+    configs, extra, place = at_scale(row.configs, scale), row_words(name, row), out / row_slug(name, row)
     return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra) for seed in range(seeds)]
-
-
-def slug(name: str) -> str:
-    """A row's name as the name of a folder.
-
-    Example:
-        >>> slug("GEM, own head")
-        'gem-own-head'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _write(

@@ -32,12 +32,11 @@ from tqdm import tqdm
 
 from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side, telling
 from lightning_fcl.cli.journal import open_study
-from lightning_fcl.cli.reproduce import slug
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.rows import config_words, slug
 
 _BATCH = 8  # trials that TPE proposes at once: fixed, so that the search does not depend on the number of processes
 STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,43 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
         words = [word for name, value in values.items() for word in (f"--{name}", value)]
         result[row] = Row(tuple(folder / name for name in names), entry.get("expected"), tuple(words))
     return result
+
+
+def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
+    """A row's files, and that of a scale, which goes over them.
+
+    Raises:
+        ValueError: If the paper has no such scale.
+    """
+    if scale == "paper":
+        return tuple(configs)
+    scaling = configs[0].with_name(f"scale-{scale}.yaml")
+    if not scaling.is_file():
+        known = sorted(path.stem.removeprefix("scale-") for path in scaling.parent.glob("scale-*.yaml"))
+        raise ValueError(f"Expected `scale` to be one of {', '.join([*known, 'paper'])} but got {scale}.")
+    return (*configs, scaling)
+
+
+def row_words(name: str, row: Row) -> tuple[str, ...]:
+    """What a row's command line says beside its files."""
+    if row.expected is None:
+        return row.words
+    return (*row.words, "--recipe.row", name, "--recipe.expected", json.dumps(row.expected))
+
+
+def row_slug(name: str, row: Row) -> str:
+    """A row's name as that of a folder: of a row that is a file, the file's."""
+    return row.configs[-1].stem if row.expected is None else slug(name)
+
+
+def slug(name: str) -> str:
+    """Text as the name of a folder.
+
+    Example:
+        >>> slug("GEM, own head")
+        'gem-own-head'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def config_words(recipes: Iterable[str | Path]) -> list[str]:

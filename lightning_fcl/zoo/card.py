@@ -33,7 +33,10 @@ def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int
     if entry.metrics:
         lines += ["## Its numbers", "", *_table(entry, spread), ""]
     if ENERGY in entry.metrics:
-        lines += ["The energy is estimated by the rules of `lightning-fcl device-report`, with what is frozen in int8.", ""]
+        lines += [
+            "The energy is estimated by the rules of `lightning-fcl device-report`, with what is frozen in int8.",
+            "",
+        ]
     lines += ["## How it came about", "", *_origin(entry), ""]
     ends = [f"It cannot go on learning: {why}."] if (why := entry.recipe.get("ends")) else []
     nothing = "Nothing of a single client is in its files: no memory, no head of its own, no sample."

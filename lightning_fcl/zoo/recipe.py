@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.fit import Parts, read_parts, resolve
-from lightning_fcl.running.rows import config_words, paper_folder, paper_rows, recipes_folder
+from lightning_fcl.running.rows import at_scale, config_words, paper_folder, paper_rows, recipes_folder
 
 _NO_PART = ("out", "config", "ckpt_path", "weights_only", "recipe")
 
@@ -37,17 +37,16 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _candidates(told: Mapping[str, str]) -> Iterator[tuple[list[Path], Sequence[str]]]:
+def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Sequence[str]]]:
     """The recipes of the package that may be a run's, by the paper and row that it tells: at each scale."""
     if not told["paper"]:
         yield [recipes_folder() / "quickstart.yaml"], ()
         return
     try:
         folder = paper_folder(told["paper"])
-        for scale in (None, *sorted(folder.glob("scale-*.yaml"))):
-            name = "paper" if scale is None else scale.stem.removeprefix("scale-")
+        for name in ("paper", *(path.stem.removeprefix("scale-") for path in sorted(folder.glob("scale-*.yaml")))):
             row = paper_rows(folder, [told["row"]], name)[told["row"]]
-            yield [*row.configs, *([] if scale is None else [scale])], row.words
+            yield at_scale(row.configs, name), row.words
     except ValueError:  # another's row, or none of this scale
         return
 

@@ -1,0 +1,6 @@
+"""``python -m lightning_fcl`` is the command `lightning-fcl`."""
+
+from lightning_fcl.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Several recipe files, and what a command line says over them, as the text of one."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+
+from lightning_fcl.evaluation.files import TemporaryFolder
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.running.fit import resolve
+from lightning_fcl.running.named import Named
+from lightning_fcl.running.rows import config_words
+
+
+def flat(recipe: Named) -> str:
+    """A recipe as one file that stands for the same, with the comments of all its files.
+
+    Raises:
+        ValueError: If one file cannot say it.
+    """
+    yaml = YAML()
+    yaml.width = 120
+    heads, whole = [], CommentedMap()
+    for path in recipe.configs:
+        read_yaml(path)  # bounded, and understood
+        text = path.read_text(encoding="utf-8")
+        head = [line for line in text.split("\n") if line.startswith("#")]
+        heads += [line for line in head if line not in heads]
+        body = yaml.load("\n".join(line for line in text.split("\n") if not line.startswith("#")))
+        _merge(whole, body)
+    for name, value in zip(recipe.words[::2], recipe.words[1::2], strict=True):
+        told = YAML(typ="safe").load(value)
+        plain = isinstance(told, dict | list) and value[0] not in "{["  # text with a colon in it
+        _set(whole, name.removeprefix("--").split("."), value if plain else told)
+    out = io.StringIO()
+    yaml.dump(whole, out)
+    text = "\n".join([*heads, out.getvalue()])
+    _check(recipe, text)
+    return text
+
+
+def _merge(whole: CommentedMap, more: CommentedMap) -> None:
+    """Put a recipe over another, as the command line does, its comments too."""
+    for key, value in more.items():
+        name = key.removesuffix("+")
+        here = whole.get(name)
+        if key != name and isinstance(here, list):
+            here.extend(value)
+        elif isinstance(value, CommentedMap) and isinstance(here, str) and "class_path" not in value:
+            whole[name] = CommentedMap({"class_path": here})
+            _merge(whole[name], value)
+        elif isinstance(value, CommentedMap) and isinstance(here, CommentedMap) and not _other_class(here, value):
+            here.fa.set_block_style()  # a comment on a line of its own breaks the lines of a flow
+            _merge(here, value)
+        else:
+            whole[name] = value
+        if key in more.ca.items:
+            whole.ca.items[name] = more.ca.items[key]
+
+
+def _other_class(here: CommentedMap, value: CommentedMap) -> bool:
+    return "class_path" in value and value["class_path"] != here.get("class_path")
+
+
+def _set(place: Any, path: list[str], value: Any) -> None:
+    """Set one argument by its dotted name; of a list, in its last member."""
+    *parents, last = path
+    for name in parents:
+        if isinstance(place, list):
+            place = place[-1]
+        if isinstance(place.get(name), str):
+            place[name] = CommentedMap({"class_path": place[name]})
+        place = place.setdefault(name, CommentedMap())
+    if isinstance(place, list):
+        place = place[-1]
+    if last.endswith("+"):
+        place[last.removesuffix("+")].extend(value if isinstance(value, list) else [value])
+    else:
+        place[last] = value
+
+
+def _check(recipe: Named, text: str) -> None:
+    """Compare what the text stands for with what the recipe does."""
+    folder = TemporaryFolder("flat")
+    path = folder.path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    wanted = resolve(["fit", *config_words(recipe.configs), *recipe.words])
+    if resolve(["fit", "--config", str(path)]) != wanted:
+        raise ValueError(f"Expected {recipe.name} to be the same in one file but it is not. Name its files in `fit`.")
+    folder.cleanup()

@@ -1,0 +1,90 @@
+"""Recipes by name: the quickstart, or a row of a paper's table, as ``flwf/flwf-2t-ft`` or ``fedvit/fedvit@small``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.hub.documents import check_file
+from lightning_fcl.running.rows import at_scale, config_words, paper_rows, recipes_folder, row_slug, row_words
+
+_ENDINGS = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A recipe of the package.
+
+    Args:
+        name: As ``lightning-fcl fit`` takes it.
+        title: What it is called in its paper's table.
+        configs: Its files, later ones over earlier ones.
+        words: What else its command line says.
+    """
+
+    name: str
+    title: str
+    configs: tuple[Path, ...]
+    words: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> str:
+        """The first sentence of the last file's head, as far as its first line has it."""
+        first = self.configs[-1].read_text(encoding="utf-8").partition("\n")[0]
+        return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
+
+
+def named_recipes(scale: str = "paper") -> dict[str, Named]:
+    """All recipes of the package at a scale, by name."""
+    quickstart = Named("quickstart", "quickstart", (recipes_folder() / "quickstart.yaml",))
+    found = {"quickstart": quickstart} if scale == "paper" else {}
+    for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
+        for title, row in paper_rows(folder, None, scale).items():
+            name = f"{folder.name}/{row_slug(title, row)}"
+            with suppress(ValueError):  # the paper has no such scale
+                found[name] = Named(name, title, at_scale(row.configs, scale), row_words(title, row))
+    return found
+
+
+def find_recipe(name: str) -> Named:
+    """A recipe of the package, or a file, by its name.
+
+    Args:
+        name: Such as ``"flwf/flwf-2t-ft"``, at another scale ``"fedvit/fedvit@small"``, or the path of a YAML file.
+
+    Raises:
+        ValueError: If there is none of that name.
+        FileNotFoundError: If the file is not there.
+
+    Example:
+        >>> find_recipe("flwf/flwf-2t-ft").title
+        'FLwF-2T/FT'
+    """
+    if Path(name).suffix in _ENDINGS or Path(name).is_file():
+        if not Path(name).exists():
+            raise FileNotFoundError(f"Expected a recipe at {name} but there is no such file.")
+        check_file(Path(name))
+        return Named(name, Path(name).stem, (Path(name),))
+    plain, _, scale = name.partition("@")
+    known = named_recipes(scale or "paper")
+    if plain not in known:
+        raise ValueError(
+            f"Expected the name of a recipe, or of a YAML file, but got {name}.{did_you_mean(plain, known)} "
+            "`lightning-fcl ls recipes` lists them."
+        )
+    return known[plain]
+
+
+def recipe_words(names: Sequence[str]) -> list[str]:
+    """The words of a command line for some recipes, later ones over earlier ones.
+
+    Raises:
+        ValueError: If one is not known.
+        FileNotFoundError: If a file is not there.
+    """
+    recipes = [find_recipe(name) for name in names]
+    configs = [config for recipe in recipes for config in recipe.configs]
+    return [*config_words(configs), *(word for recipe in recipes for word in recipe.words)]

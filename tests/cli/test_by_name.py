@@ -1,0 +1,174 @@
+"""What there is, by name: listed, copied, checked, trained, tested."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from lightning_fcl import __version__
+from lightning_fcl.cli.ls import KINDS
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.fit import resolve
+from lightning_fcl.running.flat import flat
+from lightning_fcl.running.named import find_recipe, named_recipes
+
+RECIPES = named_recipes()
+OF_EACH_PAPER = [
+    "quickstart",
+    "fedclip/wesad-75-fedclip-replay",
+    "fedclip-hhar/25-fedip-sigma-0-1-over-5-rounds",
+    "fedvit/gem-own-head",
+    "flwf/flwf-2t-ft",
+    "flwf-as-written/flwf-2t-ft",
+    "incfed/wesad-75-fedavg",
+    "odfcl/odfcl-orl",
+    "ucihar-reservoir/incfed",
+]
+
+
+@pytest.fixture
+def change(tmp_path, small_recipe):
+    """The path of what makes the quickstart small."""
+    path = tmp_path / "change.yaml"
+    path.write_text(yaml.safe_dump(small_recipe(rounds=2, clients=3)))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_a_kind_are_told_in_a_line(kind, capsys):
+    main(["ls", kind, "--json"])
+    listed = json.loads(capsys.readouterr().out)
+    assert listed and all(about and "\n" not in about for about in listed.values())
+    main(["ls", kind])
+    out = capsys.readouterr().out
+    assert all(name in out for name in listed)
+
+
+def test_a_pattern_or_a_part_of_a_name(capsys):
+    main(["ls", "recipes", "flwf/*-ex", "--json"])
+    assert all(name.startswith("flwf/") and name.endswith("-ex") for name in json.loads(capsys.readouterr().out))
+    main(["ls", "methods", "fedvit", "--json"])
+    assert list(json.loads(capsys.readouterr().out)) == ["FedViT"]
+
+
+def test_what_there_is_in_numbers(capsys):
+    main(["ls", "--json"])
+    assert json.loads(capsys.readouterr().out).keys() == KINDS.keys()
+
+
+def test_lists_wait_for_no_torch():
+    code = (
+        "import sys; from lightning_fcl.cli.main import main\n"
+        "for kind in ('recipes', 'methods', 'models', 'scenarios', 'partitions'): main(['ls', kind])\n"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "method"], "Did you mean methods?"),
+        (["ls", "methods", "FedVit2"], "Did you mean FedViT?"),
+        (["fit", "flwf/flwf-2t-tf"], "Did you mean flwf/flwf-2t-ft?"),
+        (["fit", "nothing.yaml"], "Expected a recipe at nothing.yaml but there is no such file"),
+        (
+            ["fit", "flwf/flwf-2t-ft@large"],
+            "Expected the name of a recipe, or of a YAML file, but got flwf/flwf-2t-ft@large",
+        ),
+        (["fit", "--help=FedVit"], "Did you mean FedViT?"),
+        (["validate", "quickstar"], "Did you mean quickstart?"),
+        (["test"], "Expected a checkpoint to test but got none. Name a run's folder"),
+        (["test", "."], "Expected the folder of a run, with config.yaml and checkpoints, but got ."),
+        (["cp", "quickstart", "no/such/folder.yaml"], "Expected a file in a folder that is there but no/such is none"),
+    ],
+)
+def test_a_mistake_and_its_remedy(words, message, error_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in error_of(words)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"lightning-fcl {__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "lightning_fcl", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"lightning-fcl {__version__}\n"
+
+
+def check_flat(name):
+    """`flat` itself compares what the file and the recipe stand for."""
+    text = flat(RECIPES[name])
+    lines = [line for path in RECIPES[name].configs for line in path.read_text().splitlines() if line.startswith("#")]
+    assert all(line in text for line in lines) and "+:" not in text
+
+
+@pytest.mark.parametrize("name", OF_EACH_PAPER)
+def test_a_recipe_becomes_one_file(name):
+    check_flat(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in OF_EACH_PAPER])
+def test_every_recipe_becomes_one_file(name):
+    check_flat(name)
+
+
+def test_what_one_file_cannot_say_is_refused(monkeypatch):
+    monkeypatch.setattr("lightning_fcl.running.flat._set", lambda *_: None)  # as if a row's words were lost
+    with pytest.raises(ValueError, match="Expected odfcl/odfcl-orl to be the same in one file but it is not"):
+        flat(RECIPES["odfcl/odfcl-orl"])
+
+
+def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
+    monkeypatch.chdir(tmp_path)
+    main(["cp", "quickstart", "mine.yaml"])
+    assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
+    assert resolve(["fit", "--config", "mine.yaml"]) == resolve(
+        ["fit", "--config", str(RECIPES["quickstart"].configs[0])]
+    )
+    assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
+    main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
+    assert "max_epochs: 8 # communication rounds" in (tmp_path / "mine.yaml").read_text()
+
+
+def test_a_scale_is_a_part_of_a_name():
+    assert find_recipe("fedvit/fedvit@small").configs[-1].name == "scale-small.yaml"
+    assert find_recipe("fedvit/fedvit").configs[-1].name == "fedvit.yaml"
+
+
+def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monkeypatch, capsys, change):
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "quickstart", change])
+    out = capsys.readouterr().out
+    assert "final_accuracy server" in out and "lightning-fcl test runs/quickstart" in out
+    main(["test", "runs/quickstart"])
+    assert "test/accuracy" in capsys.readouterr().out
+    main(["fit", "quickstart", change, "--seed_everything", "1"])
+    assert "runs/quickstart holds the results of another run: these go to runs/quickstart-2" in capsys.readouterr().out
+    seeds = [
+        json.loads((tmp_path / "runs" / name / "results.json").read_text())["seed"]
+        for name in ("quickstart", "quickstart-2")
+    ]
+    assert seeds == [0, 1]
+
+
+def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change, error_of):
+    monkeypatch.chdir(tmp_path)
+    main(["validate", "quickstart", change])
+    out = capsys.readouterr().out
+    assert "All of it fits." in out and "3 clients, 2 rounds, 2 experiences" in out and "FLwF2T, Replay" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["change.yaml"]
+    assert "`num_classes`=11 but got 10" in error_of(["validate", "quickstart", "--model.num_classes", "11"])
+    sizes = ["--model.model.sizes", "[63, 10]"]
+    assert "Expected `model` to take samples of the data, of shape (1, 8, 8)" in error_of(
+        ["validate", "quickstart", *sizes]
+    )
+
+
+def test_help_of_a_class(capsys):
+    main(["fit", "--help=FLwF2T"])
+    out = capsys.readouterr().out
+    assert "lightning_fcl.callbacks.FLwF2T(" in out and "temperature" in out and "SUPPRESS" not in out
