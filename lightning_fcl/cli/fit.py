@@ -17,6 +17,7 @@ WHAT = {"fit": "Train what a recipe says.", "test": "Test a run's newest checkpo
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
   lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
+  lightning-fcl fit runs/mine             goes on from that run's newest checkpoint
   lightning-fcl fit --help=FedViT         what a class does, and its arguments
   lightning-fcl fit --help.all            every argument
   lightning-fcl fit --print_config        a recipe with every default
@@ -35,7 +36,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     """
     name, *words = words
     parser.description, parser.epilog = WHAT[name], MORE
-    what = "a name of `lightning-fcl ls recipes`, or a YAML file" if name == "fit" else "folder of a run, or a recipe"
+    what = "a name of `lightning-fcl ls recipes`, a YAML file, or a run's folder: its newest checkpoint counts"
     parser.add_argument("recipes", nargs="*", metavar="RECIPE" if name == "fit" else "RUN", help=what)
     parser.add_argument("--config", action="append", default=[], metavar="RECIPE", help="the same")
     parser.add_argument("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
@@ -51,13 +52,22 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         if Path(recipe).exists():
             read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
     words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
-    if name == "test":
-        _test(positional, options.ckpt_path, words)
-        return
     from lightning_fcl.running.fit import run
     from lightning_fcl.running.named import recipe_words
 
+    if len(positional) == 1 and Path(positional[0]).is_dir() and not options.ckpt_path:
+        done = run([name, *_newest(Path(positional[0])), *words])
+        if name == "fit":
+            print(_end(done.out))
+        return
     words = [*recipe_words(positional), *words]
+    if name == "test":
+        if not options.ckpt_path and "--help" not in words:
+            raise ValueError(
+                "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
+            )
+        run([name, *words])
+        return
     words = _with_published(words) if vars(options)["model.pretrained"] else words
     if "--print_config" in words or "--help" in words:
         run([name, *words])
@@ -67,25 +77,14 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     print(_end(run([name, *words]).out))
 
 
-def _test(runs: Sequence[str], checkpoint: str, words: list[str]) -> None:
-    """Test the newest checkpoint of a run's folder, or one that is named."""
+def _newest(folder: Path) -> list[str]:
+    """The words for a run's recipe and its newest checkpoint."""
     from lightning_fcl.hub.checkpoint import newest_checkpoint
-    from lightning_fcl.running.fit import run
-    from lightning_fcl.running.named import recipe_words
 
-    folders = [Path(one) for one in runs if Path(one).is_dir()]
-    if len(folders) == len(runs) == 1 and not checkpoint:
-        (folder,) = folders
-        config, newest = folder / "config.yaml", newest_checkpoint(folder / "checkpoints")
-        if not config.is_file() or newest is None:
-            raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
-        run(["test", "--config", str(config), "--ckpt_path", str(newest), *words])
-        return
-    if not checkpoint and "--help" not in words:
-        raise ValueError(
-            "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
-        )
-    run(["test", *recipe_words(runs), *words])
+    config, newest = folder / "config.yaml", newest_checkpoint(folder / "checkpoints")
+    if not config.is_file() or newest is None:
+        raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
+    return ["--config", str(config), "--ckpt_path", str(newest)]
 
 
 def _out(recipes: Sequence[str]) -> str:

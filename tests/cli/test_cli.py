@@ -3,7 +3,6 @@ import multiprocessing
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -335,21 +334,6 @@ def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     names = "cifar100, core50, fc100, hhar, lfw, miniimagenet, orl, tinyimagenet, ucihar, wesad"
     assert f"cannot be used: {names}" in error_of(["data", "check"])
-
-
-def test_the_readme_is_true(tmp_path, monkeypatch):
-    """Its Python and YAML examples run."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    names = {}  # later examples build on earlier ones
-    for block in readme.split("```python\n")[1:]:
-        exec(compile(block.split("```")[0], "README.md", "exec"), names)
-    assert names["task"].num_classes == 6
-    for number, block in enumerate(readme.split("```yaml\n")[1:]):
-        path = tmp_path / f"recipe-{number}.yaml"
-        path.write_text(block.split("```")[0])
-        main(["fit", "--config", str(path), "--out", str(tmp_path / "out")])
-        assert (tmp_path / "out" / "results.json").exists()
 
 
 def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
