@@ -53,6 +53,8 @@ def check_file(path: Path) -> None:
     """
     if path.is_block_device() or path.is_char_device():
         raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a YAML file at {path} but there is none.")
     if (size := path.stat().st_size) > SIZE:
         raise ValueError(f"Expected {path} to be a YAML file of at most {SIZE} bytes but it has {size}. Cut it.")
 

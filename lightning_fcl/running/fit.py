@@ -35,6 +35,7 @@ from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.machine import machine
+from lightning_fcl.running.remedies import remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
@@ -313,10 +314,16 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
             run=run,
         )
     except ArgumentError as error:
-        hint = new_name(str(error))
-        raise ValueError(f"the recipe or command line is not understood: {error}{hint}") from error
+        told = new_name(str(error))
+        said = f"{error}{told}" if told else remedy(str(error))
+        raise ValueError(f"the recipe or command line is not understood: {said}") from error
+    except ValueError as error:
+        if "You selected an invalid" not in str(error):
+            raise
+        raise ValueError(remedy(str(error))) from error
     except MisconfigurationException as error:
-        raise ValueError(f"Lightning refuses the recipe or command line: {error}") from error
+        hint = " Use `--trainer.accelerator cpu`." if "backend found" in str(error) else ""
+        raise ValueError(f"Lightning refuses the recipe or command line: {error}{hint}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
         if not restored:

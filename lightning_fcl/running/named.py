@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.hub.documents import check_file
+from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.rows import at_scale, config_words, paper_rows, recipes_folder, row_slug, row_words
 
 _ENDINGS = (".yaml", ".yml")
@@ -66,7 +66,7 @@ def find_recipe(name: str) -> Named:
     if Path(name).suffix in _ENDINGS or Path(name).is_file():
         if not Path(name).exists():
             raise FileNotFoundError(f"Expected a recipe at {name} but there is no such file.")
-        check_file(Path(name))
+        read_yaml(Path(name))  # refuses what is none
         return Named(name, Path(name).stem, (Path(name),))
     plain, _, scale = name.partition("@")
     known = named_recipes(scale or "paper")

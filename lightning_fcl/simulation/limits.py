@@ -29,6 +29,11 @@ def check_trainer(trainer: L.Trainer, devices: int) -> None:
             f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
             f"devices={devices}, num_nodes={trainer.num_nodes}."
         )
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Expected `fast_dev_run=False` in a federation but got {trainer.fast_dev_run}: it would end "  # type: ignore[attr-defined]
+            "within a round. Use `max_epochs=1`, or `lightning-fcl validate`."
+        )
     averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
     for callback in callbacks_of(trainer):
         if isinstance(callback, averaging):

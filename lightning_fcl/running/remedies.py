@@ -1,0 +1,105 @@
+"""What a parser has refused, in one sentence: the argument, the value, and the nearest that there is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pkgutil import resolve_name
+
+import lightning.pytorch as L
+
+from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
+from lightning_fcl.data.scenarios import (
+    ClassIncremental,
+    DomainIncremental,
+    FedViTScenario,
+    FLwFScenario,
+    ODFCLScenario,
+)
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.door import summaries
+from lightning_fcl.errors import did_you_mean
+
+_TOP = ("model", "data", "trainer", "recipe", "out", "seed_everything", "ckpt_path", "config", "print_config")
+_DEALT = {
+    "partition": (Natural, IID, Dirichlet, Shards, ClassSubsets),
+    "scenario": (ClassIncremental, DomainIncremental, FLwFScenario, FedViTScenario, ODFCLScenario),
+}
+_NO_ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
+_NO_NAME = re.compile(r"You selected an invalid (\w+) name: `\w+='(\w+)'`")
+_NO_MODULE = re.compile(r"class_path '([\w.]+)': .*?No module named '([\w.]+)'")
+_NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
+_NO_OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
+_NO_KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
+_NO_VALUE = re.compile(
+    r'Parser key "([\w.]+)": (?:Does not validate.*Errors: )?(.*?) Given value(?: type: .*?Given value)?: (.*)$'
+)
+_KINDS = re.compile(r"Expected an? (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*?)\])")
+
+
+def remedy(message: str) -> str:
+    """A parser's message, shorter and with a remedy; as it is where it is of no kind that is known here.
+
+    Example:
+        >>> remedy("Problem with given class_path 'torch.optim.SDG': module 'torch.optim' has no attribute 'SDG'")
+        'Expected a class of torch.optim but it has no SDG. Did you mean SGD?'
+    """
+    text = " ".join(message.split())
+    if found := _NO_ATTRIBUTE.search(text):
+        module, name = found.groups()
+        known = getattr(sys.modules[module], "__all__", dir(sys.modules[module]))
+        return f"Expected a class of {module} but it has no {name}.{did_you_mean(name, known)}"
+    if found := _NO_NAME.search(text):
+        return (
+            f"{text.partition(' It must be')[0]}{did_you_mean(found[2], ['federated', 'auto', 'cpu', 'gpu', 'cuda'])}"
+        )
+    if found := _NO_MODULE.search(text):
+        return f"Expected the path of a class but got {found[1]}: there is no module {found[2]}. Mend its name."
+    if found := _NO_PATH.search(text):
+        known = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
+        hint = did_you_mean(found[1], known)
+        return f"Expected a class's path, as in lightning_fcl.callbacks.Replay, but got {found[1]}.{hint}"
+    if found := _NO_OPTION.search(text):
+        path, name = found.groups()
+        return f"Expected arguments of {path} but got `{name}`.{did_you_mean(name, _arguments(path))}"
+    if found := _NO_KEY.search(text):
+        return _no_key(found[1])
+    if "arguments are required" in text and "model" in text:
+        return "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart."
+    if found := re.fullmatch(r"Unexpected config: ?(.*)", text):
+        got = found[1] or "nothing"
+        return f"Expected a recipe to hold settings by name, as in trainer: {{max_epochs: 3}}, but got {got}."
+    if found := _NO_VALUE.search(text):
+        name, errors, value = found.groups()
+        kinds = [kind or choices for kind, choices in _KINDS.findall(errors)]
+        if kinds and "class_path" not in errors:
+            wanted = " or ".join(dict.fromkeys("null" if kind == "NoneType" else kind for kind in kinds))
+            return f"Expected `{name}` to be of {wanted} but got {value}."
+    return message
+
+
+def _no_key(key: str) -> str:
+    section, _, name = key.removesuffix("+").partition(".")
+    if section not in _TOP:
+        return f"Expected {', '.join(_TOP[:3])} or the like but got `{section}`.{did_you_mean(section, _TOP)}"
+    known = list(inspect.signature(L.Trainer).parameters) if section == "trainer" else []
+    if section == "data":
+        known = list(inspect.signature(FederatedStream).parameters)
+        known += [
+            f"{what}.{one}"
+            for what, kinds in _DEALT.items()
+            for kind in kinds
+            for one in inspect.signature(kind).parameters
+        ]
+    ends = {one.rpartition(".")[2]: one for one in reversed(known)}
+    near = did_you_mean(name.rpartition(".")[2], ends).removeprefix(" Did you mean ").rstrip("?")
+    hint = f" Did you mean {section}.{ends[near]}?" if near else ""
+    return f"Expected arguments of `{section}` but got `{key}`.{hint}"
+
+
+def _arguments(path: str) -> list[str]:
+    try:
+        return list(inspect.signature(resolve_name(path)).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []

@@ -1,0 +1,98 @@
+"""What people type wrongly, and the message that they get: the argument, the value, the remedy."""
+
+import pytest
+
+FILES = {
+    "key.yaml": "trainer: {max_epoch: 3}",
+    "section.yaml": "modle: {class_path: lightning_fcl.Classifier}",
+    "callback.yaml": "trainer: {callbacks: [{class_path: lightning_fcl.callbacks.FedVit}]}",
+    "path.yaml": "trainer: {callbacks: [{class_path: Replays}]}",
+    "argument.yaml": "trainer: {callbacks: [{class_path: lightning_fcl.callbacks.Replay, init_args: {max_sizes: 3}}]}",
+    "task.yaml": "model: {class_path: lightning_fcl.Clasifier}",
+    "module.yaml": "trainer: {callbacks: [{class_path: lightning_fc.callbacks.Replay}]}",
+    "empty.yaml": "",
+    "list.yaml": "- 1\n- 2",
+    "tab.yaml": "trainer:\n\tmax_epochs: 3",
+    "search.yaml": "configs: [empty.yaml]\nobjectiv: x",
+}
+# Words after `fit quickstart`.
+FIT = [
+    ("key.yaml", "got `trainer.max_epoch`. Did you mean trainer.max_epochs?"),
+    ("section.yaml", "got `modle`. Did you mean model?"),
+    ("callback.yaml", "lightning_fcl.callbacks but it has no FedVit. Did you mean FedViT?"),
+    (
+        "path.yaml",
+        "Expected a class's path, as in lightning_fcl.callbacks.Replay, but got Replays. Did you mean Replay?",
+    ),
+    (
+        "argument.yaml",
+        "Expected arguments of lightning_fcl.callbacks.Replay but got `max_sizes`. Did you mean max_size?",
+    ),
+    ("task.yaml", "Expected a class of lightning_fcl but it has no Clasifier. Did you mean Classifier?"),
+    ("module.yaml", "there is no module lightning_fc"),
+    ("tab.yaml", "Expected tab.yaml to be YAML but got"),
+    ("--data.clents 3", "got `data.clents`. Did you mean data.partition.clients?"),
+    ("--data.partition.clents 3", "clients?"),
+    ("--data.batchsize 3", "got `data.batchsize`. Did you mean data.batch_size?"),
+    ("--trainer.accelerator gpus", "invalid accelerator name: `accelerator='gpus'`"),
+    ("--trainer.strategy federatd", "invalid strategy name: `strategy='federatd'`. Did you mean federated?"),
+    ("--trainer.strategy.participaton 1", "got `participaton`. Did you mean participation?"),
+    ("--trainer.max_epochs many", "Expected `trainer.max_epochs` to be of int or null but got many"),
+    ("--trainer.max_epochs", "argument --trainer.max_epochs: expected one argument"),
+    ("--trainer.max_epochs 99", "at most the stream's 15 rounds but got 99. Set `max_epochs=15`"),
+    ("--trainer.precision 17", "Expected `trainer.precision` to be of 64, 32, 16"),
+    ("--trainer.devices 2", "Expected `devices=1`"),
+    ("--trainer.fast_dev_run true", "Expected `fast_dev_run=False` in a federation but got"),
+    ("--trainer.limit_train_batches 2", "Expected `limit_train_batches=1.0`"),
+    ("--data.data digit", "got 'digit'. Did you mean digits?"),
+    ("--data.scenario ClassIncrementl", "Did you mean ClassIncremental?"),
+    ("--data.scenario.experiences 11", "Expected `experiences` to divide the number of classes, 10, but got 11"),
+    ("--data.batch_size 0", "Expected `batch_size` to be at least 1 but got 0"),
+    ("--data.partition.clients 5000", "Expected `clients` to be between 1 and 1438"),
+    ("--model.num_classes 5", "at least the stream's 10 classes but got 5"),
+    ("--model.optimizer torch.optim.SDG", "Expected a class of torch.optim but it has no SDG. Did you mean SGD?"),
+    ("--model.optimizer.lr -1", "Invalid learning rate: -1.0. Mend its arguments"),
+    ("--model.model lightning_fcl.models.MPL", "has no MPL. Did you mean MLP?"),
+    ("--ckpt_path nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
+    ("--print_confg", "got `print_confg`. Did you mean print_config?"),
+    ("--model.pretrained mlp.digit.flwf2t", "Did you mean mlp.digits.flwf2t_replay?"),
+]
+OTHERS = [
+    ("fti quickstart", "got fti. Did you mean fit?"),
+    ("fit", "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart"),
+    ("fit empty.yaml", "Expected a recipe to hold settings by name, as in trainer: {max_epochs: 3}, but got nothing"),
+    ("fit list.yaml", "Expected a recipe to hold settings by name"),
+    ("fit nothing", "Expected the name of a recipe, or of a YAML file, but got nothing"),
+    ("tune nothing.yaml", "Expected a YAML file at nothing.yaml but there is none"),
+    ("tune search.yaml", "got objectiv. Did you mean objective?"),
+    ("reproduce flwff", "Did you mean flwf?"),
+    ("reproduce flwf --rows FLwF2T", "Did you mean FLwF-2T?"),
+    ("reproduce flwf --seeds 0", "Expected `seeds` to be at least 1 but got 0"),
+    ("reproduce flwf --scale tiny", "invalid choice: 'tiny'"),
+    ("data check uchar", "cannot be used: uchar"),
+    ("zoo info mlp.digit", "Expected the name of a published model but got 'mlp.digit'"),
+    ("zoo predict mlp.digits.flwf2t_replay nothing.csv", "Expected a CSV file at nothing.csv but found none"),
+    ("zoo push nothing --name x --to z", "Name the folder of a finished run"),
+    ("device-report nothing.yaml", "Expected a recipe at nothing.yaml but there is no such file"),
+    ("tables nothing", "Write it with `lightning-fcl reproduce`"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(("words", "message"), FIT)
+def test_a_fit_that_is_not_understood(words, message, error_of):
+    before = ["--trainer.enable_progress_bar", "false", "--out", "out"]
+    own = words.split()
+    recipes = [word for word in own if word.endswith(".yaml")]
+    assert message in error_of(["fit", "quickstart", *recipes, *before, *[word for word in own if word not in recipes]])
+
+
+@pytest.mark.parametrize(("words", "message"), OTHERS)
+def test_another_command_that_is_not_understood(words, message, error_of):
+    assert message in error_of(words.split())
