@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -69,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
             with own_temporary_folder():
                 import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
+            sys.stdout.flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
+        except BrokenPipeError:  # who reads the output, such as `head`, wants no more of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            parser.exit(128 + signal.SIGPIPE)
         except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
             ours = not isinstance(error, TypeError) or str(error).startswith("Expected ")
             if not ours or os.environ.get("LIGHTNING_FCL_TRACEBACK"):

@@ -90,6 +90,12 @@ def test_a_mistake_and_its_remedy(words, message, error_of, tmp_path, monkeypatc
     assert message in error_of(words)
 
 
+def test_who_reads_a_part_of_a_list_sees_no_error():
+    code = f"{sys.executable} -m lightning_fcl ls recipes | head -1"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("quickstart") and done.stderr == ""
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
