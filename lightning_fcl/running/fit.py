@@ -237,7 +237,7 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
             run=False,
         )
     except ValueError as error:
-        if "required: model" in str(error):
+        if "a `model` but got none" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
         raise
 

@@ -28,7 +28,7 @@ _DEALT = {
 }
 _NO_ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
 _NO_NAME = re.compile(r"You selected an invalid (\w+) name: `\w+='(\w+)'`")
-_NO_MODULE = re.compile(r"class_path '([\w.]+)': .*?No module named '([\w.]+)'")
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _NO_OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
 _NO_KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
@@ -55,7 +55,9 @@ def remedy(message: str) -> str:
             f"{text.partition(' It must be')[0]}{did_you_mean(found[2], ['federated', 'auto', 'cpu', 'gpu', 'cuda'])}"
         )
     if found := _NO_MODULE.search(text):
-        return f"Expected the path of a class but got {found[1]}: there is no module {found[2]}. Mend its name."
+        value = re.search(rf"\b{re.escape(found[1])}[\w.]*\.\w+", text)
+        path = value[0] if value else found[1]
+        return f"Expected the path of a class but got {path}: there is no module {found[1]}. Mend its name."
     if found := _NO_PATH.search(text):
         known = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
         hint = did_you_mean(found[1], known)

@@ -99,7 +99,10 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
         ({"data": {"clints": 2}}, "clints"),
         ({"model": {"init_args": {"num_clases": 2}}}, "num_clases"),
         ({"data": {"data": "ucihr"}}, "ucihar"),
-        ({"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}}, "'alhpa' is not accepted"),
+        (
+            {"data": {"partition": {"class_path": "Dirichlet", "init_args": {"alhpa": 1}}}},
+            "got `alhpa`. Did you mean alpha?",
+        ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
         ({"data": {"owners": ["a"]}}, "Instead of `data.owners` write split=Split(train_clients=...)"),
         (

@@ -499,7 +499,7 @@ def test_a_profile_that_is_none_is_refused(tmp_path, text):
         (["--input", "1,64,x"], "Expected `--input` to be sizes with commas between them, as in 1,64,48, but got"),
         (["--input", "1,0,48"], "Expected `--input` to be sizes with commas"),
         (["--input", "1,32,32"], "Expected a model that takes samples of shape (1, 32, 32) but it failed: Expected im"),
-        (["--config", "no/such.yaml"], "the recipe or command line is not understood"),
+        (["--config", "no/such.yaml"], "Expected a recipe at no/such.yaml but there is no such file"),
     ],
 )
 def test_wrong_words_are_refused(recipe, capsys, words, message):

@@ -88,10 +88,12 @@ def test_a_reservoir_of_others():
 def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr("lightning_fcl.running.fit.run", lambda words: seen.update(words=words))
-    main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}"])
+    main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}", "--print_config"])
     (tmp_path / "recipe.yaml").write_text("model: {}")
     words = ["--model.num_classes", "4"] if task == "ReservoirClassifier" else []
-    model = read_parts([tmp_path / "recipe.yaml"], [*seen["words"][1:], *words]).model
+    model = read_parts(
+        [tmp_path / "recipe.yaml"], [*(word for word in seen["words"][1:] if word != "--print_config"), *words]
+    ).model
     published = zoo.load(name).network
     network = model.reservoir if task == "ReservoirClassifier" else model.model
     wanted = getattr(published, "reservoir", published).state_dict()
