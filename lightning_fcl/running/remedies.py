@@ -55,8 +55,8 @@ def remedy(message: str) -> str:
             f"{text.partition(' It must be')[0]}{did_you_mean(found[2], ['federated', 'auto', 'cpu', 'gpu', 'cuda'])}"
         )
     if found := _NO_MODULE.search(text):
-        value = re.search(rf"\b{re.escape(found[1])}[\w.]*\.\w+", text)
-        path = value[0] if value else found[1]
+        whole = re.search(rf"\b{re.escape(found[1])}[\w.]*\.\w+", text)
+        path = whole[0] if whole else found[1]
         return f"Expected the path of a class but got {path}: there is no module {found[1]}. Mend its name."
     if found := _NO_PATH.search(text):
         known = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
