@@ -85,7 +85,10 @@ def _files(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
 
 
-@pytest.mark.parametrize(("words", "message"), FIT)
+LATER = [pytest.param(*one, marks=pytest.mark.slow) for one in FIT[12:]]
+
+
+@pytest.mark.parametrize(("words", "message"), [*FIT[:12], *LATER])
 def test_a_fit_that_is_not_understood(words, message, error_of):
     before = ["--trainer.enable_progress_bar", "false", "--out", "out"]
     own = words.split()
