@@ -70,11 +70,9 @@ def report_recipe(
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
     from lightning_fcl.running.fit import read_parts
-    from lightning_fcl.running.named import find_recipe
+    from lightning_fcl.running.named import together
 
-    found = [find_recipe(str(recipe)) for recipe in recipes]
-    configs = [config for recipe in found for config in recipe.configs]
-    parts = read_parts(configs, [word for recipe in found for word in recipe.words])
+    parts = read_parts(*together([str(recipe) for recipe in recipes]))
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
         fold_batchnorm(parts.model)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:

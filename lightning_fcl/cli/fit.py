@@ -72,8 +72,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     if "--print_config" in words or "--help" in words:
         run([name, *words])
         return
-    if not options.ckpt_path and (out := _free(options.out or _out([*positional, *options.config]))):
-        words = [*words, "--out", str(out)]
+    if not options.ckpt_path:
+        words = [*words, "--out", str(_free(options.out or _out([*positional, *options.config])))]
     print(_end(run([name, *words]).out))
 
 
@@ -114,7 +114,7 @@ def _end(out: Path) -> str:
     first = ("final_accuracy/server", "average_accuracy/server", "average_accuracy/clients", "forgetting/server")
     shown = [name for name in (*first, *metrics) if name in metrics][:4]
     numbers = ", ".join(f"{metric_title(name)} {metric_number(name, metrics[name])}" for name in dict.fromkeys(shown))
-    lines = [f"{numbers}", f"report:   {out / 'report.md'}", f"test it:  lightning-fcl test {out}"]
+    lines = [numbers, f"report:   {out / 'report.md'}", f"test it:  lightning-fcl test {out}"]
     return "\n".join([*lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
 
 

@@ -20,6 +20,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     )
     options, others = parser.parse_known_args(words[1:])
     from lightning_fcl.running.checking import check
-    from lightning_fcl.running.named import find_recipe
+    from lightning_fcl.running.named import together
 
-    print(check([find_recipe(name) for name in options.recipes], others))
+    configs, told = together(options.recipes)
+    print(check(configs, [*told, *others]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import lightning.pytorch as L
 import torch
@@ -12,24 +13,21 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.fit import read_parts
-from lightning_fcl.running.named import Named
 from lightning_fcl.tasks.classification import Classifier
 
 
-def check(recipes: Sequence[Named], words: Sequence[str] = ()) -> str:
+def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     """Set up what recipes stand for, train nothing, and tell what it is.
 
     Args:
-        recipes: Later ones over earlier ones.
+        recipes: Their files, later ones over earlier ones.
         words: What else a command line would say.
 
     Raises:
         ValueError: If a recipe is not understood, or its parts do not fit.
         FileNotFoundError: If its data are not there.
     """
-    configs = [config for recipe in recipes for config in recipe.configs]
-    told = [word for recipe in recipes for word in recipe.words]
-    parts = read_parts(configs, [*told, *words], with_trainer=True)
+    parts = read_parts(recipes, words, with_trainer=True)
     trainer, task, stream = parts.trainer, parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)
     callbacks[:] = [one for one in callbacks if not isinstance(one, BaseSession)]  # it trains when it is set up
@@ -37,7 +35,7 @@ def check(recipes: Sequence[Named], words: Sequence[str] = ()) -> str:
     trainer.fit(task, datamodule=stream)
     plan, shape = stream.plan, _outputs(task, stream)
     numbers = sum(parameter.numel() for parameter in task.parameters())
-    experiences = max(max(numbers) for numbers in plan.experiences.values()) + 1
+    experiences = max(map(max, plan.experiences.values())) + 1
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
     sample = tuple(stream.take(plan.test[:1])[0].shape[1:])
     lines = {

@@ -78,8 +78,8 @@ def find_recipe(name: str) -> Named:
     return known[plain]
 
 
-def recipe_words(names: Sequence[str]) -> list[str]:
-    """The words of a command line for some recipes, later ones over earlier ones.
+def together(names: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """The files of some recipes, later ones over earlier ones, and what else their command lines say.
 
     Raises:
         ValueError: If one is not known.
@@ -87,4 +87,10 @@ def recipe_words(names: Sequence[str]) -> list[str]:
     """
     recipes = [find_recipe(name) for name in names]
     configs = [config for recipe in recipes for config in recipe.configs]
-    return [*config_words(configs), *(word for recipe in recipes for word in recipe.words)]
+    return configs, [word for recipe in recipes for word in recipe.words]
+
+
+def recipe_words(names: Sequence[str]) -> list[str]:
+    """The same as the words of a command line."""
+    configs, words = together(names)
+    return [*config_words(configs), *words]
