@@ -1,22 +1,25 @@
-"""Progress of a federation: experience, round, client, and the time that is left."""
+"""Progress of a federation: experience, round, clients, accuracy, and the time that is left."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import require
+from lightning_fcl.federation.protocol import federation_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class FederatedProgressBar(ProgressBar):
-    """Shows the experience, the round, the client and the server's accuracy, with the time that is left.
+    """Shows the experience, the round, clients done and lost, the server's accuracy, and the time that is left.
 
-    One unit of the bar is one client's part in a round.
+    One unit of the bar is one client's part in a round. On a terminal and in a notebook; elsewhere nothing is written.
 
     Example:
         >>> FederatedProgressBar().is_enabled
@@ -25,8 +28,10 @@ class FederatedProgressBar(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._bar: Any = None
+        self._bar: Progress | None = None
         self._enabled = True
+        self._lost = 0
+        self._accuracy = ""
 
     @property
     def is_enabled(self) -> bool:
@@ -43,51 +48,69 @@ class FederatedProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar."""
+        console = require("rich.console", "shows the progress").Console(stderr=True)
         stream = stream_of(trainer)
-        if stream is not None:
-            counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
-            done = sum(counts[: trainer.current_epoch])
-            pause = 0.1 if sys.stderr.isatty() else 10.0  # a log file needs fewer lines than a screen
-            self._bar = tqdm(
-                total=sum(counts),
-                initial=done,
-                disable=not self._enabled,
-                file=sys.stderr,
-                dynamic_ncols=True,
-                mininterval=pause,
-                maxinterval=pause,
-                unit="client",
-            )
-            self._describe(trainer, "")
+        if stream is None or not self._enabled or not (console.is_terminal or console.is_jupyter):
+            return
+        rich = require("rich.progress", "shows the progress")
+        self._bar = rich.Progress(
+            rich.TextColumn("experience {task.fields[experience]}, round {task.fields[round]}"),
+            rich.BarColumn(bar_width=None),
+            rich.TextColumn("{task.completed:.0f}/{task.total:.0f} clients{task.fields[lost]}"),
+            rich.TextColumn("{task.fields[accuracy]}"),
+            rich.TextColumn("{task.fields[speed]}"),
+            rich.TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+            refresh_per_second=4,
+        )
+        counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
+        done = sum(counts[: trainer.current_epoch])
+        self._lost, self._accuracy = 0, ""
+        self._bar.add_task("", total=sum(counts), completed=done, **self._fields(trainer))
+        self._bar.start()
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """One client is done."""
         if self._bar is not None:
-            self._describe(trainer, f", client {client_round.client}")
-            self._bar.update()
+            self._bar.update(self._bar.task_ids[0], advance=1, **self._fields(trainer))
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clients that did not take part count as done."""
+        """The clients that did not take part count as done; those whose upload was refused, or came late, as lost."""
         if self._bar is not None:
+            if (federation := federation_of(trainer)) is not None:
+                self._lost += len(federation.record.dropped) + len(federation.record.missed)
             counts = [len(current) for current in need_stream(trainer).plan.train]
-            self._bar.update(sum(counts[: trainer.current_epoch + 1]) - self._bar.n)
+            done = sum(counts[: trainer.current_epoch + 1])
+            self._bar.update(self._bar.task_ids[0], completed=done, **self._fields(trainer))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the server's accuracy."""
         accuracy = trainer.callback_metrics.get("server/accuracy")
         if self._bar is not None and accuracy is not None:
-            self._bar.set_postfix_str(f"server accuracy {float(accuracy):.3f}", refresh=False)
-
-    def _describe(self, trainer: L.Trainer, client: str) -> None:
-        plan = need_stream(trainer).plan
-        round = min(trainer.current_epoch, plan.rounds - 1)  # a continued fit may have none left
-        now = max(numbers[round] for numbers in plan.experiences.values())
-        of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
-        self._bar.set_description_str(
-            f"experience {now + 1}/{of}, round {round + 1}/{trainer.max_epochs}{client}", refresh=False
-        )
+            self._accuracy = f"accuracy {float(accuracy):.3f}"
+            self._bar.update(self._bar.task_ids[0], **self._fields(trainer))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the bar."""
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
+            self._bar = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Close the bar, so that what is said comes below it."""
+        self.on_train_end(trainer, pl_module)
+
+    def _fields(self, trainer: L.Trainer) -> dict[str, Any]:
+        plan = need_stream(trainer).plan
+        round = min(trainer.current_epoch, plan.rounds - 1)  # a continued fit may have none left
+        now = max(numbers[round] for numbers in plan.experiences.values())
+        of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
+        speed = self._bar.tasks[0].speed if self._bar is not None and self._bar.tasks else None
+        return {
+            "experience": f"{now + 1}/{of}",
+            "round": f"{round + 1}/{trainer.max_epochs}",
+            "lost": f", {self._lost} lost" if self._lost else "",
+            "accuracy": self._accuracy,
+            "speed": f"{speed:.3g}/s" if speed else "",
+        }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lightning_fcl.cli.jobs import Job, run_jobs
-from lightning_fcl.evaluation.report import compare_plot
-from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.evaluation.comparison import compare_page, labelled
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import recipes_folder
 
 
@@ -33,10 +33,10 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         Job(label, (recipe,), 0, out / "flwf-2t-replay"),
     ]
     run_jobs(jobs, workers=1)
-    results: dict[str, Any] = {job.label: read_results(job.out) for job in jobs}
-    plot = compare_plot(out, results)
+    results = labelled([job.out for job in jobs])
+    page = write_whole(out / "report.html", render(compare_page(results)))
     columns = ("final_accuracy", "average_accuracy", "forgetting")
     print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
-    for label, result in results.items():
+    for label, (result,) in results.items():
         print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
-    print(f"\nReports: {jobs[0].out}/report.md and {jobs[1].out}/report.md; both in one picture: {plot}")
+    print(f"\nBoth side by side: {page}; each alone: {jobs[0].out}/report.html and {jobs[1].out}/report.html")

@@ -107,14 +107,11 @@ def _free(out: str) -> Path:
 
 def _end(out: Path) -> str:
     """What has come out, where it is, and what can be done with it."""
+    from lightning_fcl.evaluation.headline import headlines
     from lightning_fcl.evaluation.results import read_results
-    from lightning_fcl.evaluation.table import metric_number, metric_title
 
-    metrics = read_results(out)["metrics"]
-    first = ("final_accuracy/server", "average_accuracy/server", "average_accuracy/clients", "forgetting/server")
-    shown = [name for name in (*first, *metrics) if name in metrics][:4]
-    numbers = ", ".join(f"{metric_title(name)} {metric_number(name, metrics[name])}" for name in dict.fromkeys(shown))
-    lines = [numbers, f"report:   {out / 'report.md'}", f"test it:  lightning-fcl test {out}"]
+    numbers = ", ".join(f"{one.name} {one.text}" for one in headlines(read_results(out)))
+    lines = [numbers, f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {out}"]
     return "\n".join([*lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
 
 

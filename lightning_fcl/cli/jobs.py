@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 

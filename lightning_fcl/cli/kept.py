@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fcl.cli.jobs import Job, finished, start_over
-from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import read_results, write_results
+from lightning_fcl.evaluation.run_folder import write_files
 
 
 def place_of(recipes: Path, scale: str) -> Path:

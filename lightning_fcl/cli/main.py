@@ -23,6 +23,7 @@ COMMANDS = {
     "validate": ("validate", "check a recipe, its data and its shapes, without training"),
     "fit": ("fit", "train what a recipe says:    lightning-fcl fit quickstart"),
     "test": ("fit", "test a run's model:          lightning-fcl test runs/quickstart"),
+    "report": ("report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
     "reproduce": ("reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),

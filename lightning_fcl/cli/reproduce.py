@@ -15,9 +15,10 @@ from lightning_fcl.cli.kept import keep, place_of, take
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, write_figures
-from lightning_fcl.evaluation.files import save_figure
+from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
+from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, row_slug, row_words
 
 
@@ -109,4 +110,10 @@ def _write(
     print(markdown.read_text())
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")
-    print(f"{len(every)} runs. Table: {markdown} and {as_json}; reports: {out}/*/seed-*/report.md")
+    from lightning_fcl.evaluation.comparison import compare_page  # it takes a second to import
+
+    page = write_whole(out / "report.html", render(compare_page(results, table)))
+    print(
+        f"{len(every)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
+        f"{out}/*/seed-*/report.html"
+    )

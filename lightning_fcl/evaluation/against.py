@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NEAR", "Verdict", "against_figure", "verdict"]
+__all__ = ["NEAR", "Verdict", "against_figure", "stands", "told", "verdict"]
 
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""
@@ -61,6 +61,18 @@ def near(cell: Cell) -> bool:
     return (distance := _distance(cell)) is not None and abs(distance) <= NEAR + 1e-9
 
 
+def stands(cell: Cell) -> Literal["near", "spread", "outside", ""]:
+    """How a mean stands to the paper's number, as `Verdict` counts; nothing where the paper tells none.
+
+    Example:
+        >>> stands(Cell({0: 0.5}, 0.52)), stands(Cell({0: 0.1, 1: 0.9}, 0.7)), stands(Cell({0: 0.1}, 0.7))
+        ('near', 'spread', 'outside')
+    """
+    if cell.paper is None:
+        return ""
+    return "near" if near(cell) else "spread" if _in_spread(cell) else "outside"
+
+
 def verdict(table: Table) -> Verdict:
     """How the numbers of a table lie to the paper's.
 
@@ -69,10 +81,8 @@ def verdict(table: Table) -> Verdict:
         >>> verdict(Table("a paper", "paper", "", {}, "", 1.0, rows))
         Verdict(near=1, spread=0, outside=0)
     """
-    found = [cell for _, _, cell in _told(table)]
-    close = [cell for cell in found if near(cell)]
-    others = [cell for cell in found if not near(cell) and _in_spread(cell)]
-    return Verdict(len(close), len(others), len(found) - len(close) - len(others))
+    found = [stands(cell) for _, _, cell in told(table)]
+    return Verdict(*(found.count(kind) for kind in ("near", "spread", "outside")))
 
 
 def against_figure(table: Table) -> Figure | None:
@@ -80,14 +90,14 @@ def against_figure(table: Table) -> Figure | None:
 
     Numbers beside the points tell which lie furthest out, and stand with their names on the right.
     """
-    told = [(row, name, cell) for row, name, cell in _told(table) if cell.values]
-    if not told:
+    there = [(row, name, cell) for row, name, cell in told(table) if cell.values]
+    if not there:
         return None
     figure = blank_figure(11, 6.6)
     panel, names = figure.subplots(1, 2, width_ratios=(5, 3))
-    metrics = list(dict.fromkeys(name for _, name, _ in told))
+    metrics = list(dict.fromkeys(name for _, name, _ in there))
     for index, metric in enumerate(metrics):
-        of = [cell for _, name, cell in told if name == metric]
+        of = [cell for _, name, cell in there if name == metric]
         look = {**style(index), "linestyle": "none", "elinewidth": 0.8, "alpha": 0.75}
         spreads = [_SPREADS * (cell.std or 0.0) for cell in of]
         panel.errorbar(
@@ -100,7 +110,7 @@ def against_figure(table: Table) -> Figure | None:
     _diagonal(panel)
     scale = "at its scale" if table.scale == "paper" else f"of its own scale, ours at the scale `{table.scale}`"
     panel.set(xlabel=f"the paper's number, {scale}", ylabel="ours: mean, and two standard deviations over the seeds")
-    lines = _name_furthest(panel, told)
+    lines = _name_furthest(panel, there)
     names.set_axis_off()
     names.legend(*panel.get_legend_handles_labels(), loc="upper left", fontsize=8, frameon=False)
     if lines:
@@ -109,9 +119,9 @@ def against_figure(table: Table) -> Figure | None:
     return figure
 
 
-def _name_furthest(panel: Axes, told: Sequence[tuple[str, str, Cell]]) -> list[str]:
+def _name_furthest(panel: Axes, there: Sequence[tuple[str, str, Cell]]) -> list[str]:
     """Number the points that lie furthest out; the names behind the numbers. Points close by share a place."""
-    far = sorted((one for one in told if not near(one[2])), key=lambda one: -abs(_distance(one[2]) or 0.0))[:_NAMED]
+    far = sorted((one for one in there if not near(one[2])), key=lambda one: -abs(_distance(one[2]) or 0.0))[:_NAMED]
     close = 0.025 * (panel.get_xlim()[1] - panel.get_xlim()[0])
     places: dict[tuple[float, float], list[str]] = {}
     lines = []
@@ -135,7 +145,7 @@ def _diagonal(panel: Axes) -> None:
     panel.grid(alpha=0.3)
 
 
-def _told(table: Table) -> Iterator[tuple[str, str, Cell]]:
+def told(table: Table) -> Iterator[tuple[str, str, Cell]]:
     """All numbers that the paper tells."""
     for row, cells in table.rows.items():
         yield from ((row, name, cell) for name, cell in cells.items() if cell.paper is not None)

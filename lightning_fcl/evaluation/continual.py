@@ -237,14 +237,19 @@ def part_name(groups: Iterable[int]) -> str:
     return "+".join(map(str, sorted(set(groups))))
 
 
-def personal_value(on: Values, experience: ArrayLike, tasks: Tasks) -> float:
-    """What `personal_accuracy` is of accuracy."""
+def personal_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+    """What a model came to on all groups that it had learnt by then, round by round, shape (R,)."""
     learnt: set[int] = set()
     values = []
     for row, number in enumerate(_numbers(experience, len(on(())), tasks)):
         learnt.update(tasks[number])
-        values.append(float(on(learnt)[row]))
-    return finite_mean(values)
+        values.append(on(learnt)[row])
+    return np.asarray(values, dtype=np.float64)
+
+
+def personal_value(on: Values, experience: ArrayLike, tasks: Tasks) -> float:
+    """What `personal_accuracy` is of accuracy."""
+    return finite_mean(personal_values(on, experience, tasks))
 
 
 def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:

@@ -85,6 +85,16 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
+def cache_folder() -> Path:
+    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache.
+
+    Example:
+        >>> cache_folder().is_absolute()
+        True
+    """
+    return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
+
+
 class TemporaryFolder:
     """A folder below the system's temporary one that goes with its owner, at the latest when its process ends.
 

@@ -29,6 +29,7 @@ from lightning_fcl.evaluation.continual import (
     measured,
     personal_accuracy,
     personal_value,
+    personal_values,
     stream_accuracy,
     stream_values,
     value_matrix,
@@ -63,9 +64,11 @@ class Curve:
         experience: Number of its experience in each of them, from 0, shape (R,).
         accuracy: Accuracy, or `quantity`, per round and group, shape (R, G); NaN for a group without test samples.
         overall: The same on the whole test set, shape (R,).
+        learnt: The same on all groups that the model had learnt by then, shape (R,).
 
     Example:
-        >>> Curve(np.array([0]), np.array([0]), accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3])).overall
+        >>> zero, half = np.array([0]), np.array([0.5])
+        >>> Curve(zero, zero, accuracy=np.array([[0.5, 0.1]]), overall=np.array([0.3]), learnt=half).overall
         array([0.3])
     """
 
@@ -73,6 +76,7 @@ class Curve:
     experience: NDArray[np.int64]
     accuracy: FloatArray
     overall: FloatArray
+    learnt: FloatArray
 
 
 def quantity(record: Mapping[str, Any]) -> str:
@@ -117,11 +121,13 @@ def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     for model in sorted(record["tasks"], key=lambda model: bool(model != "server")):
         if entries := _tested(record, model):
             on, groups = _on(record, [models_tested(entry)[model] for entry in entries]), range(len(record["groups"]))
+            numbers = np.array([entry["experience"][model] for entry in entries], dtype=np.int64)
             result[model] = Curve(
                 rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),
-                experience=np.array([entry["experience"][model] for entry in entries], dtype=np.int64),
+                experience=numbers,
                 accuracy=np.stack([on([group]) for group in groups], axis=1),
                 overall=on(groups),
+                learnt=personal_values(on, numbers, record["tasks"][model]),
             )
     return result
 

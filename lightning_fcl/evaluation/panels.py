@@ -14,8 +14,7 @@ from numpy.typing import ArrayLike
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.metrics import models_tested, quantity, stream_accuracies
-from lightning_fcl.evaluation.plots import blank_figure, model_name, panels_of, style
+from lightning_fcl.evaluation.plots import blank_figure, panels_of, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,23 +43,6 @@ def experience_labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ):
         return [f"after {name}" for name in names]
     return [f"after experience {number + 1}" for number in range(len(names))]
-
-
-def stream_accuracy_figure(record: Mapping[str, Any]) -> "Figure | None":
-    """Stream accuracy of the server and of the clients of a run; nothing where there is only one experience.
-
-    Clients with fewer experiences than the server are left out. Several clients are one line, their mean.
-    """
-    names = experience_names(record)
-    tested = {model for entry in record["rounds"] for model in models_tested(entry)}
-    if len(names) < 2 or not tested:
-        return None
-    models = [model for model, tasks in record["tasks"].items() if model in tested and len(tasks) == len(names)]
-    curves = {model: stream_accuracies(record, model) for model in models}
-    lines = {"server": [curves.pop("server")]} if "server" in curves else {}
-    if curves:
-        lines[model_name("clients" if len(curves) > 1 else next(iter(curves)))] = list(curves.values())
-    return stream_accuracy_panels({"": lines}, names, of=quantity(record)) if lines else None
 
 
 def stream_accuracy_panels(
@@ -188,20 +170,6 @@ def volume_panels(panels: Mapping[str, Mapping[str, FloatArray]], title: str = "
     axes[0].set_ylim(bottom=0)
     _legend_beside(figure, axes)
     return figure
-
-
-def density_figure(densities: Mapping[str, Any], record: Mapping[str, Any]) -> "Figure | None":
-    """A run's records of `ActivationDensity` and `ContinualMetrics`: a line per experience, a panel for each group."""
-    entries = densities["experiences"]
-    if not entries:
-        return None
-    labels = experience_labels([record])
-    names = {labels[entry["experience"]]: entry for entry in entries}
-    groups = list(entries[-1]["groups"])[: _PANELS - 1]
-    panels = {"all test samples": {name: (densities["edges"], entry["all"]) for name, entry in names.items()}}
-    for group in groups if len(groups) > 1 else ():
-        panels[group] = {name: (densities["edges"], entry["groups"][group]) for name, entry in names.items()}
-    return density_panels(panels, ordered=True)
 
 
 def density_panels(panels: Mapping[str, Mapping[str, Density]], title: str = "", ordered: bool = False) -> "Figure":

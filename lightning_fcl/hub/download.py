@@ -16,16 +16,6 @@ _PIECE = 1 << 16
 _TIMEOUT = (10, 30)  # seconds: to connect, and between two pieces
 
 
-def cache_folder() -> Path:
-    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache.
-
-    Example:
-        >>> cache_folder().is_absolute()
-        True
-    """
-    return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
-
-
 def is_offline() -> bool:
     """Whether nothing may be asked of others: ``LIGHTNING_FCL_OFFLINE`` or ``HF_HUB_OFFLINE`` is set."""
     wanted = (os.environ.get(name, "") for name in ("LIGHTNING_FCL_OFFLINE", "HF_HUB_OFFLINE"))

@@ -78,7 +78,7 @@ class StopAfterRound(Callback):
         """
         if not stop.signal:
             return
-        report = f"Results of the rounds done: {out / 'report.md'}"
+        report = f"Results of the rounds done: {out / 'report.html'}"
         if done >= rounds:
             raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
         words = ["lightning-fcl", "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
@@ -22,19 +21,17 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_fcl import __version__
-from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics, FederatedProgressBar
+from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import import_names
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.report import write_files
 from lightning_fcl.evaluation.results import write_results
+from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.running.ending import StopAfterRound
-from lightning_fcl.running.machine import machine
+from lightning_fcl.running.outcome import outcome
 from lightning_fcl.running.remedies import remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
@@ -164,28 +161,9 @@ class FederatedCLI(LightningCLI):
             self._ending.close()
 
     def _write_results(self) -> None:
-        trainer, config = self.trainer, self.config["fit"]
-        metrics = next(c for c in trainer.callbacks if isinstance(c, ContinualMetrics))  # type: ignore[attr-defined]
-        recipe = config["recipe"]
-        results = {
-            "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
-            "seed": config["seed_everything"],
-            "measured_on": metrics.on,
-            "metrics": summarize(metrics.record),
-            "record": metrics.record,
-            "expected": dict(recipe["expected"]),
-            # What an editable installation says of itself is as old as the installation.
-            "versions": {"lightning-fcl": __version__}
-            | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
-            "machine": machine(),
-            "seconds": round(time.monotonic() - self._began, 1),
-            "command": f"lightning-fcl fit --config {self.out / 'config.yaml'}",
-            "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
-        }
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ActivationDensity):
-                results["densities"] = callback.record
-        write_results(self.out, results)
+        command = f"lightning-fcl fit --config {self.out / 'config.yaml'}"
+        seconds = time.monotonic() - self._began
+        write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], seconds, command))
         write_files(self.out)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import did_you_mean, require
-from lightning_fcl.evaluation.files import sha256, write_whole
-from lightning_fcl.hub.download import cache_folder, download
+from lightning_fcl.evaluation.files import cache_folder, sha256, write_whole
+from lightning_fcl.hub.download import download
 from lightning_fcl.hub.sealed import seal, unseal
 from lightning_fcl.zoo.entry import CONFIG, CONTINUE, Entry, check_file, check_name, read_entry, read_folder
 from lightning_fcl.zoo.hub import from_hub

@@ -66,6 +66,9 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     lines = (out / "metrics.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 4
     assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
+    page = (out / "report.html").read_text()
+    assert "MLP in Classifier" in page and "digits, ClassIncremental, IID" in page and "FLwF2T, Replay" in page
+    assert (out / "config.yaml").read_text().splitlines()[1] in page
     assert list(out.glob("events.out.tfevents.*"))
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["data"]["partition"]["init_args"]["clients"] == 3
@@ -323,7 +326,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, e
     assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png", "against-paper.png"}
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
     assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 10
-    assert (out / "one" / "seed-1" / "densities.png").exists()
+    assert (out / "one" / "seed-1" / "report.html").exists()
     (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
     message = "Expected the rows of figure both.png to be among one, two but got three."
     assert message in error_of(["reproduce", "toy", "--rows", "one", "--out", str(out)])

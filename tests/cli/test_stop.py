@@ -26,7 +26,7 @@ CALLBACKS = '''
 import os
 import signal
 from lightning.pytorch.callbacks import Callback
-from lightning_fcl.evaluation import report
+from lightning_fcl.evaluation import run_folder
 
 class Sends(Callback):
     """In the middle of a round."""
@@ -52,19 +52,18 @@ class Waits(Callback):
             signal.sigwait([signal.SIGUSR1])
 
 class DiesInReport(Callback):
-    """While the second figure is written."""
+    """While the page is written."""
 
     def __init__(self):
-        once, save = [], report.save_figure
+        whole = run_folder.write_whole
 
-        def die(figure, path):
-            if once:
-                path.with_name(f".{path.name}.tmp").write_bytes(b"half a figure")
-                os.kill(os.getpid(), signal.SIGKILL)
-            once.append(path)
-            return save(figure, path)
+        def die(path, content):
+            if path.name != "report.html":
+                return whole(path, content)
+            path.with_name(f".{path.name}.tmp").write_text(content[:1000])
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        report.save_figure = die
+        run_folder.write_whole = die
 '''
 
 
@@ -253,14 +252,13 @@ run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
     )
     _, said = process.communicate(timeout=240)
     assert process.returncode == -signal.SIGKILL, said
-    assert (job.out / "results.json").exists() and not (job.out / "report.md").exists()
+    assert (job.out / "results.json").exists() and not (job.out / "report.html").exists()
     assert not finished(job)
     before = (job.out / "results.json").read_bytes()
     run_jobs([job], 1)
     assert finished(job) and not temporary(job.out)
     assert (job.out / "results.json").read_bytes() == before  # nothing was trained again
-    shown = re.findall(r"\]\((\w+\.png)\)", (job.out / "report.md").read_text())
-    assert "accuracy.png" in shown and all((job.out / name).read_bytes()[:4] == b"\x89PNG" for name in shown)
+    assert (job.out / "report.md").read_text().startswith("# ") and "</html>" in (job.out / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -268,8 +266,8 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
     job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
-    assert finished(job) and {"metrics.csv", "report.md", "accuracy.png", "files.json"} <= set(whole)
-    for name in ("metrics.csv", "report.md", "accuracy.png", "files.json", "results.json"):
+    assert finished(job) and {"metrics.csv", "report.md", "report.html", "files.json"} <= set(whole)
+    for name in ("metrics.csv", "report.md", "report.html", "files.json", "results.json"):
         damaged = bytearray(whole[name])
         damaged[len(damaged) // 2] ^= 1
         for content in (damaged, whole[name][: len(damaged) // 2], None) if name != "results.json" else [damaged]:

@@ -11,11 +11,9 @@ from lightning_fcl.evaluation import panels, plots
 from lightning_fcl.evaluation.communication import BANDWIDTHS
 from lightning_fcl.evaluation.figures import check_figures, write_figures
 from lightning_fcl.evaluation.panels import (
-    density_figure,
     density_panels,
     experience_labels,
     experience_names,
-    stream_accuracy_figure,
 )
 
 EDGES = [-1.0, -0.5, 0.0, 0.5, 1.0]
@@ -185,28 +183,6 @@ def test_what_the_results_lack_is_named(tmp_path, rows):
     del rows["A"][1]["densities"]
     with pytest.raises(ValueError, match=r"`densities` in the results of row A but got none\. Add `ActivationDensity`"):
         write_figures(tmp_path, [figure()], rows)
-
-
-def test_a_runs_own_figures(drawn):
-    run = results()
-    stream_accuracy_figure(run["record"])
-    assert list(lines(drawn[0].axes[0])) == ["server"]
-    density_figure(run["densities"], run["record"])
-    shown = drawn[1].axes[:5]
-    assert list(steps(shown[0])) == ["after sit", "after walk", "after run", "after 2"]
-    assert [panel.get_title("left") for panel in shown] == ["all test samples", "sit", "walk", "run", "2"]
-    for panel, name in zip(shown[1:], run["record"]["groups"], strict=True):
-        for values, entry in zip(steps(panel).values(), run["densities"]["experiences"], strict=True):
-            assert values.tolist() == entry["groups"][name]
-    for entry in run["record"]["rounds"]:
-        entry["correct"] = {"a": [4, 3, 2, 1], "b": [0, 1, 2, 3]}
-        entry["experience"]["b"] = entry["experience"]["a"]
-    run["record"]["tasks"]["b"] = run["record"]["tasks"]["a"]
-    stream_accuracy_figure(run["record"])
-    ours = lines(drawn[2].axes[0])["mean of the clients"].get_ydata()
-    np.testing.assert_allclose(ours, [0.2, 0.2, 0.2, 0.2])
-    run["record"]["rounds"] = []
-    assert stream_accuracy_figure(run["record"]) is None and len(drawn) == 3
 
 
 def test_names_of_experiences():

@@ -1,13 +1,22 @@
-import re
+"""A run's report and its page, and the page of several: what the record says, from one file that asks no host."""
 
-import matplotlib.image
+import json
+import re
+from html.parser import HTMLParser
+
 import numpy as np
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import vl_convert
 
-from lightning_fcl.evaluation.metrics import summarize
-from lightning_fcl.evaluation.report import compare_plot, write_report
-from lightning_fcl.evaluation.results import read_results, write_results
+from lightning_fcl.evaluation.comparison import compare_page, labelled, runs_below
+from lightning_fcl.evaluation.headline import headlines
+from lightning_fcl.evaluation.metrics import curves, matrices, summarize
+from lightning_fcl.evaluation.report import write_report
+from lightning_fcl.evaluation.report_page import run_page
+from lightning_fcl.evaluation.results import is_whole, read_results, write_results
+from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.table import Table
+from lightning_fcl.evaluation.webpage import render
 
 EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
 
@@ -73,12 +82,6 @@ def evenly(text):
     return re.sub(" +", " ", text)
 
 
-def assert_is_plot(path):
-    image = matplotlib.image.imread(path)
-    assert 900 <= image.shape[1] <= 1400
-    assert image[..., :3].std() > 0.05
-
-
 def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
     content = results(expected=EXPECTED)
     path = write_report(save(tmp_path, content))
@@ -92,57 +95,12 @@ def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
     assert f"| server | {content['metrics']['A_gen/server']:.3f} |" in text
     assert "upload: 16.500 MB, download: 22.000 MB" in text
     assert "- round 5, generalized: non-finite weights" in text
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "results.json", "report.md", "accuracy.png", "matrices.png", "stream_accuracy.png", "traffic.png",
-    }  # fmt: skip
-    for name in ("accuracy", "matrices", "stream_accuracy", "traffic"):
-        assert f"({name}.png)" in text
-        assert_is_plot(tmp_path / f"{name}.png")
+    assert {file.name for file in tmp_path.iterdir()} == {"results.json", "report.md"}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"groups": 10, "tasks": 5},
-        {"groups": 30, "tasks": 25, "rounds_per_task": 2},
-        {"groups": 2, "tasks": 2, "rounds_per_task": 1},
-    ],
-)
-def test_plots_of_other_shapes(tmp_path, shape):
-    write_report(save(tmp_path, results(row=None, **shape)))
-    for name in ("accuracy", "matrices", "stream_accuracy", "traffic"):
-        assert_is_plot(tmp_path / f"{name}.png")
-
-
-def test_report_of_one_task_without_traffic_has_only_the_accuracy_plot(tmp_path):
-    content = results(tasks=1)
-    for entry in content["record"]["rounds"]:
-        entry["upload_bytes"] = entry["download_bytes"] = {}
-    text = write_report(save(tmp_path, content)).read_text()
-    assert "accuracy.png" in text and "matrices.png" not in text and "traffic.png" not in text
-    assert "Against the paper" not in text and "Dropped" not in text
-
-
-def test_report_shows_the_densities_of_activations(tmp_path):
-    one = {"all": [0.5, 1.0, 0.5, 0.0], "groups": {key: [0.5] * 4 for key in "abcd"}, "owners": {}}
-    content = results(tasks=1)
-    entries = [{"experience": 0, **one}]
-    content["densities"] = {"edges": [-1.0, -0.5, 0.0, 0.5, 1.0], "experiences": entries}
-    text = write_report(save(tmp_path, content)).read_text()
-    assert "(densities.png)" in text and "stream_accuracy.png" not in text
-    assert_is_plot(tmp_path / "densities.png")
-    content["densities"]["experiences"] = []  # stopped before an experience had ended
-    assert "densities.png" not in write_report(save(tmp_path, content)).read_text()
-
-
-def test_report_with_a_client_that_finishes_early(tmp_path):
-    content = results(tasks=3)
-    for entry in content["record"]["rounds"][3:]:
-        entry["experience"]["generalized"] = 1
-        entry["correct"].pop("generalized")
-    content["metrics"] = summarize(content["record"])
-    write_report(save(tmp_path, content))
-    assert_is_plot(tmp_path / "accuracy.png")
+def test_report_of_one_task_compares_with_no_paper(tmp_path):
+    text = write_report(save(tmp_path, results(tasks=1))).read_text()
+    assert "## Against the paper" not in text and "A_2" not in text
 
 
 def test_report_of_a_run_without_rounds(tmp_path):
@@ -169,29 +127,243 @@ def test_broken_results_are_named(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_failing_plot_leaves_the_old_one(tmp_path, monkeypatch):
-    write_report(save(tmp_path, results()))
+class Reader(HTMLParser):
+    """Every tag with its attributes, the charts, and the text that is seen."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.charts, self.seen, self.style = [], [], [], ""
+        self._in = [""]
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._in.append(f"{tag} {dict(attrs).get('type', '')}".strip())
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style"):
+            self._in.pop()
+
+    def handle_data(self, text):
+        if self._in[-1] == "script application/json":
+            self.charts.append(json.loads(text))
+        elif self._in[-1] == "style":
+            self.style += text
+        elif not self._in[-1]:
+            self.seen.append(text.strip())
+
+
+def assert_asks_no_host(page):
+    reader = Reader(page)
+    for tag, attrs in reader.tags:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form", "audio", "video", "source")
+        assert not {"src", "href", "srcset", "data", "action", "style", "onload", "onclick"} & {*attrs}, (tag, attrs)
+    assert not re.search(r"url\(|@import", reader.style)
+    policy = next(attrs["content"] for tag, attrs in reader.tags if attrs.get("http-equiv"))
+    assert policy.startswith("default-src 'none';") and "http" not in policy
+    for chart in reader.charts:
+        assert '"url"' not in json.dumps(chart) and '"href"' not in json.dumps(chart)
+    return reader
+
+
+def rows_of(chart):
+    return [row for data in chart["datasets"].values() for row in data]
+
+
+def find(node, name):
+    if isinstance(node, dict):
+        yield from (node[name],) if name in node else ()
+        for child in node.values():
+            yield from find(child, name)
+    elif isinstance(node, list):
+        for child in node:
+            yield from find(child, name)
+
+
+def full(**shape):
+    one = {"all": [0.5, 1.0, 0.5, 0.0], "groups": {key: [0.5] * 4 for key in "abcd"}, "owners": {}}
+    content = results(expected=EXPECTED, **shape)
+    content["densities"] = {"edges": [-1.0, -0.5, 0.0, 0.5, 1.0], "experiences": [{"experience": 0, **one}]}
+    return content | {"parts": {"model": "MLP in Classifier", "data": "digits", "methods": "Replay"}}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"groups": 10, "tasks": 5},
+        {"groups": 30, "tasks": 25, "rounds_per_task": 2},
+        {"groups": 2, "tasks": 2, "rounds_per_task": 1},
+        {"groups": 1, "tasks": 1, "rounds_per_task": 1},
+    ],
+)
+def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
+    folder = save(tmp_path, full(**shape))
+    (folder / "config.yaml").write_text("model: <script>alert(1)</script>\n")
+    page = write_files(folder).read_text()
+    assert len(page) < 2_000_000
+    reader = assert_asks_no_host(page)
+    assert reader.charts
+    for chart in reader.charts:
+        vl_convert.vegalite_to_vega(json.dumps(chart))
+        assert rows_of(chart)
+    assert "model: <script>alert(1)</script>" in reader.seen and "<script>alert" not in page
+    assert "MLP in Classifier" in " ".join(reader.seen) and "copy" in reader.seen
+    assert is_whole(folder)
+
+
+def test_the_charts_show_what_the_record_says():
+    content = results(groups=10, tasks=5)
+    sections = run_page(content).sections
+    drawn = {chart.caption.split(".")[0]: chart.spec for section in sections for chart in section.charts}
+    every = curves(content["record"])
+    server = next(chart for name, chart in drawn.items() if name.startswith("The server"))
+    ours = {(row["line"], row["round"]): row["value"] for row in rows_of(server) if "line" in row}
+    for round, whole, learnt in zip(
+        every["server"].rounds, every["server"].overall, every["server"].learnt, strict=True
+    ):
+        assert ours["server, whole test set", round + 1] == pytest.approx(whole, abs=1e-4)
+        assert ours["server, what was learnt so far", round + 1] == pytest.approx(learnt, abs=1e-4)
+    groups = {
+        (row["model"], row["round"], row["group"]): row["value"] for row in rows_of(drawn["Accuracy on each group"])
+    }
+    assert groups["client1", 3, "group|7"] == pytest.approx(every["client1"].accuracy[2, 7], abs=1e-4)
+    cells = next(chart for name, chart in drawn.items() if name.startswith("Each cell"))
+    found = {(row["model"], row["after"], row["on"]): row["value"] for row in rows_of(cells)}
+    np.testing.assert_allclose(
+        [[found["client1", t, d] for d in range(1, 6)] for t in range(1, 6)],
+        matrices(content["record"])["client1"],
+        atol=1e-4,
+    )
+    ends = {row["client"]: row["value"] for row in rows_of(drawn["Each client at the end"])}
+    expected = {model: every[model].learnt[-1] for model in ("client1", "generalized")}
+    assert ends == pytest.approx(expected, abs=1e-4)
+
+
+def test_at_most_five_numbers_stand_on_top_each_under_one_name():
+    names = [one.name for one in headlines(results(tasks=3))]
+    assert names == ["final accuracy", "average accuracy", "forgetting", "worst-off client", "traffic"]
+    content = results(tasks=1)
+    for entry in content["record"]["rounds"]:
+        entry["upload_bytes"] = entry["download_bytes"] = {}
+    content["metrics"] = summarize(content["record"])
+    assert [one.name for one in headlines(content)] == ["final accuracy", "worst-off client"]
+
+
+def test_a_thousand_clients_are_counted_and_the_worst_named():
+    content = results(tasks=1, groups=3)
+    rng = np.random.default_rng(0)
+    for entry in content["record"]["rounds"]:
+        for client in range(1000):
+            entry["correct"][str(client)] = rng.integers(101, size=3).tolist()
+            entry["experience"][str(client)] = 0
+    content["record"]["tasks"] |= {str(client): [[0, 1, 2]] for client in range(1000)}
+    page = render(run_page(content))
+    assert len(page) < 2_000_000
+    text = " ".join(Reader(page).seen)
+    assert "1002 of 1002 clients were tested" in text
+    every = {model: curve.learnt[-1] for model, curve in curves(content["record"]).items() if model != "server"}
+    worst = min(every, key=every.get)
+    assert f"client {worst} {every[worst]:.3f}" in re.sub(r"\s+", " ", text)
+
+
+def test_another_quantity_than_accuracy_is_drawn_as_it_is():
+    rounds = [
+        {
+            "round": r,
+            "experience": {"server": 0, "a": 0, "b": 0},
+            "values": {m: {"MSE": {"0": 40.0 - r}} for m in ("server", "a")} | {"b": {"MSE": {"0": None}}},
+        }
+        for r in range(3)
+    ]
+    record = {"groups": ["all"], "totals": [5], "tasks": {m: [[0]] for m in ("server", "a", "b")}, "rounds": rounds}
+    record["measures"] = [{"name": "MSE", "higher_is_better": False}]
+    page = run_page(results() | {"record": record, "metrics": summarize(record)})
+    assert [tile.name for tile in page.tiles] == ["final MSE"] and page.tiles[0].value == "38.000"
+    for section in page.sections:
+        for chart in section.charts:
+            vl_convert.vegalite_to_vega(json.dumps(chart.spec))
+            assert "[0, 1]" not in json.dumps(list(find(chart.spec, "domain")))
+
+
+def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
+    content = results() | {"finished": False}
+    content["record"]["rounds"] = []
+    content["metrics"] = summarize(content["record"])
+    page = write_files(save(tmp_path, content)).read_text()
+    assert "stopped before its end" in page and not Reader(page).charts and "0 rounds" in page
+    assert len(page) < 50_000  # no chart, no script to draw it
+    assert not is_whole(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_files(save(tmp_path, results()))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def half(self, path):
-        path.write_bytes(b"half a picture")
+    def full_disk(page):
         raise OSError("disk full")
 
-    monkeypatch.setattr(FigureCanvasAgg, "print_png", half)
-    save(tmp_path, results())
+    monkeypatch.setattr("lightning_fcl.evaluation.run_folder.render", full_disk)
     with pytest.raises(OSError, match="disk full"):
-        write_report(tmp_path)
+        write_files(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_compare_plot(tmp_path):
-    runs = {"fine-tuning": results(seed=0), "replay": results(seed=1), "short": results(tasks=1)}
-    path = compare_plot(tmp_path / "new", runs)
-    assert path == tmp_path / "new" / "compare.png"
-    assert_is_plot(path)
-    with pytest.raises(ValueError, match="at least one run"):
-        compare_plot(tmp_path, {})
-    for entry in runs["replay"]["record"]["rounds"]:
-        del entry["correct"]["server"]
-    with pytest.raises(ValueError, match="record of the server in `results_by_label` but replay has none"):
-        compare_plot(tmp_path, runs)
+def test_runs_side_by_side(tmp_path):
+    for label, seeds in {"one": 3, "two": 2}.items():
+        for seed in range(seeds):
+            folder = tmp_path / label / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            write_results(folder, results(row=f"Row {label} <b>", seed=seed))
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_results(alone, results(row=None))
+    groups = labelled(runs_below([tmp_path]))
+    assert {label: len(runs) for label, runs in groups.items()} == {str(alone): 1, "Row one <b>": 3, "Row two <b>": 2}
+    page = render(compare_page(groups))
+    reader = assert_asks_no_host(page)
+    assert len(reader.charts) == 3 and "Row one <b>" in reader.seen
+    finals = [run["metrics"]["final_accuracy/server"] for run in groups["Row one <b>"]]
+    assert f"{np.mean(finals):.3f} ± {np.std(finals, ddof=1):.3f}" in reader.seen
+    for chart in reader.charts:
+        vl_convert.vegalite_to_vega(json.dumps(chart))
+    curve = [row for row in rows_of(reader.charts[0]) if row["row"] == "Row one <b>" and row["round"] == 6]
+    whole = next(row for row in curve if row["view"].startswith("server"))
+    assert whole["value"] == pytest.approx(np.mean(finals), abs=1e-4) and whole["seeds"] == 3
+    with pytest.raises(ValueError, match="at least one run but got none"):
+        compare_page({})
+    with pytest.raises(FileNotFoundError, match="but found no results"):
+        runs_below([tmp_path / "nothing"])
+
+
+def test_many_rows_have_one_in_front():
+    groups = {f"row {number}": [results(seed=number)] for number in range(12)}
+    chart = compare_page(groups).sections[1].charts[0].spec
+    assert "in front " in list(find(chart, "name"))
+    vl_convert.vegalite_to_vega(json.dumps(chart))
+
+
+def test_a_paper_stands_beside_its_table():
+    runs = [results(seed=seed, expected={"A_gen/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
+    page = compare_page({"FLwF-2T/FT": runs}, Table.of(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
+    assert page.warnings == ["Ours are at the scale `small`; the paper's numbers are of its own scale."]
+    assert [tile.value for tile in page.tiles] == ["1 of 2", "0", "1"]
+    grid = page.sections[1].grids[0]
+    assert [cell.kind for cell in grid.lines[0]] == ["", "near", "outside"]
+    assert 'class="outside"' in render(page)
+
+
+def test_the_script_is_kept_and_a_damaged_one_made_anew(tmp_path, monkeypatch):
+    from lightning_fcl.evaluation import webpage
+
+    made = []
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda: made.append(1) or "draw('</script>')")
+    library = webpage._library.__wrapped__
+    assert library() == library() == "draw('<\\/script>')" and len(made) == 1
+    (kept,) = (tmp_path / "scripts").iterdir()
+    kept.write_text("steal()")
+    assert library() == "draw('<\\/script>')" and len(made) == 2
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", "/proc/nothing")
+    assert library() == "draw('<\\/script>')"

@@ -26,6 +26,11 @@ def small_zoo(tmp_path, monkeypatch):
     return folder
 
 
+def empty_pages(folder, results):
+    """Empty files in place of a run's report and page, which take longer than its rounds."""
+    return write_whole(folder / "report.md", ""), write_whole(folder / "report.html", "")
+
+
 @pytest.fixture(scope="session")
 def fit_small():
     """Fits recipes of the package with changes over them, below a folder; the run's folder."""
@@ -37,9 +42,7 @@ def fit_small():
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
         with pytest.MonkeyPatch.context() as patch:  # reports are tested elsewhere, and take longer than the runs do
-            patch.setattr(
-                "lightning_fcl.evaluation.report.write_report", lambda run: write_whole(run / "report.md", "")
-            )
+            patch.setattr("lightning_fcl.evaluation.run_folder.write_pages", empty_pages)
             main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
         return folder / "out"
 

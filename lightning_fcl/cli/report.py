@@ -1,0 +1,35 @@
+"""`lightning-fcl report`: the page of a run written anew, or several runs side by side."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_fcl.evaluation.comparison import compare_page, labelled, runs_below
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.table import read_table
+from lightning_fcl.evaluation.webpage import render
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Write one HTML file of a run, of several, or of what `reproduce` has run; print where it is.
+
+    Raises:
+        FileNotFoundError: If a folder holds no run.
+        ValueError: If the results of a run are not understood.
+    """
+    parser.description = "Write report.html of a run; of several, one page with all of them side by side."
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)")
+    options = parser.parse_args(words[1:])
+    runs = runs_below(options.runs)
+    alone = options.runs[0] if len(options.runs) == 1 else None
+    if runs == [alone] and options.out is None:
+        print(f"Written: {write_files(runs[0])}")
+        return
+    table = read_table(alone / "table.json") if alone and (alone / "table.json").is_file() else None
+    out: Path = options.out or (alone or Path("runs")) / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    print(f"Written: {write_whole(out, render(compare_page(labelled(runs), table)))}")

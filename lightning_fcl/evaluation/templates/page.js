@@ -1,0 +1,46 @@
+"use strict";
+(function () {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const charts = [...document.querySelectorAll(".chart")].map((place) => ({
+    place, spec: JSON.parse(place.nextElementSibling.textContent), width: 0 }));
+
+  function look(width) {
+    const style = getComputedStyle(document.documentElement);
+    const of = (name) => style.getPropertyValue(name).trim();
+    const narrow = width < 600;
+    const axis = { labelColor: of("--ink"), titleColor: of("--soft"), gridColor: of("--line"), domainColor: of("--soft"),
+      tickColor: of("--soft"), titleFontWeight: "normal", labelFontSize: 12, titleFontSize: 12, labelLimit: narrow ? 110 : 220 };
+    return { background: "transparent", font: "system-ui, sans-serif", axis, view: { stroke: null },
+      line: { strokeWidth: 2 }, axisQuantitative: { tickCount: narrow ? 5 : 8 },
+      legend: { labelColor: of("--ink"), titleColor: of("--soft"), orient: "bottom", labelFontSize: 12, titleFontSize: 12, columns: narrow ? 2 : 5,
+        labelLimit: narrow ? 140 : 260, symbolLimit: 60, symbolOpacity: 1, gradientLength: Math.min(240, width - 60) } };
+  }
+
+  function draw(chart) {
+    const width = chart.place.clientWidth;
+    if (!width || (width === chart.width && dark.matches === chart.dark)) return;
+    chart.width = width;
+    chart.dark = dark.matches;
+    vegaEmbed(chart.place, chart.spec, { actions: false, renderer: "svg", config: look(width) });
+  }
+
+  const all = () => charts.forEach(draw);
+  dark.addEventListener("change", all);
+  addEventListener("resize", all);
+  document.querySelectorAll("details").forEach((fold) => fold.addEventListener("toggle", all));
+  all();
+
+  document.querySelectorAll(".code").forEach((code) => {
+    const button = code.querySelector("button");
+    button.addEventListener("click", async () => {
+      const text = code.querySelector("pre");
+      try {
+        await navigator.clipboard.writeText(text.textContent);
+        button.textContent = "copied";
+      } catch {
+        getSelection().selectAllChildren(text);
+        button.textContent = "selected: copy with Ctrl-C";
+      }
+    });
+  });
+})();

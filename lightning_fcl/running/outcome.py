@@ -1,0 +1,67 @@
+"""What a fit has come to, as its ``results.json`` tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import lightning.pytorch as L
+
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.methods.method import Method
+from lightning_fcl.running.machine import machine
+
+
+def outcome(
+    trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], seconds: float, command: str
+) -> dict[str, Any]:
+    """The results of a fit, plain values.
+
+    Args:
+        trainer: What has trained, with a `ContinualMetrics` among its callbacks.
+        stream: What it has trained on.
+        config: What the recipe said.
+        seconds: How long it took.
+        command: What does the same again.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
+    recipe = config["recipe"]
+    results = {
+        "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
+        "parts": _parts(trainer, stream, config["data"]["data"]),
+        "seed": config["seed_everything"],
+        "measured_on": metrics.on,
+        "metrics": summarize(metrics.record),
+        "record": metrics.record,
+        "expected": dict(recipe["expected"]),
+        # What an editable installation says of itself is as old as the installation.
+        "versions": {"lightning-fcl": __version__}
+        | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
+        "machine": machine(),
+        "seconds": round(seconds, 1),
+        "command": command,
+        "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
+    }
+    for callback in callbacks:
+        if isinstance(callback, ActivationDensity):
+            results["densities"] = callback.record
+    return results
+
+
+def _parts(trainer: L.Trainer, stream: FederatedStream, data: object) -> dict[str, str]:
+    """The model, the data and the methods, by name."""
+    module = trainer.lightning_module
+    inner = [type(child).__name__ for child in module.children()][:1]
+    methods = [type(one).__name__ for one in trainer.callbacks if isinstance(one, Method)]  # type: ignore[attr-defined]
+    named = data if isinstance(data, str) else type(data).__name__
+    shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
+    return {
+        "model": " in ".join([*inner, type(module).__name__]),
+        "data": ", ".join([named, *shared]),
+        "methods": ", ".join(methods) or "none: averaging alone",
+    }

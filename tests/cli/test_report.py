@@ -1,0 +1,47 @@
+"""`lightning-fcl report`: pages of runs that are there."""
+
+import pytest
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.evaluation.results import is_whole
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request):
+    """Two small runs, in folders beside each other."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, words in {"one": ["--trainer.max_epochs", "1"], "two": ["--seed_everything", "1"]}.items():
+        small = ["--trainer.max_epochs", "1", "--data.partition.clients", "3", "--trainer.enable_progress_bar", "false"]
+        main(["fit", "quickstart", *small, *words, "--out", str(folder / name)])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _pages(reports):
+    """They are what is tested."""
+
+
+def test_a_page_is_written_anew(runs, capsys):
+    page = runs / "one" / "report.html"
+    page.write_text("damaged")
+    assert not is_whole(runs / "one")
+    main(["report", str(runs / "one")])
+    assert capsys.readouterr().out == f"Written: {page}\n"
+    assert "FLwF-2T + replay" in page.read_text() and is_whole(runs / "one")
+
+
+def test_two_runs_are_compared_under_the_names_of_their_folders(runs, tmp_path, capsys):
+    main(["report", str(runs / "one"), str(runs / "two"), "--out", str(tmp_path / "new" / "both.html")])
+    page = (tmp_path / "new" / "both.html").read_text()
+    assert capsys.readouterr().out == f"Written: {tmp_path}/new/both.html\n"
+    assert f"{runs}/one</th>" in page and f"{runs}/two</th>" in page and "Who is worst off" in page
+    main(["report", str(runs)])
+    assert (runs / "report.html").read_text() == page
+
+
+def test_what_holds_no_run_is_named(error_of, tmp_path, runs):
+    assert f"Expected {tmp_path} to be the folder of a run, or of several, but found no results.json" in error_of(
+        ["report", str(tmp_path)]
+    )
+    (tmp_path / "results.json").write_text("{}")
+    assert "to be of format 1 but it is of none" in error_of(["report", str(runs), str(tmp_path)])
