@@ -11,6 +11,8 @@ import yaml
 from lightning_fcl.cli.jobs import Job, run_jobs
 from lightning_fcl.evaluation.comparison import compare_page, labelled
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.headline import headlines
+from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import recipes_folder
 
@@ -35,8 +37,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     run_jobs(jobs, workers=1)
     results = labelled([job.out for job in jobs])
     page = write_whole(out / "report.html", render(compare_page(results)))
-    columns = ("final_accuracy", "average_accuracy", "forgetting")
-    print(f"\n{'server model':20}" + "".join(f"{name.replace('_', ' '):>18}" for name in columns))
-    for label, (result,) in results.items():
-        print(f"{label:20}" + "".join(f"{result['metrics'][f'{name}/server']:18.3f}" for name in columns))
+    numbers = {label: {one.name: one.text for one in headlines(result)} for label, (result,) in results.items()}
+    columns = list(dict.fromkeys(name for of in numbers.values() for name in of))
+    print("\n" + markdown_table(["", *columns], [[label, *of.values()] for label, of in numbers.items()]))
     print(f"\nBoth side by side: {page}; each alone: {jobs[0].out}/report.html and {jobs[1].out}/report.html")

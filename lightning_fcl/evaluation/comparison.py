@@ -35,8 +35,9 @@ def compare_page(groups: Groups, table: Table | None = None) -> Page:
         raise ValueError("Expected at least one run but got none. Name the folders of runs.")
     runs = sum(map(len, groups.values()))
     sections = [_at_a_glance(groups), *_against(table), *_drawn(groups), _what_ran(groups)]
+    title = " against ".join(groups) if len(groups) < 3 else "Runs side by side"
     return Page(
-        title=f"{table.paper}: our runs and the paper's numbers" if table else "Runs side by side",
+        title=f"{table.paper}: our runs and the paper's numbers" if table else title,
         subtitle=f"{len(groups)} rows, {runs} runs" + (f", at the scale {table.scale}" if table else ""),
         warnings=_warnings(groups, table),
         tiles=_verdict_tiles(table),
@@ -83,9 +84,12 @@ def _at_a_glance(groups: Groups) -> Section:
     found = {label: [{one.name: one for one in headlines(run)} for run in runs] for label, runs in groups.items()}
     names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
     lines = [[Cell(label), *(Cell(_mean(runs, name)) for name in names)] for label, runs in found.items()]
-    several = any(len(runs) > 1 for runs in groups.values())
-    text = "Mean ± standard deviation over the seeds." if several else ""
+    text = "Mean ± standard deviation over the seeds." if _has_seeds(groups) else ""
     return Section("At a glance", text, grids=[Grid(["", *names], lines)])
+
+
+def _has_seeds(groups: Groups) -> bool:
+    return any(len(runs) > 1 for runs in groups.values())
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -136,8 +140,9 @@ def _against(table: Table | None) -> list[Section]:
 
 def _drawn(groups: Groups) -> list[Section]:
     ticks = "A tick for each client and seed, at the end, on all that it has learnt; a diamond for their mean."
+    curve = "Mean over the seeds, with one standard deviation." if _has_seeds(groups) else "A line for each run."
     parts = (
-        ("Round by round", "Mean over the seeds, with one standard deviation.", charts.rounds(groups)),
+        ("Round by round", curve, charts.rounds(groups)),
         ("Who is worst off", ticks, charts.clients(groups)),
         ("Learnt and forgotten", "Right and low is best.", charts.kept(groups)),
     )

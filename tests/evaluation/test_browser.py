@@ -1,0 +1,81 @@
+"""The pages in a real browser: Chromium, which `.ci/run` installs. Where there is none, a skip, but not in CI."""
+
+import os
+import shutil
+
+import pytest
+
+from lightning_fcl.cli.main import main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The page of a run, and that of two."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("one", "two"):
+        small = ["--trainer.max_epochs", "6", "--data.partition.clients", "4", "--trainer.enable_progress_bar", "false"]
+        main(["fit", "quickstart", *small, "--trainer.strategy.local_epochs", "1", "--out", str(folder / name)])
+    main(["report", str(folder)])
+    return {"run": folder / "one" / "report.html", "runs": folder / "report.html"}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None and not os.environ.get("CI"):
+        pytest.skip("no Chromium")
+    assert found, "Expected Chromium but found none. Run `apt-get install chromium`."
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", ["run", "runs"])
+def test_a_page_is_drawn_without_an_error_or_a_request(browser, pages, name, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(pages[name].as_uri())
+    charts = page.locator(".chart")
+    page.wait_for_function(
+        "document.querySelectorAll('.chart svg').length == document.querySelectorAll('.chart').length"
+    )
+    assert charts.count() >= 2
+    for chart in range(charts.count()):
+        box = charts.nth(chart).locator("svg").first.bounding_box()
+        assert 0 < box["width"] <= width and box["height"] > 50
+        assert charts.nth(chart).locator("svg path").count() > 2  # something is drawn
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    assert said == [] and asked == [pages[name].as_uri()]
+    page.close()
+
+
+def test_values_show_under_the_pointer_another_model_can_be_chosen_and_the_recipe_copied(browser, pages):
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(pages["run"].as_uri())
+    point = page.locator(".chart").first.locator("svg [aria-roledescription='point']").first
+    point.hover()
+    page.locator("#vg-tooltip-element.visible").wait_for()
+    assert "accuracy" in page.locator("#vg-tooltip-element").inner_text()
+    second = page.locator(".chart").nth(1)
+    before = second.locator("svg").inner_html()
+    second.locator("select").select_option(index=1)
+    page.wait_for_function(
+        "([chart, before]) => chart.querySelector('svg').innerHTML != before", arg=[second.element_handle(), before]
+    )
+    page.locator("summary", has_text="The recipe").click()
+    page.locator("details[open] button").last.click()
+    assert page.evaluate("navigator.clipboard.readText()") == (pages["run"].parent / "config.yaml").read_text()
+    context.close()
