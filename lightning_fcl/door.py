@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import LazyLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +60,9 @@ MOVED = {
     "traffic": "evaluation.communication",
     "tune": "cli.tune",
 }
+
+# What Avalanche imports, for seconds, and uses in what is not used here: its loggers, its GEM, its downloads.
+WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
 
 
 class MovedModules(MetaPathFinder):
@@ -159,6 +165,55 @@ def summaries(package: str, kind: str = "") -> dict[str, str]:
         for name in sorted(public)
         if name in nodes and not name.startswith("_") and (not kind or derives(name))
     }
+
+
+@contextmanager
+def many_imports() -> Iterator[None]:
+    """Import many modules without looking for garbage among what stays: that takes a second of seven for Lightning."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+class _PutOff(MetaPathFinder):
+    """Finds packages as ever, but has them run when something of them is asked for."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The package, if it is one of those."""
+        spec = PathFinder.find_spec(name, path, target) if name in self.names else None
+        if spec and spec.loader:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+@contextmanager
+def put_off(*names: str) -> Iterator[None]:
+    """Packages that are imported meanwhile run when they are used first, then or later.
+
+    Args:
+        names: Names of the packages. Those that are imported already stay as they are.
+
+    Example:
+        >>> with put_off("this"):  # which prints a poem
+        ...     import this
+        >>> "this" in sys.modules
+        True
+    """
+    finder = _PutOff(names)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def register_strategy() -> None:

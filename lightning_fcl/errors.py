@@ -11,6 +11,8 @@ from numbers import Integral
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+from lightning_fcl.door import WITH_AVALANCHE, put_off
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -82,7 +84,8 @@ def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
 "lightning-fcl[device]"`.
     """
     try:
-        return importlib.import_module(module)
+        with put_off(*WITH_AVALANCHE):
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         wanted = f'"lightning-fcl[{extra}]"' if extra else _DISTRIBUTIONS.get(missing, missing)

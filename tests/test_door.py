@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 import lightning_fcl
 from lightning_fcl import callbacks, methods, models
-from lightning_fcl.door import MOVED
+from lightning_fcl.door import MOVED, many_imports, put_off
 
 HEAVY = "{'torch', 'lightning', 'numpy', 'avalanche', 'timm', 'torchvision', 'scipy', 'yaml'}"
 
@@ -117,3 +118,55 @@ def test_short_class_names_are_found_in_recipes():
         "HARCNN",
         "FLwF2T",
     ]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The name of a package that tells when it runs, and a module that imports it."""
+    (tmp_path / "told").mkdir()
+    (tmp_path / "told" / "__init__.py").write_text("print('it runs')\nanswer = 42\n")
+    (tmp_path / "told" / "part.py").write_text("answer = 43\n")
+    (tmp_path / "teller.py").write_text("import told\ndef ask(): return told.answer\n")
+    (tmp_path / "taker.py").write_text("from told import answer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "told"
+    for name in ("told", "told.part", "teller", "taker"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_that_is_put_off_runs_once_when_it_is_used(package, capsys):
+    with put_off(package):
+        teller = importlib.import_module("teller")
+    assert capsys.readouterr().out == ""
+    assert teller.ask() == teller.ask() == 42
+    assert capsys.readouterr().out == "it runs\n"
+    assert importlib.import_module("told.part").answer == 43
+
+
+def test_what_takes_a_name_of_a_package_that_is_put_off_runs_it(package, capsys):
+    with put_off(package):
+        assert importlib.import_module("taker").answer == 42
+    assert capsys.readouterr().out == "it runs\n"
+
+
+def test_only_packages_of_the_names_are_put_off_and_only_meanwhile(package, capsys):
+    finders = list(sys.meta_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"), put_off("no_such_package", "another"):
+        importlib.import_module("no_such_package")
+    assert sys.meta_path == finders
+    with put_off("another"):
+        importlib.import_module("teller")
+    assert capsys.readouterr().out == "it runs\n"
+
+
+def test_garbage_is_looked_for_again_after_many_imports():
+    with many_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with many_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

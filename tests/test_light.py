@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,33 @@ def test_other_packages_are_imported_where_they_are_used_and_named_where_they_ar
 def test_what_is_missing_is_named(printed):
     for name, install in {"timm": "timm", "sklearn": "scikit-learn", "avalanche": "avalanche-lib"}.items():
         assert re.search(f"Expected `{name}`, which .*, but it is not installed. Run `pip install {install}`", printed)
+
+
+FITS = """
+import contextlib, io, json, sys
+sys.modules |= dict.fromkeys(["quadprog", "cvxopt", "ecos", "qpalm"])  # of a licence that not everyone can take
+from lightning_fcl.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    main(["fit", "quickstart", "--trainer.max_epochs=1", "--out=run"])
+print(json.dumps([said.getvalue(), sorted(name for name, module in sys.modules.items() if module is not None)]))
+"""
+
+# What no part of a fit of digits uses. `wandb` and the like stand in `sys.modules`, not run: their parts do not.
+LEFT_OUT = {
+    *("wandb.sdk", "qpsolvers.solvers", "gdown.download", "GPUtil.GPUtil", "jax", "jaxopt", "bs4", "requests"),
+    *("sklearn", "pandas", "pooch", "timm", "optuna", "mlflow", "torchao", "onnx"),
+}
+
+
+def test_a_first_fit_of_digits_imports_what_it_uses(tmp_path):
+    """Avalanche among it, which draws the experiences and keeps the replayed samples; nothing under the GPL."""
+    words = [sys.executable, "-c", FITS]
+    environment = os.environ | {"PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1])}
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    said, loaded = json.loads(ended.stdout)
+    assert "final_accuracy server" in said
+    assert {"avalanche.benchmarks", "avalanche.training.storage_policy"} <= set(loaded)
+    assert sorted(LEFT_OUT & set(loaded)) == []
+    parts = {"wandb.sdk", "qpsolvers.solvers", "gdown.download", "GPUtil.GPUtil"}
+    assert parts == {name for name in parts if find_spec(name)}, "these have moved: name what they are now"

@@ -9,7 +9,7 @@ from importlib import import_module
 from itertools import chain, count, takewhile
 from pathlib import Path
 
-from lightning_fcl.door import summaries
+from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.hub.documents import read_yaml
 
@@ -52,7 +52,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         if Path(recipe).exists():
             read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
     words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
-    from lightning_fcl.running.fit import run
+    with many_imports():
+        from lightning_fcl.running.fit import run
     from lightning_fcl.running.named import recipe_words
 
     if len(positional) == 1 and Path(positional[0]).is_dir() and not options.ckpt_path:

@@ -19,6 +19,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from lightning_fcl import __version__
+from lightning_fcl.door import many_imports
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import is_whole, read_results
 from lightning_fcl.evaluation.run_folder import write_files
@@ -174,7 +175,9 @@ def finished(job: Job) -> bool:
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
     from lightning_fcl.hub.checkpoint import newest_checkpoint
-    from lightning_fcl.running.fit import run
+
+    with many_imports():
+        from lightning_fcl.running.fit import run
 
     if not job.wrote(job.out):
         start_over(job.out)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_fcl.data.arguments import named, refuse_renamed
+from lightning_fcl.data.batches import Take
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.datasets import Arrays
@@ -248,9 +249,10 @@ class FederatedStream(L.LightningDataModule):
 
     # What the strategy asks for.
 
-    def take(self, indices: IntArray) -> Any:
-        """The samples at ``indices`` and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
-        return self.samples.take(indices)
+    @property
+    def take(self) -> Take:
+        """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
+        return self.samples.take  # without the stream: a process that is spawned to read gets no Trainer
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
         """Replace every sample by what a function makes of it, computed once, in batches, without gradient.

@@ -18,13 +18,13 @@ import yaml
 from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.door import import_names
+from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.evaluation.run_folder import write_files
@@ -83,6 +83,11 @@ class FederatedCLI(LightningCLI):
         """Add what recipes say beside model, data and trainer."""
         parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
         parser.add_class_arguments(Recipe, "recipe")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse; the parser imports what annotations name, Avalanche for example."""
+        with put_off(*WITH_AVALANCHE):
+            super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: a checkpoint's hyperparameters are data, where Lightning would build what they name."""
@@ -318,7 +323,6 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: If a recipe or an argument is not understood.
     """
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))

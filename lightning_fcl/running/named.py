@@ -37,11 +37,13 @@ class Named:
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 
-def named_recipes(scale: str = "paper") -> dict[str, Named]:
-    """All recipes of the package at a scale, by name."""
+def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Named]:
+    """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
     quickstart = Named("quickstart", "quickstart", (recipes_folder() / "quickstart.yaml",))
     found = {"quickstart": quickstart} if scale == "paper" else {}
     for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
+        if paper not in ("", folder.name):
+            continue
         for title, row in paper_rows(folder, None, scale).items():
             name = f"{folder.name}/{row_slug(title, row)}"
             with suppress(ValueError):  # the paper has no such scale
@@ -69,8 +71,9 @@ def find_recipe(name: str) -> Named:
         read_yaml(Path(name))  # refuses what is none
         return Named(name, Path(name).stem, (Path(name),))
     plain, _, scale = name.partition("@")
-    known = named_recipes(scale or "paper")
+    known = named_recipes(scale or "paper", plain.partition("/")[0])
     if plain not in known:
+        known = named_recipes(scale or "paper")
         raise ValueError(
             f"Expected the name of a recipe, or of a YAML file, but got {name}.{did_you_mean(plain, known)} "
             "`lightning-fcl ls recipes` lists them."

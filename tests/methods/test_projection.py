@@ -1,6 +1,7 @@
 """Projections against brute force, scipy and closed forms."""
 
 import re
+import sys
 import warnings
 from itertools import combinations
 
@@ -209,6 +210,18 @@ def test_what_is_not_finite_is_named(value):
                 function(*poisoned(rows))
     with pytest.raises(ValueError, match="in row 0 of the others"):
         agem(torch.ones(2), torch.tensor([1.0, value]))
+
+
+@pytest.mark.parametrize(("k", "p"), [(2, 50), (5, 50), (20, 30), (10, 6), (50, 200)])
+def test_without_quadprog_the_projection_is_the_same(monkeypatch, k, p):
+    for seed in range(20):
+        gradient, constraints = problem(seed, k=k, p=p)
+        monkeypatch.setattr("lightning_fcl.methods.projection._FIRST", 0)
+        ours = project(gradient, constraints)
+        monkeypatch.setattr("lightning_fcl.methods.projection._FIRST", 1)
+        monkeypatch.setitem(sys.modules, "quadprog", None)
+        assert_close(project(gradient, constraints), ours, gradient, 1e-8)
+        monkeypatch.undo()
 
 
 def test_without_quadprog_s_solution_another_is_found(monkeypatch):

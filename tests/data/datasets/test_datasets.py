@@ -263,7 +263,7 @@ def test_importing_the_loaders_needs_neither_torch_nor_sklearn_nor_pandas_nor_pi
 
 @pytest.mark.parametrize(
     ("package", "module", "name"),
-    [("sklearn", "sklearn.datasets", "digits"), ("PIL", "PIL.Image", "orl"), ("pandas", "pandas", "hhar")],
+    [("sklearn", "sklearn", "digits"), ("PIL", "PIL.Image", "orl"), ("pandas", "pandas", "hhar")],
 )
 def test_what_reads_a_data_set_is_named_where_it_is_missing(tmp_path, monkeypatch, package, module, name):
     for path in ("orl/s1/1.pgm", "hhar/Phones_accelerometer.csv"):
