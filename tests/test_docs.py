@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTA
 NAME = re.compile(r"# ([\w-]+\.yaml)")
 
 
-# Pages without code of their own: lists, what they include, and a table that a command writes. Notebooks run in `make docs`.
+# Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`.
 CODELESS = {"index", "reliability", "changelog", "security"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Others' commands want data, a hub, or minutes.
