@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types recipes tables zoo benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,9 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/mypy
 
+docs: .venv/ready ## the documentation in site/html, its notebooks run anew; each warning is an error
+	$(BIN)/sphinx-build -M html docs site --fail-on-warning --keep-going --fresh-env
+
 SMOKE = $(BIN)/lightning-fcl reproduce $(1) --scale smoke --out runs/smoke/$(1)
 
 recipes: .venv/ready ## the smallest run of every recipe (those whose data is there), anew
@@ -73,4 +76,4 @@ benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else shou
 	$(BIN)/python benchmarks/level_with_avalanche.py --out runs/benchmarks
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site

@@ -9,7 +9,8 @@ import pytest
 
 import lightning_fcl
 
-DOCS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+FOLDER = Path(__file__).parents[1] / "docs"
+DOCS = sorted(FOLDER.rglob("*.md"))
 README = Path(__file__).parents[1] / "README.md"
 CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -17,14 +18,17 @@ BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTA
 NAME = re.compile(r"# ([\w-]+\.yaml)")
 
 
-# The campaign's page is a table, which a command writes. Others' commands want data, a hub, or minutes.
-PAGES = [path for path in DOCS if path.stem not in ("recipes", "reliability")]
-RECIPES = DOCS[0].with_name("recipes.md")
-COMMANDS = [README, RECIPES]
+# Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`.
+CODELESS = {"index", "reliability", "changelog", "security"}
+PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
+# Others' commands want data, a hub, or minutes.
+COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "resume.md", "tune.md"))]
 
 
 @pytest.mark.parametrize(
-    "path", [README, *PAGES, pytest.param(RECIPES, marks=pytest.mark.slow)], ids=lambda path: path.stem
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path in COMMANDS[1:] else path for path in [README, *PAGES]],
+    ids=lambda path: path.stem,
 )
 def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In order, as printed; a recipe becomes a file of the name in its first line, or is resolved."""
@@ -49,9 +53,18 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
                 main(shlex.split(line, comments=True)[1:])
 
 
-def test_contributing_names_every_document():
-    text = CONTRIBUTING.read_text()
-    assert all(f"(docs/{path.name})" in text for path in DOCS)
+def test_the_index_names_every_page():
+    """As a link, which works on GitHub, too; that the menu has each is what the build looks at."""
+    text = (FOLDER / "index.md").read_text()
+    elsewhere = {"papers": "../recipes/README.md", "api": "api/index.md"}  # they have lists of their own
+    named = {"security": "../SECURITY.md", "changelog": "../CHANGELOG.md"}
+    for path in DOCS:
+        own = named.get(path.stem, path.relative_to(FOLDER).as_posix())
+        assert path.stem == "index" or f"({elsewhere.get(path.parent.name, own)})" in text
+
+
+def test_the_contributing_page_names_the_index():
+    assert "(docs/index.md)" in CONTRIBUTING.read_text()
 
 
 def test_what_the_pictures_name_is_there():

@@ -1,0 +1,62 @@
+"""Links of Markdown pages that hold on GitHub hold on the site: to an included page, or to a file of the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+INCLUDES = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
+
+
+def included_pages(docs: Path) -> dict[Path, str]:
+    """File outside of ``docs`` -> name of the page that includes it."""
+    return {
+        (page.parent / target).resolve(): page.relative_to(docs).with_suffix("").as_posix()
+        for page in docs.rglob("*.md")
+        for target in INCLUDES.findall(page.read_text(encoding="utf-8"))
+    }
+
+
+def resolve(app: Sphinx, doctree: nodes.document) -> None:
+    """Point links to the page that includes their file, or to a copy of the file.
+
+    A link is relative to the file that it is written in, which may be an included one.
+    """
+    docs = Path(app.srcdir)
+    pages = included_pages(docs)
+    for link in list(doctree.findall(addnodes.pending_xref)):
+        if link["reftype"] != "myst":
+            continue
+        target = link["reftarget"] if link["refdomain"] != "doc" else link["reftarget"] + ".md"
+        written = docs if link["refdomain"] == "doc" else _written_in(link).parent
+        file = (written / target.partition("#")[0]).resolve()
+        page = pages.get(file) or (file.relative_to(docs).with_suffix("").as_posix() if _is_page(file, docs) else None)
+        if page:
+            link["refdomain"], link["reftarget"] = "doc", page
+            link["reftargetid"] = target.partition("#")[2] or None
+        elif file.is_file():
+            copy = addnodes.download_reference("", "", *link.children, classes=["download"])
+            copy["reftarget"] = os.path.relpath(file, docs / Path(app.env.docname).parent)
+            copy["refdoc"] = app.env.docname
+            link.replace_self(copy)
+
+
+def _is_page(file: Path, docs: Path) -> bool:
+    return file.suffix == ".md" and file.is_relative_to(docs) and file.is_file()
+
+
+def _written_in(node: nodes.Node) -> Path:
+    while not node.source:
+        node = node.parent
+    return Path(node.source)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Resolve before Sphinx looks for the files that pages offer."""
+    app.connect("doctree-read", resolve, priority=400)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,119 @@
+"""The built documentation asks no other host for anything, and its links go where they should."""
+
+import importlib.util
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def extension(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_extensions" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pytest.importorskip("sphinx")
+offline = extension("offline")
+
+LOADS = {
+    "script.html": '<script src="https://cdn.example.org/a.js"></script>',
+    "style.html": '<link rel="stylesheet" href="//example.org/a.css">',
+    "icon.html": '<link rel="icon" href="https://example.org/a.ico">',
+    "image.html": '<img alt="badge" src="http://example.org/badge.svg">',
+    "sizes.html": '<img src="a.png" srcset="a.png 1x, https://example.org/b.png 2x">',
+    "inline.html": '<p style="background: url(https://example.org/a.png)">',
+    "sheet.html": "<style>@import 'https://example.org/a.css';</style>",
+    "picture.html": '<svg><use xlink:href="https://example.org/a.svg#x"/></svg>',
+    "module.html": '<script type="module">import m from "https://example.org/m.js"</script>',
+    "font.css": "@font-face { src: url('https://example.org/a.woff2') }",
+    "import.css": '@import "//example.org/a.css";',
+    "fetch.js": 'fetch("https://example.org/data.json")',
+    "import.js": "const m = await import('https://example.org/m.js')",
+    "fill.svg": "<style>.a { fill: url(https://example.org/a.svg#b) }</style>",
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_what_comes_from_elsewhere_is_found(name):
+    assert len(offline.loaded_from_elsewhere(name, LOADS[name])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("link.html", '<a href="https://example.org">there</a><p>https://example.org</p>'),
+        ("code.html", '<pre>src="https://example.org/a.js"</pre>'),
+        ("own.html", '<script src="_static/a.js"></script><img src="data:image/png;base64,AAAA">'),
+        ("own.css", ".a { background: url(data:image/svg+xml;base64,AAAA) } .b { fill: url(#c) }"),
+        ("own.js", '// https://example.org\nconst about = "https://example.org"; import("./a.js")'),
+        ("own.svg", '<svg xmlns="http://www.w3.org/2000/svg"><style>.a { fill: red }</style></svg>'),
+    ],
+)
+def test_what_a_reader_may_follow_or_lies_here_is_none(name, text):
+    assert offline.loaded_from_elsewhere(name, text) == []
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [value for name, value in attrs if name in ("href", "src") and value]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """All pages, whose notebooks `make docs` runs; the warnings of the build are errors here as well."""
+    folder = tmp_path_factory.mktemp("site")
+    words = ["-M", "html", "docs", folder, "--fail-on-warning", "--keep-going", "-D", "nb_execution_mode=off"]
+    built = subprocess.run([sys.executable, "-m", "sphinx", *words], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_the_site_loads_nothing_from_elsewhere(site):
+    assert list(offline.in_folder(site)) == []
+    assert len(list(site.rglob("*.html"))) > 40
+
+
+@pytest.mark.slow
+def test_every_link_within_the_site_goes_to_a_file(site):
+    pages = {path: Links() for path in site.rglob("*.html")}
+    for path, page in pages.items():
+        page.feed(path.read_text())
+        for link in page.found:
+            target = link.partition("#")[0].partition("?")[0]
+            if target and ":" not in target:
+                assert (path.parent / target).exists(), f"{path.relative_to(site)}: {link}"
+
+
+@pytest.mark.slow
+def test_links_to_files_beyond_the_pages_go_to_their_page_or_a_copy(site):
+    def links(page):
+        parser = Links()
+        parser.feed((site / page).read_text())
+        return parser.found
+
+    assert "papers/index.html" in links("recipes.html")  # ../recipes/README.md
+    assert "incfed.html" in links("papers/fedclip.html")  # ../incfed/README.md of the included page
+    assert "../add-a-recipe.html" in links("papers/index.html")  # ../docs/add-a-recipe.md of the included page
+    copies = [link for link in links("papers/incfed.html") if link.endswith("table.json")]
+    assert (site / "papers" / copies[0]).read_bytes() == (ROOT / "recipes" / "incfed" / "table.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_every_public_name_has_its_place(site):
+    import lightning_fcl
+    from lightning_fcl import callbacks, models, zoo
+
+    for package, page in ((lightning_fcl, "lightning_fcl"), (callbacks, "callbacks"), (models, "models"), (zoo, "zoo")):
+        text = (site / "api" / f"{page}.html").read_text()
+        assert [name for name in package.__all__ if f'id="{package.__name__}.{name}"' not in text] == []
