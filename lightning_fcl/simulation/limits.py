@@ -5,13 +5,31 @@ from __future__ import annotations
 from typing import TypeVar
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 
 T = TypeVar("T")
+
+# Callbacks that go across clients or rounds: why, and what to do in their place.
+_ACROSS = "it would go across clients. Use `accumulate_grad_batches`, or a `server_optimizer`"
+_REFUSED = {
+    GradientAccumulationScheduler: _ACROSS,
+    StochasticWeightAveraging: _ACROSS,
+    WeightAveraging: _ACROSS,
+    LearningRateFinder: "it would end within a round. Compare rates over whole rounds, with `lightning-fcl tune`",
+    BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
+    ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
+}
 
 
 def check_trainer(trainer: L.Trainer, devices: int) -> None:
@@ -34,13 +52,10 @@ def check_trainer(trainer: L.Trainer, devices: int) -> None:
             f"Expected `fast_dev_run=False` in a federation but got {trainer.fast_dev_run}: it would end "  # type: ignore[attr-defined]
             "within a round. Use `max_epochs=1`, or `lightning-fcl validate`."
         )
-    averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
     for callback in callbacks_of(trainer):
-        if isinstance(callback, averaging):
-            raise ValueError(
-                f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
-                "`accumulate_grad_batches`, or a `server_optimizer`."
-            )
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
     if len(trainer.optimizers) != 1:
         raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -76,9 +91,10 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
     module = trainer.lightning_module
     rounds = stream.plan.rounds
     if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
+        unset = ", which is what Lightning takes where none is given" if trainer.max_epochs == 1000 else ""
         raise ValueError(
-            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}. Set "
-            f"`max_epochs={rounds}`."
+            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}{unset}. "
+            f"Set `max_epochs={rounds}`."
         )
     if isinstance(module, StatesLoss) and isinstance(module, HasClasses) and module.num_classes < stream.num_classes:
         raise ValueError(
