@@ -36,7 +36,7 @@ from lightning_fcl.hub.documents import check_yaml
 from lightning_fcl.running.class_paths import check_class_paths
 from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.machine import machine
-from lightning_fcl.running.remedies import remedy
+from lightning_fcl.running.remedies import refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.save_config import SaveConfig
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
@@ -318,16 +318,13 @@ def _refusals() -> Iterator[None]:
         told = new_name(str(error))
         said = f"{error}{told}" if told else remedy(str(error))
         raise ValueError(f"{_REFUSED} {said}") from error
-    except ValueError as error:
-        if "You selected an invalid" not in str(error):
-            raise
-        raise ValueError(remedy(str(error))) from error
     except MisconfigurationException as error:
-        hint = " Use `--trainer.accelerator cpu`." if "backend found" in str(error) else ""
-        raise ValueError(f"{_BY_LIGHTNING} {error}{hint}") from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(refused_by_lightning(str(error)) or f"{_BY_LIGHTNING} {error}") from error
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if said := refused_by_lightning(str(error)):
+            raise ValueError(said) from error
         restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
-        if not restored:
+        if not restored or isinstance(error, ImportError | ValueError):
             raise
         raise ValueError(
             f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "

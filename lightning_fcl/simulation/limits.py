@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 
 T = TypeVar("T")
@@ -42,11 +43,15 @@ def check_trainer(trainer: L.Trainer, devices: int) -> None:
     Raises:
         ValueError: If the federation cannot honour one of them.
     """
-    if devices > 1 or trainer.num_nodes > 1:
+    # What a Trainer tells of its nodes is what its strategy says.
+    nodes = trainer._accelerator_connector._num_nodes_flag
+    if devices > 1 or nodes > 1:
         raise ValueError(
             f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
-            f"devices={devices}, num_nodes={trainer.num_nodes}."
+            f"devices={devices}, num_nodes={nodes}."
         )
+    if trainer.check_val_every_n_epoch is not None:
+        at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ValueError(
             f"Expected `fast_dev_run=False` in a federation but got {trainer.fast_dev_run}: it would end "  # type: ignore[attr-defined]
@@ -101,6 +106,20 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."
         )
+
+
+def check_monitors(trainer: L.Trainer) -> None:
+    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none.
+
+    Raises:
+        ValueError: If there are such.
+    """
+    logged = trainer.callback_metrics
+    for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
+        monitor = getattr(callback, "monitor", None)
+        if monitor and monitor not in logged:
+            hint = did_you_mean(monitor, logged) or f" There are {', '.join(logged)}."
+            raise ValueError(f"Expected `monitor` to be a metric that is logged but got {monitor}.{hint}")
 
 
 def there(value: T | None, what: str) -> T:
