@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -42,10 +42,7 @@ class _TakenError(Exception):
 class _Listening(ArgumentParser):
     """A parser that hears what a command takes, and ends it there."""
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        raise _TakenError
-
-    def parse_args(self, *args: Any, **kwargs: Any) -> Namespace:
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _TakenError
 
 
