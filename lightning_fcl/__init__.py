@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_fcl.federation.compression import Quantize as Quantize
     from lightning_fcl.federation.compression import TopK as TopK
     from lightning_fcl.federation.swarm import Swarm as Swarm
+    from lightning_fcl.running.fit import FederatedCLI as FederatedCLI
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
     from lightning_fcl.tasks.classification import Classifier as Classifier
     from lightning_fcl.tasks.classification import HARClassifier as HARClassifier

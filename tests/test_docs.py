@@ -18,8 +18,9 @@ BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTA
 NAME = re.compile(r"# ([\w-]+\.yaml)")
 
 
-# Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`.
-CODELESS = {"index", "reliability", "changelog", "security"}
+# Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`;
+# one's own project is a script: tests/cli/test_own_project.py.
+CODELESS = {"index", "reliability", "changelog", "security", "own-project"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Others' commands want data, a hub, or minutes.
 COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "resume.md", "tune.md"))]

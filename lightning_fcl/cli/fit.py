@@ -36,6 +36,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     """
     name, *words = words
     parser.description, parser.epilog = WHAT[name], MORE
+    parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
     what = "a name of `lightning-fcl ls recipes`, a YAML file, or a run's folder: its newest checkpoint counts"
     parser.add_argument("recipes", nargs="*", metavar="RECIPE" if name == "fit" else "RUN", help=what)
     parser.add_argument("--config", action="append", default=[], metavar="RECIPE", help="the same")
@@ -49,14 +50,16 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     positional = [*takewhile(lambda word: not word.startswith("-"), words)]
     options, _ = parser.parse_known_args(words[len(positional) :])
     for recipe in options.config:
-        if Path(recipe).exists():
-            read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
+        if not Path(recipe).exists():
+            raise FileNotFoundError(f"Expected a recipe at {recipe} but there is no such file.")
+        read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
     words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
     with many_imports():
         from lightning_fcl.running.fit import run
     from lightning_fcl.running.named import recipe_words
 
-    if len(positional) == 1 and Path(positional[0]).is_dir() and not options.ckpt_path:
+    is_run = len(positional) == 1 and (Path(positional[0]).is_dir() or (name == "test" and not options.config))
+    if is_run and not options.ckpt_path:
         done = run([name, *_newest(Path(positional[0])), *words])
         if name == "fit":
             print(_end(done.out))
@@ -99,6 +102,9 @@ def _out(recipes: Sequence[str]) -> str:
 def _free(out: str) -> Path:
     """The folder, or where it holds the results of another run, the first that is free with a number behind."""
     folder = Path(out)
+    above = next(one for one in [folder, *folder.parents] if one.exists())
+    if not above.is_dir():
+        raise ValueError(f"Expected a folder for results at {out} but {above} is a file. Choose another by `--out`.")
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     free = next(one for one in chain([folder], numbered) if not (one / "results.json").exists())
     if free != folder:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
+import shlex
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +35,7 @@ COMMANDS = {
     "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),
+    "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
     "tables": ("tables", "bring finished tables, and the pages of recipes, up to date"),
 }
 EPILOG = """
@@ -78,14 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             parser.exit(128 + signal.SIGPIPE)
         except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-            ours = not isinstance(error, TypeError) or str(error).startswith("Expected ")
-            if not ours or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+            if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
+            if isinstance(error, TypeError) and not str(error).startswith("Expected "):
+                parser.exit(1, _kept(error, words))
             where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
             parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
-        except Exception:
+        except Exception as error:
             if not stop.signal:
-                raise
+                if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+                    raise
+                parser.exit(1, _kept(error, words))
             # What was still to be done, with processes that were told to stop as well, has come to no end.
             end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
 
@@ -99,6 +107,22 @@ def _import_from_here() -> None:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+
+
+def _kept(error: Exception, words: Sequence[str]) -> str:
+    """What is said of an error that nobody has foreseen: where its traceback is, and what to do with it."""
+    text = "".join(traceback.format_exception(error))
+    here = f"lightning-fcl {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="lightning-fcl-error-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.write(f"lightning-fcl {shlex.join(words)}\n{here}\n\n{text}")
+    last = str(error).strip().partition("\n")[0]
+    return (
+        f"lightning-fcl: error: an unexpected {type(error).__name__}: {last}\n"
+        f"Its traceback is in {file.name}. If that ends in a file of yours, mend that one; otherwise please report it "
+        "as an issue of lightning-fcl, with that file.\n"
+    )
 
 
 def _plain(message: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_start_method
 from typing import Any
 
 import numpy as np
@@ -86,16 +87,33 @@ def read(take: Take, requests: Iterable[Request], num_workers: int = 0) -> Itera
         return (request.read(take) for request in requests)
     # The loader's own generator: it would draw from the global one.
     generator = torch.Generator().manual_seed(0)
-    return iter(
-        DataLoader(
-            _Requested(take),
-            batch_size=None,
-            sampler=requests,
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            generator=generator,
-        )
+    loader = DataLoader(
+        _Requested(take),
+        batch_size=None,
+        sampler=requests,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        generator=generator,
     )
+    return _from_workers(loader)
+
+
+def _from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What workers read; those that a system spawns run the main script first, and end with one that has no guard.
+
+    Raises:
+        RuntimeError: If they have ended.
+    """
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error) or get_start_method() == "fork":
+            raise
+        raise RuntimeError(
+            f"Expected the {loader.num_workers} processes of `num_workers` to read but one has ended: this system "
+            'spawns them with the main script. Put what trains below `if __name__ == "__main__":`, or set '
+            "`num_workers=0`."
+        ) from error
 
 
 def _as_it_is(batch: Any) -> Any:

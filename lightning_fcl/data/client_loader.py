@@ -11,6 +11,7 @@ import torch
 from lightning_fcl.data.batches import Request, batches, read
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.orders import Batching, IntArray, order_keys, plan_batches
+from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios.scenario import Plan
 
 
@@ -22,6 +23,7 @@ class ClientData(Protocol):
     shuffle: bool
     drop_last: bool
     num_workers: int
+    samples: Samples
 
     @property
     def plan(self) -> Plan:
@@ -75,4 +77,4 @@ class ClientLoader(Generic[Data]):
             yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
             return
         requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
-        yield from read(stream.take, requests, stream.num_workers)
+        yield from read(stream.samples.take, requests, stream.num_workers)  # spawned workers need no Trainer

@@ -90,7 +90,19 @@ def check_yaml(text: str) -> None:
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
     """How many values a node stands for; one that contains itself never ends, which Python says by its depth."""
     if id(node) not in known:
+        _check_keys(node)
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
         known[id(node)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(node)]
+
+
+def _check_keys(node: yaml.Node) -> None:
+    """Refuse a key that comes again: PyYAML takes the last one, and says nothing."""
+    seen: set[object] = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+        name = key.value if isinstance(key, yaml.ScalarNode) else id(key)
+        if name in seen and name != "<<":
+            line = key.start_mark.line + 1
+            raise yaml.YAMLError(f"Expected each key once but got `{key.value}` again in line {line}. Leave one out.")
+        seen.add(name)

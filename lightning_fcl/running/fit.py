@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
@@ -18,27 +19,28 @@ import yaml
 from jsonargparse import ArgumentError, Namespace, get_loader, set_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
-from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import write_results
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
+from lightning_fcl.running.class_paths import check_class_paths
 from lightning_fcl.running.ending import StopAfterRound
 from lightning_fcl.running.outcome import outcome
-from lightning_fcl.running.remedies import remedy
+from lightning_fcl.running.remedies import refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
+from lightning_fcl.running.save_config import SaveConfig
 from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
 
-import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes
-
 CLI = TypeVar("CLI", bound="FederatedCLI")
+_REFUSED = "the recipe or command line is not understood:"
+_BY_LIGHTNING = "Lightning refuses the recipe or command line:"
 
 
 @dataclass
@@ -58,26 +60,43 @@ class Recipe:
     measure_on: Literal["test", "validation"] = "test"
 
 
-class SaveConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Nothing yet."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write it, whole."""
-        folder = Path(trainer.log_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
-
-
 class FederatedCLI(LightningCLI):
-    """LightningCLI whose fits write their results into one folder, ``--out``."""
+    """LightningCLI for a federation: a fit's results lie in one folder, ``--out``; mistakes get one sentence.
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        """Lightning's of our names: a parser is made for each."""
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in ("fit", "test")}
+    A project with one is in `docs/own-project.md`.
+
+    Args:
+        model_class: The LightningModule to train; default: any, by its ``class_path``.
+        datamodule_class: A class of streams, such as a `FederatedStream` of your own.
+        kwargs: Arguments of LightningCLI, over those that serve a federation.
+    """
+
+    program = ""  # what stands before `fit`; empty: the script that runs
+
+    def __init__(
+        self,
+        model_class: type[L.LightningModule] = L.LightningModule,
+        datamodule_class: type[L.LightningDataModule] = FederatedStream,
+        **kwargs: Any,
+    ) -> None:
+        chosen = {
+            "subclass_mode_model": model_class is L.LightningModule,
+            "seed_everything_default": 0,
+            "auto_configure_optimizers": False,
+            "save_config_callback": SaveConfig,
+            "save_config_kwargs": {"overwrite": True},
+            "trainer_defaults": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy"}},
+            "parser_kwargs": {"exit_on_error": False},
+            **kwargs,
+        }
+        try:
+            with _refusals():
+                super().__init__(model_class, datamodule_class, **chosen)
+        except ValueError as error:
+            typed = chosen.get("args") is None and str(error).startswith(("Expected ", _REFUSED, _BY_LIGHTNING))
+            if not typed or os.environ.get("LIGHTNING_FCL_TRACEBACK"):
+                raise
+            self.parser.exit(2, f"error: {error}\n(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)\n")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what recipes say beside model, data and trainer."""
@@ -110,10 +129,12 @@ class FederatedCLI(LightningCLI):
     @property
     def out(self) -> Path:
         """The run's folder."""
-        return Path(self.config[self.config.subcommand]["out"])
+        return Path(self.config.get(self.config.get("subcommand") or "", self.config)["out"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
+        if not self.config.get("subcommand"):  # who makes the parts alone runs them, too
+            return super().instantiate_trainer(**kwargs)
         config = self.config_init[self.config_init.subcommand]["trainer"]
         callbacks = listed(config["callbacks"])
 
@@ -166,10 +187,21 @@ class FederatedCLI(LightningCLI):
             self._ending.close()
 
     def _write_results(self) -> None:
-        command = f"lightning-fcl fit --config {self.out / 'config.yaml'}"
+        command = f"{self.program or f'python {sys.argv[0]}'} fit --config {self.out / 'config.yaml'}"
         seconds = time.monotonic() - self._began
         write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], seconds, command))
         write_files(self.out)
+
+
+class _Installed(FederatedCLI):
+    """The command `lightning-fcl fit` and `test`."""
+
+    program = "lightning-fcl"
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's of our names: a parser is made for each."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in ("fit", "test")}
 
 
 class Parts(FederatedCLI):
@@ -225,32 +257,6 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
         raise
 
 
-def check_class_paths(content: object) -> None:
-    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes.
-
-    Args:
-        content: What a recipe says, or a part of it.
-
-    Raises:
-        ValueError: If there is one, such as a command of the system.
-
-    Example:
-        >>> check_class_paths({"optimizer": {"class_path": "os.system", "init_args": {"command": "ls"}}})
-        Traceback (most recent call last):
-        ValueError: Expected `class_path` to name a class, or a function that says what it makes, but got os.system.
-    """
-    content = vars(content) if isinstance(content, Namespace) else content
-    if isinstance(content, Mapping):
-        path = content.get("class_path")
-        made = resolve_name(path) if isinstance(path, str) else type
-        if not isinstance(made, type) and "return" not in getattr(made, "__annotations__", {}):
-            raise ValueError(
-                f"Expected `class_path` to name a class, or a function that says what it makes, but got {path}."
-            )
-    for part in content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else []:
-        check_class_paths(part)
-
-
 def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
     """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
@@ -262,7 +268,7 @@ def run(arguments: Sequence[str]) -> FederatedCLI:
     Raises:
         ValueError: If a recipe or an argument is not understood.
     """
-    return _cli(FederatedCLI, arguments)
+    return _cli(_Installed, arguments)
 
 
 def _bounded(text: str) -> Any:
@@ -283,33 +289,25 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
         "`LightningModule.configure_optimizers` returned `None`",  # a baseline that learns nothing
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
+    return kind(args=list(arguments), run=run, trainer_defaults=None)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Say in one sentence what the parser, or Lightning, has refused."""
     try:
-        return kind(
-            L.LightningModule,
-            FederatedStream,
-            subclass_mode_model=True,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"exit_on_error": False},
-            args=list(arguments),
-            run=run,
-        )
+        yield
     except ArgumentError as error:
         told = new_name(str(error))
         said = f"{error}{told}" if told else remedy(str(error))
-        raise ValueError(f"the recipe or command line is not understood: {said}") from error
-    except ValueError as error:
-        if "You selected an invalid" not in str(error):
-            raise
-        raise ValueError(remedy(str(error))) from error
+        raise ValueError(f"{_REFUSED} {said}") from error
     except MisconfigurationException as error:
-        hint = " Use `--trainer.accelerator cpu`." if "backend found" in str(error) else ""
-        raise ValueError(f"Lightning refuses the recipe or command line: {error}{hint}") from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(refused_by_lightning(str(error)) or f"{_BY_LIGHTNING} {error}") from error
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if said := refused_by_lightning(str(error)):
+            raise ValueError(said) from error
         restored = [note for note in getattr(error, "__notes__", []) if note.endswith(RESTORED)]
-        if not restored:
+        if not restored or isinstance(error, ImportError | ValueError):
             raise
         raise ValueError(
             f"Expected a checkpoint of this recipe but {restored[0]} and gave {type(error).__name__}: {error}. "
@@ -326,3 +324,6 @@ def resolve(arguments: Sequence[str]) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))
+
+
+import_names("lightning_fcl", "lightning_fcl.callbacks", "lightning_fcl.models")  # short class names in recipes

@@ -20,7 +20,8 @@ def trained_parts(run: Path) -> Parts:
     Raises:
         ValueError: If the folder is no run's, or the checkpoint does not fit its recipe.
     """
-    return with_checkpoint(read_parts([run / "config.yaml"]), trained_checkpoint(run))
+    checkpoint = trained_checkpoint(run)
+    return with_checkpoint(read_parts([run / "config.yaml"]), checkpoint)
 
 
 def trained_checkpoint(run: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -136,6 +136,9 @@ def why_not_vectorized(
 def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
     """Who overrides a hook that shows one client at a time."""
     callbacks = callbacks_of(module.trainer)
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            return f"`{type(callback).__name__}` adds parameters to the optimizer while it trains"
     known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
     others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
     watchers: list[tuple[object, type, tuple[str, ...]]] = [

@@ -5,13 +5,32 @@ from __future__ import annotations
 from typing import TypeVar
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 
 T = TypeVar("T")
+
+# Callbacks that go across clients or rounds: why, and what to do in their place.
+_ACROSS = "it would go across clients. Use `accumulate_grad_batches`, or a `server_optimizer`"
+_REFUSED = {
+    GradientAccumulationScheduler: _ACROSS,
+    StochasticWeightAveraging: _ACROSS,
+    WeightAveraging: _ACROSS,
+    LearningRateFinder: "it would end within a round. Compare rates over whole rounds, with `lightning-fcl tune`",
+    BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
+    ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
+}
 
 
 def check_trainer(trainer: L.Trainer, devices: int) -> None:
@@ -24,23 +43,24 @@ def check_trainer(trainer: L.Trainer, devices: int) -> None:
     Raises:
         ValueError: If the federation cannot honour one of them.
     """
-    if devices > 1 or trainer.num_nodes > 1:
+    # What a Trainer tells of its nodes is what its strategy says.
+    nodes = trainer._accelerator_connector._num_nodes_flag
+    if devices > 1 or nodes > 1:
         raise ValueError(
             f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
-            f"devices={devices}, num_nodes={trainer.num_nodes}."
+            f"devices={devices}, num_nodes={nodes}."
         )
+    if trainer.check_val_every_n_epoch is not None:
+        at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         raise ValueError(
             f"Expected `fast_dev_run=False` in a federation but got {trainer.fast_dev_run}: it would end "  # type: ignore[attr-defined]
             "within a round. Use `max_epochs=1`, or `lightning-fcl validate`."
         )
-    averaging = (GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
     for callback in callbacks_of(trainer):
-        if isinstance(callback, averaging):
-            raise ValueError(
-                f"Expected no `{type(callback).__name__}` among the callbacks: it would go across clients. Use "
-                "`accumulate_grad_batches`, or a `server_optimizer`."
-            )
+        for kind, why in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
     if len(trainer.optimizers) != 1:
         raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -76,15 +96,30 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
     module = trainer.lightning_module
     rounds = stream.plan.rounds
     if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
+        unset = ", which is what Lightning takes where none is given" if trainer.max_epochs == 1000 else ""
         raise ValueError(
-            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}. Set "
-            f"`max_epochs={rounds}`."
+            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}{unset}. "
+            f"Set `max_epochs={rounds}`."
         )
     if isinstance(module, StatesLoss) and isinstance(module, HasClasses) and module.num_classes < stream.num_classes:
         raise ValueError(
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."
         )
+
+
+def check_monitors(trainer: L.Trainer) -> None:
+    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none.
+
+    Raises:
+        ValueError: If there are such.
+    """
+    logged = trainer.callback_metrics
+    for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
+        monitor = getattr(callback, "monitor", None)
+        if monitor and monitor not in logged:
+            hint = did_you_mean(monitor, logged) or f" There are {', '.join(logged)}."
+            raise ValueError(f"Expected `monitor` to be a metric that is logged but got {monitor}.{hint}")
 
 
 def there(value: T | None, what: str) -> T:

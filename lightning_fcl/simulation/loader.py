@@ -164,7 +164,8 @@ class RoundLoader:
                         rows = work.rows[row][work.own(row, step)]
                         yield Request.of(rows, self.seed, work.parts.clients[row], round, work.epoch(row, step), step)
 
-        arriving = read(self.stream.take, requests(), self.stream.num_workers)
+        # Not the stream's own `take`: workers that are spawned would need its Trainer, too.
+        arriving = read(self.stream.samples.take, requests(), self.stream.num_workers)
         for number in range(len(cohorts)):
             first = next(arriving)  # plans its cohort
             work, arriving = planned.popleft(), itertools.chain([first], arriving)

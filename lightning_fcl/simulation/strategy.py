@@ -30,7 +30,7 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_trainer
+from lightning_fcl.simulation.limits import check_monitors, check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 
@@ -317,6 +317,7 @@ class _Rounds(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         start_randomness(self.strategy.seed, "server", trainer.current_epoch)
+        check_monitors(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

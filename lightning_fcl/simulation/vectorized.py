@@ -23,6 +23,7 @@ from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.random_layers import KeyedRandomness, without_advancing
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
+from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.sequential import client_keys, step_keys
 from lightning_fcl.simulation.traced import TracedStep, is_traceable
 
@@ -131,11 +132,14 @@ class VectorizedTrainer:
         return losses.sum()
 
     def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """The clients' gradients, stacked."""
-        if self._known is not None:
-            return self._known
-        # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
-        return torch.autograd.grad(loss, list(self._params.values()), allow_unused=True)
+        """The clients' gradients, stacked, in the optimizer's order, which need not be the module's."""
+        params, known = list(self._params.values()), self._known
+        if known is None:
+            # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
+            known = torch.autograd.grad(loss, params, allow_unused=True)
+        of = {id(parameter): gradient for parameter, gradient in zip(params, known, strict=True)}
+        optimizer = there(self.optimizer, "a client")
+        return [of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
     def _plain_step(
         self,

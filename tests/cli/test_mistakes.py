@@ -2,6 +2,9 @@
 
 import pytest
 
+import lightning_fcl
+from lightning_fcl.cli.main import main
+
 FILES = {
     "key.yaml": "trainer: {max_epoch: 3}",
     "section.yaml": "modle: {class_path: lightning_fcl.Classifier}",
@@ -13,6 +16,17 @@ FILES = {
     "empty.yaml": "",
     "list.yaml": "- 1\n- 2",
     "tab.yaml": "trainer:\n\tmax_epochs: 3",
+    "ambiguous.yaml": "model: {class_path: Classifier, init_args: {model: {class_path: MLP, init_args: {}}}}",
+    "again.yaml": "trainer: {max_epochs: 3}\ntrainer: {max_epochs: 4}",
+    "shorthand.yaml": "trainer: {callbacks: [lightning_fcl.callbacks.EWC: {strength: 3}]}",
+    "early.yaml": "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: server/acuracy}}]}",
+    "best.yaml": "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {monitor: server/acuracy}}]}",
+    "twice.yaml": "trainer: {callbacks: [{class_path: Replay}, {class_path: Replay}]}",
+    "finder.yaml": "trainer: {callbacks: [{class_path: LearningRateFinder}]}",
+    "sizes.yaml": "trainer: {callbacks: [{class_path: BatchSizeFinder}]}",
+    "average.yaml": "trainer: {callbacks: [{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}]}",
+    "channels.yaml": "model: {class_path: Classifier, init_args: {model: {class_path: lightning_fcl.models.ViT, "
+    "init_args: {image_size: 8, patch_size: 4, channels: 3, num_classes: 10}}}}",
     "search.yaml": "configs: [empty.yaml]\nobjectiv: x",
 }
 # Words after `fit quickstart`.
@@ -54,10 +68,48 @@ FIT = [
     ("--model.optimizer.lr -1", "Invalid learning rate: -1.0. Mend its arguments"),
     ("--model.model lightning_fcl.models.MPL", "has no MPL. Did you mean MLP?"),
     ("--ckpt_path nothing.ckpt", "Expected a checkpoint at nothing.ckpt but there is none"),
+    (
+        "ambiguous.yaml",
+        "Expected the path of a class but got MLP, of which there are several. Did you mean lightning_fcl.models.MLP?",
+    ),
+    ("again.yaml", "Expected each key once but got `trainer` again in line 2. Leave one out."),
+    ("shorthand.yaml", "Expected {class_path: lightning_fcl.callbacks.EWC, init_args: {...}} but got [{'lightning_fcl"),
+    ("early.yaml", "a metric that is logged but got server/acuracy. Did you mean server/accuracy?"),
+    ("best.yaml", "a metric that is logged but got server/acuracy. Did you mean server/accuracy?"),
+    ("twice.yaml", "Expected one `Replay` among the callbacks but got several. Leave all but one out."),
+    ("finder.yaml", "Expected no `LearningRateFinder` among the callbacks"),
+    ("sizes.yaml", "Expected no `BatchSizeFinder` among the callbacks"),
+    ("average.yaml", "Expected no `StochasticWeightAveraging` among the callbacks"),
+    ("channels.yaml", "Expected images of shape (3, 8, 8) (channels, height, width) but got (1, 8, 8)"),
+    ("--model.model.sizes [63,10]", "Expected `model` to take samples of the data, of shape (1, 8, 8), but MLP gave"),
+    ("--model.model.sizes [64,9]", "one output for each of `num_classes`=10 but got 9. Make them equal"),
+    ("--model.model.sizes 64", "Expected `sizes` to be of Sequence but got 64"),
+    ("--model.num_classes ten", "Expected `num_classes` to be of int but got ten"),
+    ("--trainer.accelerator tpu", "Use `--trainer.accelerator cpu`"),
+    ("--trainer.devices -3", "Expected `trainer.devices` to be 1 in a federation but got another number"),
+    ("--trainer.num_nodes 2", "devices=1, num_nodes=2"),
+    ("--trainer.check_val_every_n_epoch 0", "Expected `check_val_every_n_epoch` to be at least 1 but got 0"),
+    ("--trainer.strategy.cohort_size none", "`trainer.strategy.cohort_size` to be of int or 'auto' but got none."),
+    ("--trainer.strategy.server_optimizer SGDD", "but got SGDD. Did you mean SGD?"),
+    ("--trainer.strategy.compression TopKK", "but got TopKK. Did you mean TopK?"),
+    (
+        "--trainer.strategy.compression TopK --trainer.strategy.compression.share 3",
+        "Expected arguments of lightning_fcl.TopK but got `share`. It takes",
+    ),
+    ("--trainer.logger CSVLoger", "but got CSVLoger. Did you mean CSVLogger?"),
+    ("--seed_everything -1", "Expected `seed_everything` to be from 0 to 4294967295 but got -1"),
+    ("--data.split.test 2", "at least 0 and below 1 but got 2.0"),
     ("--print_confg", "got `print_confg`. Did you mean print_config?"),
     ("--model.pretrained mlp.digit.flwf2t", "Did you mean mlp.digits.flwf2t_replay?"),
 ]
 OTHERS = [
+    ("fit quickstart --config nothing.yaml", "Expected a recipe at nothing.yaml but there is no such file"),
+    (
+        "fit quickstart --out key.yaml/run",
+        "Expected a folder for results at key.yaml/run but key.yaml is a file. Choose",
+    ),
+    ("test nothing", "Expected the folder of a run, with config.yaml and checkpoints, but got nothing"),
+    ("export nothing", "Expected nothing to be the folder of a run, with config.yaml and checkpoints, but it is none"),
     ("fti quickstart", "got fti. Did you mean fit?"),
     ("fit", "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart"),
     ("fit empty.yaml", "Expected a recipe to hold settings by name, as in trainer: {max_epochs: 3}, but got nothing"),
@@ -99,3 +151,41 @@ def test_a_fit_that_is_not_understood(words, message, error_of):
 @pytest.mark.parametrize(("words", "message"), OTHERS)
 def test_another_command_that_is_not_understood(words, message, error_of):
     assert message in error_of(words.split())
+
+
+def test_there_are_at_least_sixty():
+    assert len({*FIT, *OTHERS}) >= 70
+
+
+BROKEN = """
+from lightning_fcl import Classifier
+from torch import nn
+
+class Broken(Classifier):
+    def __init__(self):
+        super().__init__(nn.Flatten(), 64)
+
+    def setup(self, stage):
+        raise KeyError("nobody has foreseen this")
+"""
+
+
+def test_what_nobody_has_foreseen_keeps_its_traceback_in_a_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_model.py").write_text(BROKEN)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = ["fit", "quickstart", "--model", "broken_model.Broken", "--trainer.enable_progress_bar", "false"]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert "an unexpected KeyError: 'nobody has foreseen this'" in said and "report it" in said
+    (kept,) = tmp_path.glob("lightning-fcl-error-*.txt")
+    assert str(kept) in said and "Traceback" not in said
+    text = kept.read_text()
+    assert text.startswith("lightning-fcl fit quickstart --model broken_model.Broken")
+    assert f"lightning-fcl {lightning_fcl.__version__}, Python " in text
+    assert "Traceback" in text and 'broken_model.py", line 10, in setup' in text
+    monkeypatch.setenv("LIGHTNING_FCL_TRACEBACK", "1")
+    with pytest.raises(KeyError, match="foreseen"):
+        main(words)

@@ -1,0 +1,81 @@
+"""`lightning-fcl completion`: what a shell needs to complete commands, names of recipes, and options."""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_fcl.cli.ls import KINDS
+from lightning_fcl.cli.main import COMMANDS
+from lightning_fcl.errors import require
+from lightning_fcl.running.named import named_recipes
+
+MORE = """In ~/.bashrc: eval "$(lightning-fcl completion bash)"
+In ~/.zshrc, below compinit: eval "$(lightning-fcl completion zsh)"
+"""
+_RECIPES = "_lightning_fcl_recipes"
+_PREAMBLE = {
+    "bash": '%s() { compgen -W "%s" -- "$1"; compgen -f -- "$1"; }',
+    "zsh": "%s() { _alternative 'recipes:recipe:(%s)' 'files:file:_files' }",
+}
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Print the script of a shell, which holds all names: it starts no Python when it completes."""
+    parser.description, parser.epilog = "Print what a shell needs to complete commands, recipes and options.", MORE
+    parser.add_argument("shell", choices=tuple(_PREAMBLE))
+    shell = parser.parse_args(words[1:]).shell
+    shtab = require("shtab", "writes what shells complete by")
+    preamble = _PREAMBLE[shell] % (_RECIPES, " ".join(named_recipes()))
+    script = shtab.complete(_whole(shtab), shell, preamble={shell: preamble})
+    # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.
+    print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if shell == "zsh" else script)
+
+
+class _TakenError(Exception):
+    """A command has said what it takes."""
+
+
+class _Listening(ArgumentParser):
+    """A parser that hears what a command takes, and ends it there."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _TakenError
+
+
+def _whole(shtab: Any) -> ArgumentParser:
+    """The parsers of all commands in one."""
+    whole = ArgumentParser("lightning-fcl")
+    whole.add_argument("--version", action="store_true")
+    commands = whole.add_subparsers(parser_class=_Listening)
+    for name, (module, what) in COMMANDS.items():
+        parser = commands.add_parser(name, help=" ".join(what.partition("lightning-fcl")[0].split()).rstrip(":"))
+        try:
+            import_module(f"lightning_fcl.cli.{module}").command(parser, [name])
+        except _TakenError:
+            for action in _actions(parser):
+                _complete(action, shtab)
+    return whole
+
+
+def _actions(parser: ArgumentParser) -> Iterator[Action]:
+    """What a parser takes, and what its commands take."""
+    for action in parser._actions:
+        yield action
+        for below in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+            yield from _actions(below)
+
+
+def _complete(action: Action, shtab: Any) -> None:
+    """Say how an argument is completed, where its parser does not."""
+    if action.dest in ("recipes", "recipe", "config"):
+        action.complete = {"bash": _RECIPES, "zsh": _RECIPES}  # type: ignore[attr-defined]
+    elif action.dest == "kind" and not action.choices:
+        action.choices = tuple(KINDS)
+    elif action.dest == "out" or action.metavar == "RUN":
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    elif action.type is Path:
+        action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -1,0 +1,72 @@
+"""What real shells complete."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lightning_fcl.cli.main import COMMANDS
+from lightning_fcl.running.named import named_recipes
+
+# What bash does when somebody presses the tabulator behind the words.
+TAB = """
+source ./script
+COMP_WORDS=({words}); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_LINE="{words}"; COMP_POINT=${{#COMP_LINE}}
+[ "{last}" = yes ] || {{ COMP_WORDS+=(""); COMP_CWORD=$(( COMP_CWORD + 1 )); }}
+complete -p lightning-fcl > /dev/null && _shtab_lightning_fcl
+printf "%s\\n" "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The folder of bash's script, written by a process that loads no torch."""
+    folder = tmp_path_factory.mktemp("completion")
+    code = "import sys; from lightning_fcl.cli.main import main; main(['completion', 'bash'])\n"
+    code += "heavy = {'torch', 'lightning', 'avalanche'} & set(sys.modules); assert not heavy, heavy"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (folder / "script").write_text(done.stdout)
+    (folder / "mine.yaml").touch()
+    return folder
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
+@pytest.mark.parametrize(
+    ("words", "last", "expected"),
+    [
+        ("lightning-fcl", "", {*COMMANDS}),
+        ("lightning-fcl re", "yes", {"reproduce"}),
+        ("lightning-fcl fit", "", {*named_recipes()}),
+        ("lightning-fcl fit qui", "yes", {"quickstart"}),
+        ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in named_recipes() if n.startswith("flwf/flwf-2t-")}),
+        ("lightning-fcl validate mi", "yes", {"mine.yaml"}),
+        ("lightning-fcl fit --see", "yes", {"--seed_everything"}),
+        ("lightning-fcl ls sce", "yes", {"scenarios"}),
+        ("lightning-fcl zoo ver", "yes", {"verify"}),
+        ("lightning-fcl export runs --format o", "yes", {"onnx"}),
+    ],
+)
+def test_bash_completes(script, words, last, expected):
+    done = subprocess.run(
+        ["bash", "-c", TAB.format(words=words, last=last)], cwd=script, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = {*done.stdout.split()}
+    if not last and "fit" not in words:
+        assert expected <= found
+    elif not last:
+        assert expected <= found and "mine.yaml" in found
+    else:
+        assert found == expected
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="there is no zsh")
+def test_zsh_takes_its_script(tmp_path):
+    code = "from lightning_fcl.cli.main import main; main(['completion', 'zsh'])"
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout
+    (tmp_path / "script").write_text(text)
+    ask = "autoload -U compinit; compinit -D; source ./script; print ${_comps[lightning-fcl]}"
+    done = subprocess.run(["zsh", "-fc", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "_shtab_lightning_fcl", done.stderr

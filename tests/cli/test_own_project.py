@@ -1,0 +1,92 @@
+"""A project's own command line, as its page has it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_fcl
+from lightning_fcl import FederatedCLI, FederatedStream
+
+PAGE = (Path(__file__).parents[2] / "docs" / "own-project.md").read_text()
+SCRIPT, HISTOGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^python (project.py .*)$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Runs the page's script with some words."""
+    (tmp_path / "project.py").write_text(SCRIPT)
+
+    def run(words):
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(project, tmp_path):
+    quiet = "--trainer.enable_progress_bar false --trainer.accelerator cpu"
+    for command in COMMANDS:
+        done = project(shlex.split(f"{command} {quiet}"))
+        assert done.returncode == 0, done.stderr
+    assert "test/accuracy" in done.stdout
+    results = json.loads((tmp_path / "runs/fit/results.json").read_text())
+    assert results["command"] == "python project.py fit --config runs/fit/config.yaml" and results["finished"]
+    config = yaml.safe_load((tmp_path / "runs/fit/config.yaml").read_text())
+    assert config["model"]["width"] == 16  # the second command went on from the first one's recipe
+    assert config["trainer"]["strategy"]["init_args"]["local_epochs"] == 3
+    assert len(COMMANDS) == 3
+
+
+@pytest.mark.slow
+def test_mistakes_on_the_page_s_command_line(project):
+    for words, message in [
+        ("--model.widht 3", "Expected arguments of `model` but got `model.widht`."),
+        ("--data.clents 3", "got `data.clents`. Did you mean data.partition.clients?"),
+        ("--trainer.max_epochs 9", "at most the stream's 5 rounds but got 9. Set `max_epochs=5`"),
+    ]:
+        done = project(["project.py", "fit", "--data.partition", "IID", *words.split()])
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_parts_without_a_command():
+    words = "--model.model=lightning_fcl.models.MLP --model.model.sizes=[64,10] --model.num_classes=10"
+    cli = FederatedCLI(lightning_fcl.Classifier, args=[*words.split(), "--trainer.barebones=true"], run=False)
+    assert isinstance(cli.trainer.strategy, lightning_fcl.FederatedStrategy)
+    assert isinstance(cli.datamodule, FederatedStream) and cli.model.num_classes == 10
+
+
+def test_own_errors_keep_their_traceback():
+    class Broken(lightning_fcl.Classifier):
+        def __init__(self):
+            raise ValueError("a mistake of the project's own")
+
+    with pytest.raises(ValueError, match="own"):
+        FederatedCLI(Broken, args=[], run=False)
+
+
+def test_the_page_s_histograms(fit, make_stream, make_task, tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    names = {}
+    exec(f"import torch\n{HISTOGRAMS}", names)
+    logger = TensorBoardLogger(tmp_path, None, "")
+    fit(make_task(), make_stream(), [names["Histograms"]()], trainer_args={"logger": logger})
+    events = EventAccumulator(str(tmp_path), {"histograms": 0}).Reload()
+    assert sorted(events.Tags()["histograms"]) == ["client 0", "client 1", "client 2"]
+    assert [one.step for one in events.Histograms("client 1")] == [0, 1]

@@ -1,0 +1,362 @@
+"""What people do with a Trainer, done in a federation on the bundled digits."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    RichProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+
+import lightning_fcl
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.models import MLP
+
+
+class Net(Classifier):
+    """A body and a head, of which the head alone is in the optimizer; the rate is an attribute."""
+
+    def __init__(self, interval="epoch"):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU())
+        super().__init__(nn.Sequential(body, nn.Linear(16, 10)), 10)
+        self.lr, self.interval = 0.1, interval
+
+    @property
+    def backbone(self):
+        return self.model[0]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.model[1].parameters(), lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+
+@pytest.fixture
+def stream():
+    """Three clients, two experiences of two rounds, with validation samples."""
+    scenario, split = ClassIncremental(2, rounds_per_experience=2), Split(test=0.2, validation=0.2)
+    return FederatedStream("digits", scenario, IID(3), split, batch_size=64, seed=0)
+
+
+@pytest.fixture
+def task():
+    """A small network."""
+    torch.manual_seed(0)
+    return Classifier(MLP([64, 16, 10]), 10, torch.optim.SGD)
+
+
+def rows(folder):
+    """What a CSVLogger has written, line by line."""
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(folder, name):
+    return [float(row[name]) for row in rows(folder) if row.get(name)]
+
+
+def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, task, tmp_path):
+    logger = CSVLogger(tmp_path, "", "")
+    trainer = fit(task, stream, [ContinualMetrics(), LearningRateMonitor()],
+                  trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
+    for name in ("0/accuracy", "1/accuracy", "2/accuracy", "server/accuracy", "train/loss", "val/accuracy"):
+        assert len(column(tmp_path, name)) == 4, name
+    assert set(column(tmp_path, "lr-SGD")) == {0.001}  # torch's own
+    hparams = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    assert hparams["model"] == {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}}
+    assert hparams["optimizer"]["class_path"].endswith("SGD") and hparams["num_classes"] == 10
+    assert column(tmp_path, "server/accuracy")[-1] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, cohort_size):
+    for interval in ("epoch", "step"):
+        logger = CSVLogger(tmp_path / interval, "", "")
+        fit(Net(interval), stream, [LearningRateMonitor(interval)], cohort_size=cohort_size,
+            trainer_args={"logger": logger, "log_every_n_steps": 1})  # fmt: skip
+    assert column(tmp_path / "epoch", "lr-SGD") == [0.1, 0.05, 0.025, 0.0125]
+    steps = column(tmp_path / "step", "lr-SGD")
+    assert steps[:4] == [0.1, 0.05, 0.025, 0.0125]
+    # Every client begins with the first rate again: once a client, or once a cohort of all three.
+    assert steps.count(0.1) == (4 if cohort_size == "auto" else 12)
+
+
+def test_validate_test_and_predict(fit, stream, task, quiet):
+    trainer = fit(task, stream)
+    (validated,), (tested,) = (run(task, datamodule=stream, verbose=False) for run in (trainer.validate, trainer.test))
+    predicted = torch.cat(trainer.predict(task, datamodule=stream))
+    x, y = stream.take(stream.plan.test)
+    assert predicted.shape == (len(y), 10)
+    assert tested["test/accuracy"] == pytest.approx(float((predicted.argmax(1) == y).float().mean()))
+    x, y = stream.take(stream.plan.validation)
+    assert validated["val/accuracy"] == pytest.approx(float((task.eval()(x).argmax(1) == y).float().mean()))
+    (before,) = L.Trainer(strategy=FederatedStrategy(), **quiet).test(task, datamodule=stream, verbose=False)
+    assert before == tested  # a Trainer that never fits
+
+
+def test_predictions_are_written(fit, stream, task):
+    written = []
+
+    class Writer(BasePredictionWriter):
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            written.extend(len(batch) for batch in predictions)
+
+    trainer = fit(task, stream, [Writer("epoch")])
+    trainer.predict(task, datamodule=stream, return_predictions=False)
+    assert sum(written) == len(stream.plan.test)
+
+
+@pytest.mark.parametrize("monitor", ["val/accuracy", "server/accuracy"])
+def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
+    logger = CSVLogger(tmp_path, "", "")
+    keep = ModelCheckpoint(tmp_path, "{epoch}", monitor=monitor, mode="max")
+    trainer = fit(task, stream, [keep, ContinualMetrics()],
+                  trainer_args={"enable_checkpointing": True, "logger": logger})  # fmt: skip
+    found = column(tmp_path, monitor)
+    assert float(keep.best_model_score) == pytest.approx(max(found))
+    assert Path(keep.best_model_path).stem == f"epoch={found.index(max(found))}"
+    (tested,) = trainer.test(ckpt_path="best", datamodule=stream, verbose=False)
+    if monitor == "server/accuracy":
+        assert tested["test/accuracy"] == pytest.approx(max(found))
+
+
+def test_a_fit_stops_early_after_a_round(fit, stream, task):
+    stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
+    trainer = fit(task, stream, [ContinualMetrics(), stop])
+    assert trainer.current_epoch == 2 and trainer.strategy.federation.between_rounds
+
+
+def test_a_time_limit_within_a_round_leaves_the_last_whole_one(fit, stream, task, caplog):
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    fit(task, stream, [Timer({"milliseconds": 1})], local_epochs=20, cohort_size=1)
+    assert "A round was cut short" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
+
+
+@pytest.mark.parametrize("groups", ["head", "head first"])
+def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert_same, groups):
+    """Two layers of one shape: gradients that go to the wrong one would not show otherwise."""
+
+    class Ordered(Classifier):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), 64)
+
+        def configure_optimizers(self):
+            body, head = self.model[1], self.model[3]
+            several = [{"params": head.parameters(), "lr": 0.2}, {"params": body.parameters(), "lr": 0.01}]
+            return torch.optim.SGD(several if groups == "head first" else head.parameters(), lr=0.1)
+
+    one, together, start = Ordered(), Ordered(), Ordered()
+    fit(one, stream, cohort_size=1, max_epochs=2)
+    fit(together, stream, cohort_size=3, max_epochs=2)
+    assert_same(one, together, 1e-5)
+    assert torch.equal(together.model[1].weight, start.model[1].weight) == (groups == "head")
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, cohort_size):
+    task, seen = Net(), []
+
+    class Watch(L.Callback):
+        def on_round_end(self, trainer, pl_module):
+            seen.append(pl_module.backbone[1].weight.clone())
+
+    start = task.backbone[1].weight.clone()
+    fit(task, stream, [BackboneFinetuning(2), Watch()], cohort_size=cohort_size)
+    assert torch.equal(seen[0], start) and torch.equal(seen[1], start)
+    assert not torch.equal(seen[2], seen[1]) and not torch.equal(seen[3], seen[2])
+
+
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (LearningRateFinder(), "lightning-fcl tune"),
+        (BatchSizeFinder(), "Set `batch_size`"),
+        (ModelPruning("l1_unstructured", amount=0.5), "Prune the model when the fit is done"),
+    ],
+)
+def test_callbacks_that_go_across_clients_are_refused_by_name(fit, stream, callback, remedy):
+    message = f"Expected no `{type(callback).__name__}` among the callbacks: .*{remedy}"
+    with pytest.raises(ValueError, match=message):
+        fit(Net(), stream, [callback])
+
+
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search):
+    callback = {"lr_find": "LearningRateFinder", "scale_batch_size": "BatchSizeFinder"}[search]
+    trainer = L.Trainer(strategy="federated", max_epochs=4, default_root_dir=tmp_path, **quiet)
+    with pytest.raises(ValueError, match=f"Expected no `{callback}` among the callbacks"):
+        getattr(Tuner(trainer), search)(Net(), datamodule=stream)
+
+
+def test_rounds_that_nobody_has_set(stream, task, quiet):
+    message = "at most the stream's 4 rounds but got 1000, which is what Lightning takes where none is given. Set `max"
+    with pytest.raises(ValueError, match=message):
+        L.Trainer(strategy="federated", **quiet).fit(task, datamodule=stream)
+
+
+@pytest.mark.parametrize("limit", ["limit_val_batches", "limit_test_batches", "limit_predict_batches"])
+def test_limits_of_evaluation_are_honoured(fit, task, limit):
+    stream = FederatedStream("digits", ClassIncremental(1), IID(2), Split(0.4, 0.4), batch_size=64, seed=0)
+    trainer = fit(task, stream, max_epochs=1, trainer_args={limit: 1})
+    assert len(trainer.predict(task, datamodule=stream)) == (1 if "predict" in limit else 3)
+    trainer.validate(task, datamodule=stream, verbose=False), trainer.test(task, datamodule=stream, verbose=False)
+
+
+def test_a_compiled_network_is_the_network(fit, stream, assert_same):
+    def task(compiled):
+        torch.manual_seed(0)
+        network = MLP([64, 16, 10])
+        if compiled:
+            network.compile(backend="eager")
+        return Classifier(network, 10, torch.optim.SGD)
+
+    for cohort_size in (1, "auto"):
+        plain, compiled = task(False), task(True)
+        fit(plain, stream, cohort_size=cohort_size, max_epochs=1)
+        fit(compiled, stream, cohort_size=cohort_size, max_epochs=1)
+        assert_same(plain, compiled)
+
+
+def test_the_rich_progress_bar(fit, stream, task, capsys):
+    fit(task, stream, [RichProgressBar()], trainer_args={"enable_progress_bar": True})
+    assert "Epoch 3/3" in capsys.readouterr().out
+
+
+def test_mlflow(fit, stream, task, tmp_path):
+    pytest.importorskip("mlflow")
+    logger = MLFlowLogger("digits", tracking_uri=f"sqlite:///{tmp_path}/runs.db", artifact_location=str(tmp_path / "a"))
+    trainer = fit(task, stream, [ContinualMetrics()], trainer_args={"logger": logger})
+    run = logger.experiment.get_run(logger.run_id).data
+    assert run.params["num_classes"] == "10"
+    assert run.metrics["server/accuracy"] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
+    assert {"0/accuracy", "1/accuracy", "2/accuracy"} <= {*run.metrics}
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(fit, stream, task, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    class Histograms(L.Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            weight = wandb.Histogram(pl_module.model[1].weight.detach().numpy())
+            trainer.logger.experiment.log({f"{client_round.client}/weight": weight})
+
+    logger = WandbLogger("digits", save_dir=tmp_path, offline=True)
+    trainer = fit(task, stream, [ContinualMetrics(), Histograms()], trainer_args={"logger": logger})
+    summary, config = dict(logger.experiment.summary), dict(logger.experiment.config)
+    wandb.finish()
+    assert summary["server/accuracy"] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
+    assert {f"{client}/{what}" for client in range(3) for what in ("weight", "accuracy")} <= {*summary}
+    assert config["num_classes"] == 10
+
+
+def test_tensorboard_has_what_a_fit_logs(fit, stream, task, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, None, "")
+    fit(task, stream, [ContinualMetrics(), LearningRateMonitor()], trainer_args={"logger": logger})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Scalars("server/accuracy")) == len(events.Scalars("2/accuracy")) == 4
+    assert "lr-SGD" in events.Tags()["scalars"]
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text())["num_classes"] == 10
+
+
+# Systems that only spawn processes, and notebooks.
+
+DATA = """
+import lightning as L, torch
+from sklearn.datasets import load_digits
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.data.partition import IID
+from lightning_fcl.models import MLP
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self):
+        digits = load_digits()
+        self.x, self.targets = torch.tensor(digits.data, dtype=torch.float32) / 16, digits.target
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, i):
+        return self.x[i], int(self.targets[i])
+"""
+FIT = """
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+torch.manual_seed(0)
+task = Classifier(MLP([64, 16, 10]), 10)
+stream = FederatedStream.from_arrays(Items(), partition=IID(2), num_workers=WORKERS, seed=0)
+trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=1, accelerator="cpu", **quiet)
+trainer.fit(task, datamodule=stream)
+print("weights", float(task.model[1].weight.double().abs().sum()))
+"""
+SPAWN = 'torch.multiprocessing.set_start_method("spawn", force=True)'
+
+
+def run_script(text, folder):
+    (folder / "script.py").write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_read_what_one_process_reads(tmp_path):
+    def script(workers):
+        lines = f"{SPAWN}{FIT.replace('WORKERS', str(workers))}".splitlines()
+        return "\n".join([DATA, 'if __name__ == "__main__":', *(f"    {line}" for line in lines)])
+
+    alone, spawned = (run_script(script(workers), tmp_path) for workers in (0, 2))
+    assert "weights" in alone.stdout, alone.stderr
+    assert spawned.stdout == alone.stdout, spawned.stderr
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard(tmp_path):
+    plain = run_script(f"{DATA}{SPAWN}{FIT.replace('WORKERS', '0')}", tmp_path)
+    assert "weights" in plain.stdout, plain.stderr
+    refused = run_script(f"{DATA}{SPAWN}{FIT.replace('WORKERS', '2')}", tmp_path)
+    last = refused.stderr.strip().splitlines()[-1]
+    assert 'Put what trains below `if __name__ == "__main__":`, or set `num_workers=0`' in last
+
+
+@pytest.mark.slow
+def test_a_notebook(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    bar = "trainer = L.Trainer(strategy='federated', max_epochs=1, logger=False, enable_checkpointing=False)\n"
+    cells = [
+        DATA,
+        FIT.replace("WORKERS", "0"),
+        f"{bar}trainer.fit(task, datamodule=stream)\ntrainer.test(task, stream)",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    done = client.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "weights" in str(done.cells[1].outputs) and "test/accuracy" in str(done.cells[2].outputs)

@@ -1,0 +1,17 @@
+"""The first hour of a newcomer, from the wheel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_the_first_hour():
+    script = Path(__file__).with_name("first_hour.sh")
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=1800, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("the first hour went well\n")

@@ -1,0 +1,77 @@
+"""Files for those who cite, report, change and publish."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_fcl
+
+ROOT = Path(lightning_fcl.__file__).parents[1]
+FILES = [ROOT / "CITATION.cff", *sorted((ROOT / ".github").rglob("*.yml"))]
+FORMS = [path for path in FILES if path.parent.name == "ISSUE_TEMPLATE" and path.stem != "config"]
+WORKFLOWS = [path for path in FILES if path.parent.name == "workflows"]
+
+
+def read(path):
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_is_yaml(path):
+    assert isinstance(read(path), dict)
+
+
+def test_all_are_there():
+    assert [path.name for path in FORMS] == ["bug.yml", "wanted.yml"]
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "release.yml"]
+    assert (ROOT / ".github/pull_request_template.md").is_file()
+
+
+def test_the_citation_is_of_this_version():
+    cited = read(ROOT / "CITATION.cff")
+    assert cited["version"] == lightning_fcl.__version__
+    assert cited["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_a_form_asks(path):
+    form = read(path)
+    assert form["name"] and form["description"]
+    fields = [part["id"] for part in form["body"]]
+    assert len(fields) == len(set(fields)) >= 3
+    assert any(part.get("validations", {}).get("required") for part in form["body"])
+
+
+def test_bugs_come_with_their_version():
+    assert "lightning-fcl --version" in (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_runs_what_is_there(path):
+    jobs = read(path)["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    named = {
+        word
+        for command in commands
+        for word in shlex.split(command)
+        if re.fullmatch(r"[\w./-]+\.(sh|py)|\.ci/run", word)
+    }
+    assert named and all((ROOT / name).is_file() for name in named)
+    assert all(job.get("needs", "build") in {*jobs, "build"} for job in jobs.values())
+    assert all(
+        re.search(r"@(v\d+|release/v1)$", step["uses"])
+        for job in jobs.values()
+        for step in job["steps"]
+        if "uses" in step
+    )
+
+
+def test_only_publishing_may_ask_for_an_identity():
+    release = read(ROOT / ".github/workflows/release.yml")
+    assert release["permissions"] == {"contents": "read"}
+    assert release["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert "permissions" not in release["jobs"]["build"]
