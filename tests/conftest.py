@@ -5,6 +5,7 @@ import http.server
 import io
 import os
 import resource
+import shutil
 import tarfile
 import threading
 import warnings
@@ -378,3 +379,38 @@ def full_disk():
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limited
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, which `.ci/run` installs; without it a skip, but not in CI."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None and not os.environ.get("CI"):
+        pytest.skip("no Chromium")
+    assert found, "Expected Chromium but found none. Run `apt-get install chromium`."
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens files as pages of a width, in a colour scheme; the page, what its console says, and what it asks for."""
+    pages = []
+
+    def open_page(path, width=1280, scheme="light"):
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        said, asked = [], []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        pages.append(page)
+        return page, said, asked
+
+    yield open_page
+    for page in pages:
+        page.close()

@@ -130,7 +130,9 @@ PY
 expect "test/accuracy" test runs/killed "${quiet[@]}"
 
 echo "== look at it, and compare"
-# Here stands `fcl report runs/own runs/killed`, once there is such a command.
-test -s runs/own/report.md
+grep -q "MyNet" runs/own/report.html && grep -q "StayNear, Replay" runs/own/report.html
+expect "Written: both.html" report runs/own runs/killed --out both.html
+grep -q "runs/killed" both.html
+test "$(wc -c <both.html)" -lt 2000000
 
 echo "the first hour went well"

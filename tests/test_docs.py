@@ -23,7 +23,7 @@ NAME = re.compile(r"# ([\w-]+\.yaml)")
 CODELESS = {"index", "reliability", "changelog", "security", "own-project"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Others' commands want data, a hub, or minutes.
-COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "resume.md", "tune.md"))]
+COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "reports.md", "resume.md", "tune.md"))]
 
 
 @pytest.mark.parametrize(

@@ -117,3 +117,16 @@ def test_every_public_name_has_its_place(site):
     for package, page in ((lightning_fcl, "lightning_fcl"), (callbacks, "callbacks"), (models, "models"), (zoo, "zoo")):
         text = (site / "api" / f"{page}.html").read_text()
         assert [name for name in package.__all__ if f'id="{package.__name__}.{name}"' not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    "name", ["index", "quickstart", "concepts", "coming-from/flower", "papers/flwf", "api/methods"]
+)
+def test_a_page_opens_without_an_error_or_a_request_to_a_host(opened, site, name, width):
+    page, said, asked = opened(site / f"{name}.html", width)
+    page.wait_for_load_state("networkidle")
+    assert said == [] and all(url.startswith((site.as_uri(), "data:")) for url in asked)
+    assert page.locator("h1").first.is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width  # what is wide scrolls in a place of its own

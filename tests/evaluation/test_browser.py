@@ -1,8 +1,5 @@
 """The pages in a real browser: Chromium, which `.ci/run` installs. Where there is none, a skip, but not in CI."""
 
-import os
-import shutil
-
 import pytest
 
 from lightning_fcl.cli.main import main
@@ -21,30 +18,11 @@ def pages(tmp_path_factory):
     return {"run": folder / "one" / "report.html", "runs": folder / "report.html"}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None and not os.environ.get("CI"):
-        pytest.skip("no Chromium")
-    assert found, "Expected Chromium but found none. Run `apt-get install chromium`."
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", ["run", "runs"])
-def test_a_page_is_drawn_without_an_error_or_a_request(browser, pages, name, width, scheme):
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(pages[name].as_uri())
+def test_a_page_is_drawn_without_an_error_or_a_request(opened, pages, name, width, scheme):
+    page, said, asked = opened(pages[name], width, scheme)
     charts = page.locator(".chart")
     page.wait_for_function(
         "document.querySelectorAll('.chart svg').length == document.querySelectorAll('.chart').length"
@@ -54,11 +32,10 @@ def test_a_page_is_drawn_without_an_error_or_a_request(browser, pages, name, wid
         box = charts.nth(chart).locator("svg").first.bounding_box()
         assert 0 < box["width"] <= width and box["height"] > 50
         assert charts.nth(chart).locator("svg path").count() > 2  # something is drawn
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert said == [] and asked == [pages[name].as_uri()]
-    page.close()
 
 
 def test_values_show_under_the_pointer_another_model_can_be_chosen_and_the_recipe_copied(browser, pages):
