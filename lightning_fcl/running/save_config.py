@@ -20,4 +20,4 @@ class SaveConfig(SaveConfigCallback):
         """Write it, whole."""
         folder = Path(trainer.log_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False))
+        write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False, skip_validation=True))
