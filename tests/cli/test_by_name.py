@@ -149,7 +149,7 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     main(["fit", "quickstart", change, "--trainer.max_epochs", "1"])
     out = capsys.readouterr().out
-    assert "final_accuracy server" in out and "lightning-fcl test runs/quickstart" in out
+    assert "final accuracy 0." in out and "lightning-fcl test runs/quickstart" in out
     main(["test", "runs/quickstart"])
     assert "test/accuracy" in capsys.readouterr().out
     main(["fit", "runs/quickstart", "--trainer.max_epochs", "2"])  # one round more, in its own folder
