@@ -37,7 +37,7 @@ def script(tmp_path_factory):
     ("words", "last", "expected"),
     [
         ("lightning-fcl", "", {*COMMANDS}),
-        ("lightning-fcl re", "yes", {"reproduce"}),
+        ("lightning-fcl re", "yes", {"report", "reproduce"}),
         ("lightning-fcl fit", "", {*named_recipes()}),
         ("lightning-fcl fit qui", "yes", {"quickstart"}),
         ("lightning-fcl fit flwf/flwf-2t-", "yes", {n for n in named_recipes() if n.startswith("flwf/flwf-2t-")}),
