@@ -164,7 +164,7 @@ def test_a_first_fit_of_digits_imports_what_it_uses(tmp_path):
     ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert ended.returncode == 0, ended.stderr
     said, loaded = json.loads(ended.stdout)
-    assert "final accuracy 0." in said
+    assert "final accuracy:   0." in said
     assert {"avalanche.benchmarks", "avalanche.training.storage_policy"} <= set(loaded)
     assert sorted(LEFT_OUT & set(loaded)) == []
     parts = {"wandb.sdk", "qpsolvers.solvers", "gdown.download", "GPUtil.GPUtil"}

@@ -54,17 +54,20 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
             raise FileNotFoundError(f"Expected a recipe at {recipe} but there is no such file.")
         read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
     words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
-    with many_imports():
-        from lightning_fcl.running.fit import run
     from lightning_fcl.running.named import recipe_words
 
     is_run = len(positional) == 1 and (Path(positional[0]).is_dir() or (name == "test" and not options.config))
-    if is_run and not options.ckpt_path:
-        done = run([name, *_newest(Path(positional[0])), *words])
+    going_on = is_run and not options.ckpt_path
+    words = [*(_newest(Path(positional[0])) if going_on else recipe_words(positional)), *words]
+    with many_imports():  # after what may be refused without them
+        from lightning_fcl.running.fit import run
+
+    if going_on:
+        print(f"{'goes on from' if name == 'fit' else 'tests'} {words[3]}")
+        done = run([name, *words])
         if name == "fit":
             print(_end(done.out))
         return
-    words = [*recipe_words(positional), *words]
     if name == "test":
         if not options.ckpt_path and "--help" not in words:
             raise ValueError(
@@ -86,8 +89,12 @@ def _newest(folder: Path) -> list[str]:
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     config, newest = folder / "config.yaml", newest_checkpoint(folder / "checkpoints")
-    if not config.is_file() or newest is None:
+    if not config.is_file() or not any(folder.glob("checkpoints/*.ckpt")):
         raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
+    if newest is None:
+        raise ValueError(
+            f"Expected a whole checkpoint in {folder / 'checkpoints'} but all there are damaged. Repeat the run."
+        )
     return ["--config", str(config), "--ckpt_path", str(newest)]
 
 
@@ -95,8 +102,8 @@ def _out(recipes: Sequence[str]) -> str:
     """The folder of the results, where the command line does not say."""
     said = [read_yaml(Path(one)) for one in recipes if Path(one).is_file()]
     outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
-    named = [one for one in recipes if not Path(one).is_file()]
-    return outs[-1] if outs else f"runs/{named[-1].replace('@', '-')}" if named else "runs/fit"
+    names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
+    return outs[-1] if outs else f"runs/{names[0]}" if names else "runs/fit"
 
 
 def _free(out: str) -> Path:
@@ -117,9 +124,9 @@ def _end(out: Path) -> str:
     from lightning_fcl.evaluation.headline import headlines
     from lightning_fcl.evaluation.results import read_results
 
-    numbers = ", ".join(f"{one.name} {one.text}" for one in headlines(read_results(out)))
-    lines = [numbers, f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {out}"]
-    return "\n".join([*lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
+    numbers = [f"{one.name + ':':18}{one.text:10}{one.note}" for one in headlines(read_results(out))]
+    lines = [f"report:   {out / 'report.html'}", f"test it:  lightning-fcl test {out}"]
+    return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
 
 
 def _help(name: str) -> str:

@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=f"lightning-fcl {__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    if not words:
+        parser.print_help()
+        return
     command = parser.parse_args(words[:1]).command
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)

@@ -12,6 +12,7 @@ from lightning_fcl.evaluation import comparison_charts as charts
 from lightning_fcl.evaluation.against import stands, told, verdict
 from lightning_fcl.evaluation.comparison_charts import Groups
 from lightning_fcl.evaluation.headline import headlines, number_text
+from lightning_fcl.evaluation.report import extent_of
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, metric_title
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
@@ -83,9 +84,14 @@ def labelled(runs: Sequence[Path]) -> dict[str, list[Results]]:
 def _at_a_glance(groups: Groups) -> Section:
     found = {label: [{one.name: one for one in headlines(run)} for run in runs] for label, runs in groups.items()}
     names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
-    lines = [[Cell(label), *(Cell(_mean(runs, name)) for name in names)] for label, runs in found.items()]
+    extents = {label: extent_of(runs[0]) for label, runs in groups.items()}
+    differ = len({*extents.values()}) > 1
+    lines = [
+        [Cell(label), *([Cell(extents[label])] if differ else []), *(Cell(_mean(runs, name)) for name in names)]
+        for label, runs in found.items()
+    ]
     text = "Mean ± standard deviation over the seeds." if _has_seeds(groups) else ""
-    return Section("At a glance", text, grids=[Grid(["", *names], lines)])
+    return Section("At a glance", text, grids=[Grid(["", *(["extent"] if differ else []), *names], lines)])
 
 
 def _has_seeds(groups: Groups) -> bool:

@@ -10,7 +10,7 @@ from lightning_fcl.evaluation.plots import model_name
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import metric_number, metric_title
 
-__all__ = ["metrics_lines", "title_of", "write_report"]
+__all__ = ["extent_of", "metrics_lines", "title_of", "write_report"]
 
 Results: TypeAlias = Mapping[str, Any]
 
@@ -85,16 +85,20 @@ def title_of(results: Results) -> str:
     return f"{recipe['row']}{paper}" if recipe else "Run"
 
 
+def extent_of(results: Results) -> str:
+    """How large a run was."""
+    clients = [model for model in results["record"]["tasks"] if model != "server"]
+    return f"{len(results['record']['rounds'])} rounds, {len(clients)} clients"
+
+
 def _head(results: Results) -> str:
-    rounds = len(results["record"]["rounds"])
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    clients = len([model for model in results["record"]["tasks"] if model != "server"])
     instead = results.get("measured_on") == "validation"
     stopped = "" if results["finished"] else "; the run was stopped before its end"
     measured = "- Measured on the validation samples in place of the test set\n" if instead else ""
     return (
         f"# {title_of(results)}\n\n- Command: `{results['command']}`\n- Seed: {results['seed']}\n"
-        f"- Extent: {rounds} rounds, {clients} clients{stopped}\n{measured}- Time: {results['seconds']:.1f} s\n"
+        f"- Extent: {extent_of(results)}{stopped}\n{measured}- Time: {results['seconds']:.1f} s\n"
         f"- Machine: {results['machine']}\n- Versions: {versions}"
     )
 

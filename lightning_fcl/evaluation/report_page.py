@@ -14,7 +14,7 @@ from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import Curve, curves, quantity
 from lightning_fcl.evaluation.panels import experience_labels
 from lightning_fcl.evaluation.plots import model_name
-from lightning_fcl.evaluation.report import metrics_lines, title_of
+from lightning_fcl.evaluation.report import extent_of, metrics_lines, title_of
 from lightning_fcl.evaluation.table import Cell as Number
 from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
@@ -49,16 +49,8 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> Page:
 
 
 def _subtitle(results: Mapping[str, Any]) -> str:
-    rounds = len(results["record"]["rounds"])
-    clients = len([model for model in results["record"]["tasks"] if model != "server"])
-    parts = results.get("parts", {})
-    words = [
-        *(str(value) for value in parts.values()),
-        f"{clients} clients",
-        f"{rounds} rounds",
-        f"seed {results['seed']}",
-    ]
-    return " · ".join(words)
+    parts = map(str, results.get("parts", {}).values())
+    return " · ".join([*parts, extent_of(results), f"seed\u00a0{results['seed']}"])
 
 
 def _warnings(results: Mapping[str, Any]) -> list[str]:
@@ -96,7 +88,10 @@ def _accuracy(record: Mapping[str, Any], every: Mapping[str, Curve]) -> list[Sec
         "The server on the whole test set; the clients on what each has learnt: mean, middle half, and from the worst "
     )
     whole += "to the best. Dashed lines: where an experience begins."
-    drawn = [(whole, charts.overview(record, every)), (f"{title} on each group.", charts.by_group(record, every))]
+    drawn = [
+        (whole, charts.overview(record, every)),
+        (f"{title} on each class, or domain.", charts.by_group(record, every)),
+    ]
     found = [Chart(caption, spec) for caption, spec in drawn if spec]
     return [Section(f"{title}, round by round", charts=found)] if found else []
 

@@ -95,7 +95,7 @@ def by_group(record: Record, every: Curves) -> Spec | None:
     if len(names) <= _LINES:
         lines = base.encode(x=round_axis(len(record["rounds"])), y=value_axis(of), color=colour("group", names))
         return spec(chosen(alt.layer(lines.mark_line(), _points(lines)), models), rows=rows)
-    y = alt.Y("group:N", sort=names, title="group", axis=alt.Axis(labelOverlap=True))
+    y = alt.Y("group:N", sort=names, title=None, axis=alt.Axis(labelOverlap=True))
     cells = base.mark_rect().encode(x=alt.X("round:O", title="round", axis=numbers()), y=y, color=heat(of))
     return spec(chosen(cells, models), max(HEIGHT, min(16 * len(names), 480)), rows=rows)
 

@@ -86,7 +86,9 @@ class FederatedCLI(LightningCLI):
             "save_config_callback": SaveConfig,
             "save_config_kwargs": {"overwrite": True},
             "trainer_defaults": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy"}},
-            "parser_kwargs": {"exit_on_error": False},
+            # A name cut short would be taken for the whole one.
+            "parser_kwargs": {"exit_on_error": False, "allow_abbrev": False}
+            | {name: {"allow_abbrev": False} for name in self.subcommands()},
             **kwargs,
         }
         try:

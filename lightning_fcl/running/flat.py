@@ -16,7 +16,7 @@ from lightning_fcl.running.rows import config_words
 
 
 def flat(recipe: Named) -> str:
-    """A recipe as one file that stands for the same, with the comments of all its files.
+    """A recipe as one file that stands for the same but for its folder, with the comments of all its files.
 
     Raises:
         ValueError: If one file cannot say it.
@@ -35,6 +35,7 @@ def flat(recipe: Named) -> str:
         told = YAML(typ="safe").load(value)
         plain = isinstance(told, dict | list) and value[0] not in "{["  # text with a colon in it
         _set(whole, name.removeprefix("--").split("."), value if plain else told)
+    whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)
     text = "\n".join([*heads, out.getvalue()])
@@ -88,6 +89,6 @@ def _check(recipe: Named, text: str) -> None:
     path = folder.path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     wanted = resolve(["fit", *config_words(recipe.configs), *recipe.words])
-    if resolve(["fit", "--config", str(path)]) != wanted:
+    if resolve(["fit", "--config", str(path)]) | {"out": wanted["out"]} != wanted:
         raise ValueError(f"Expected {recipe.name} to be the same in one file but it is not. Name its files in `fit`.")
     folder.cleanup()

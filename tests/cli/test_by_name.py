@@ -132,9 +132,10 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     monkeypatch.chdir(tmp_path)
     main(["cp", "quickstart", "mine.yaml"])
     assert "lightning-fcl fit mine.yaml" in capsys.readouterr().out
-    assert resolve(["fit", "--config", "mine.yaml"]) == resolve(
-        ["fit", "--config", str(RECIPES["quickstart"].configs[0])]
+    copied, recipe = (
+        resolve(["fit", "--config", str(path)]) for path in ("mine.yaml", RECIPES["quickstart"].configs[0])
     )
+    assert copied == recipe | {"out": "runs/fit"}  # `fit mine.yaml` says runs/mine
     assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
     assert "max_epochs: 8 # communication rounds" in (tmp_path / "mine.yaml").read_text()
@@ -149,7 +150,7 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     main(["fit", "quickstart", change, "--trainer.max_epochs", "1"])
     out = capsys.readouterr().out
-    assert "final accuracy 0." in out and "lightning-fcl test runs/quickstart" in out
+    assert "final accuracy:   0." in out and "lightning-fcl test runs/quickstart" in out
     main(["test", "runs/quickstart"])
     assert "test/accuracy" in capsys.readouterr().out
     main(["fit", "runs/quickstart", "--trainer.max_epochs", "2"])  # one round more, in its own folder

@@ -51,9 +51,10 @@ def test_help_waits_for_neither_torch_nor_lightning(helps, words):
         assert seconds < 0.3  # of this process alone, however busy the machine is
 
 
-def test_a_command_that_is_not_known_and_none(error_of):
+def test_a_command_that_is_not_known_and_none(error_of, capsys):
     assert "but got reproduc. Did you mean reproduce?" in error_of(["reproduc", "flwf"])
-    assert "required: COMMAND" in error_of([])
+    main([])
+    assert "usage: lightning-fcl" in capsys.readouterr().out
 
 
 def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):

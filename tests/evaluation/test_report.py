@@ -225,9 +225,8 @@ def test_the_charts_show_what_the_record_says():
     ):
         assert ours["server, whole test set", round + 1] == pytest.approx(whole, abs=1e-4)
         assert ours["server, what was learnt so far", round + 1] == pytest.approx(learnt, abs=1e-4)
-    groups = {
-        (row["model"], row["round"], row["group"]): row["value"] for row in rows_of(drawn["Accuracy on each group"])
-    }
+    rows = rows_of(drawn["Accuracy on each class, or domain"])
+    groups = {(row["model"], row["round"], row["group"]): row["value"] for row in rows}
     assert groups["client1", 3, "group|7"] == pytest.approx(every["client1"].accuracy[2, 7], abs=1e-4)
     cells = next(chart for name, chart in drawn.items() if name.startswith("Each cell"))
     found = {(row["model"], row["after"], row["on"]): row["value"] for row in rows_of(cells)}

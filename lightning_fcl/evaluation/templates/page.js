@@ -12,8 +12,8 @@
       tickColor: of("--soft"), titleFontWeight: "normal", labelFontSize: 12, titleFontSize: 12, labelLimit: narrow ? 110 : 220 };
     return { background: "transparent", font: "system-ui, sans-serif", axis, view: { stroke: null },
       line: { strokeWidth: 2 }, axisQuantitative: { tickCount: narrow ? 5 : 8 },
-      legend: { labelColor: of("--ink"), titleColor: of("--soft"), orient: "bottom", labelFontSize: 12, titleFontSize: 12, columns: narrow ? 2 : 5,
-        labelLimit: narrow ? 140 : 260, symbolLimit: 60, symbolOpacity: 1, gradientLength: Math.min(240, width - 60) } };
+      legend: { labelColor: of("--ink"), titleColor: of("--soft"), orient: "bottom", labelFontSize: 12, titleFontSize: 12, columns: narrow ? 1 : 5,
+        labelLimit: 260, symbolLimit: 60, symbolOpacity: 1, gradientLength: Math.min(240, width - 60) } };
   }
 
   function draw(chart) {
