@@ -321,8 +321,8 @@ def test_seeds(monkeypatch):
         ),
         (
             lambda: FederatedStream("digit").setup("fit"),
-            "Expected `name` to be one of `cifar100`, `core50`, `digits`, `fc100`, `hhar`, `lfw`, `miniimagenet`, "
-            "`orl`, `tinyimagenet`, `ucihar`, `wesad` but got 'digit'. Did you mean digits?",
+            "Expected the name of a data set, one of `cifar100`, `core50`, `digits`, `fc100`, `hhar`, `lfw`, "
+            "`miniimagenet`, `orl`, `tinyimagenet`, `ucihar`, `wesad`, but got 'digit'. Did you mean digits?",
         ),
         (
             lambda: FederatedStream(scenario="FLwF", split=Split(0.3)),

@@ -123,5 +123,5 @@ def _module(name: str) -> ModuleType:
     if name not in _NAMES:
         known = ", ".join(f"`{entry}`" for entry in _NAMES)
         hint = did_you_mean(name.lower(), _NAMES, cutoff=0.5) or " Choose one of these."
-        raise ValueError(f"Expected `name` to be one of {known} but got {name!r}.{hint}")
+        raise ValueError(f"Expected the name of a data set, one of {known}, but got {name!r}.{hint}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -206,7 +206,7 @@ def test_load_refuses_unknown_options(small):
 
 @pytest.mark.parametrize("call", [datasets.load, datasets.check, datasets.fetch])
 def test_unknown_names(call):
-    known = f"Expected `name` to be one of {', '.join(f'`{name}`' for name in NAMES)} but got"
+    known = f"Expected the name of a data set, one of {', '.join(f'`{name}`' for name in NAMES)}, but got"
     with pytest.raises(ValueError, match=re.escape(f"{known} 'UCI-HAR'. Did you mean ucihar?")):
         call("UCI-HAR")
     with pytest.raises(ValueError, match=re.escape(f"{known} 'digit'. Did you mean digits?")):
