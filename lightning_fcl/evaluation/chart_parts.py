@@ -54,7 +54,8 @@ def value_axis(of: str, field: str = VALUE) -> alt.Y:
 def round_axis(rounds: int) -> alt.X:
     """The axis of so many rounds, which are whole numbers from 1."""
     scale = alt.Scale(nice=False, domain=[0.5, rounds + 0.5])
-    return alt.X(ROUND, title="round", axis=alt.Axis(tickMinStep=1, format="d"), scale=scale)
+    ticks = [*range(1, rounds + 1, max(1, -(-rounds // 12)))]
+    return alt.X(ROUND, title="round", axis=alt.Axis(values=ticks, format="d", labelOverlap=True), scale=scale)
 
 
 def heat(of: str) -> alt.Color:

@@ -45,11 +45,11 @@ def rounds(groups: Groups) -> Spec | None:
     for label, runs in groups.items():
         for view, pick in zip(_VIEWS, (_server, _clients), strict=True):
             rows += [{"row": label, "view": view, **one} for one in _over_seeds([pick(run["record"]) for run in runs])]
-    if not rows:
+    longest = max(len(run["record"]["rounds"]) for runs in groups.values() for run in runs)
+    if not rows or longest < 2:
         return None
     there = [view for view in _VIEWS if any(row["view"] == view for row in rows)]
     choice = alt.param(name="view", value=there[0], bind=alt.binding_select(options=there, name=f"{of} of the "))
-    longest = max(len(run["record"]["rounds"]) for runs in groups.values() for run in runs)
     base = chart_of("rows").transform_filter("datum.view == view").encode(x=round_axis(longest))
     tips = [tip("row:N", "row"), tip(ROUND, "round", "d"), tip(VALUE, "mean"), tip("std:Q", "std")]
     lines = base.mark_line(point=True).encode(y=value_axis(of), tooltip=[*tips, tip("seeds:Q", "seeds", "d")])

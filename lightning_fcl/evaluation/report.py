@@ -88,7 +88,8 @@ def title_of(results: Results) -> str:
 def extent_of(results: Results) -> str:
     """How large a run was."""
     clients = [model for model in results["record"]["tasks"] if model != "server"]
-    return f"{len(results['record']['rounds'])} rounds, {len(clients)} clients"
+    counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
+    return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
 
 
 def _head(results: Results) -> str:
