@@ -84,8 +84,8 @@ def _against(results: Mapping[str, Any]) -> Section | None:
 def _accuracy(record: Mapping[str, Any], every: Mapping[str, Curve]) -> list[Section]:
     of = quantity(record)
     title = f"{of[0].upper()}{of[1:]}"
-    whole = "The server on the whole test set and on what was learnt so far; the clients on what each has learnt: mean, "
-    whole += "middle half, and from the worst to the best. Dashed lines: where an experience begins."
+    whole = "The server on the whole test set and on what was learnt so far; the clients on what each has learnt: "
+    whole += "mean, middle half, and from the worst to the best. Dashed lines: where an experience begins."
     drawn = [
         (whole, charts.overview(record, every)),
         (f"{title} on each class, or domain.", charts.by_group(record, every)),
