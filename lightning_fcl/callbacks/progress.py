@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ProgressBar
@@ -13,7 +14,7 @@ from lightning_fcl.errors import require
 from lightning_fcl.federation.protocol import federation_of
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 
 class FederatedProgressBar(ProgressBar):
@@ -29,9 +30,10 @@ class FederatedProgressBar(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._bar: Progress | None = None
+        self._task: TaskID
         self._enabled = True
+        self._done: list[int] = []  # clients' parts before each round
         self._lost = 0
-        self._accuracy = ""
 
     @property
     def is_enabled(self) -> bool:
@@ -65,31 +67,41 @@ class FederatedProgressBar(ProgressBar):
             refresh_per_second=4,
         )
         counts = [len(current) for current in stream.plan.train[: trainer.max_epochs]]
-        done = sum(counts[: trainer.current_epoch])
-        self._lost, self._accuracy = 0, ""
-        self._bar.add_task("", total=sum(counts), completed=done, **self._fields(trainer))
+        self._done = [0, *accumulate(counts)]
+        self._lost = 0
+        begun = self._done[min(trainer.current_epoch, len(counts))]  # a continued fit may have none left
+        self._task = self._bar.add_task(
+            "", total=self._done[-1], completed=begun, experience="", round="", lost="", accuracy="", speed=""
+        )
         self._bar.start()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Name the round."""
+        if self._bar is not None:
+            numbers, round = need_stream(trainer).plan.experiences.values(), trainer.current_epoch
+            now, last = max(of[round] for of in numbers), max(of[-1] for of in numbers)
+            of_all = f"{round + 1}/{trainer.max_epochs}"
+            self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
         """One client is done."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, **self._fields(trainer))
+            speed = self._bar.tasks[0].speed
+            self._bar.update(self._task, advance=1, speed=f"{speed:.3g}/s" if speed else "")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The clients that did not take part count as done; those whose upload was refused, or came late, as lost."""
         if self._bar is not None:
             if (federation := federation_of(trainer)) is not None:
                 self._lost += len(federation.record.dropped) + len(federation.record.missed)
-            counts = [len(current) for current in need_stream(trainer).plan.train]
-            done = sum(counts[: trainer.current_epoch + 1])
-            self._bar.update(self._bar.task_ids[0], completed=done, **self._fields(trainer))
+            lost = f", {self._lost} lost" if self._lost else ""
+            self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the server's accuracy."""
         accuracy = trainer.callback_metrics.get("server/accuracy")
         if self._bar is not None and accuracy is not None:
-            self._accuracy = f"accuracy {float(accuracy):.3f}"
-            self._bar.update(self._bar.task_ids[0], **self._fields(trainer))
+            self._bar.update(self._task, accuracy=f"accuracy {float(accuracy):.3f}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the bar."""
@@ -100,17 +112,3 @@ class FederatedProgressBar(ProgressBar):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Close the bar, so that what is said comes below it."""
         self.on_train_end(trainer, pl_module)
-
-    def _fields(self, trainer: L.Trainer) -> dict[str, Any]:
-        plan = need_stream(trainer).plan
-        round = min(trainer.current_epoch, plan.rounds - 1)  # a continued fit may have none left
-        now = max(numbers[round] for numbers in plan.experiences.values())
-        of = 1 + max(numbers[-1] for numbers in plan.experiences.values())
-        speed = self._bar.tasks[0].speed if self._bar is not None and self._bar.tasks else None
-        return {
-            "experience": f"{now + 1}/{of}",
-            "round": f"{round + 1}/{trainer.max_epochs}",
-            "lost": f", {self._lost} lost" if self._lost else "",
-            "accuracy": self._accuracy,
-            "speed": f"{speed:.3g}/s" if speed else "",
-        }

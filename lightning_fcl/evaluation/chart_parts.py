@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
+from lightning_fcl.evaluation.metrics import Curve
 from lightning_fcl.evaluation.plots import COLOURS, model_name
 
 Record: TypeAlias = Mapping[str, Any]
@@ -18,6 +19,16 @@ Drawn: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart
 HEIGHT = 260
 ROUND = "round:Q"
 VALUE = "value:Q"
+
+
+def by_round(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
+    """What each client came to on all that it had learnt, in the rounds in which it was tested."""
+    found: dict[int, dict[str, float]] = {}
+    for model, curve in every.items():
+        for number, value in zip(curve.rounds.tolist(), curve.learnt.tolist(), strict=True):
+            if model != "server" and np.isfinite(value):
+                found.setdefault(number, {})[model] = value
+    return dict(sorted(found.items()))
 
 
 def chart_of(name: str) -> alt.Chart:

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_fcl.evaluation import comparison_charts as charts
 from lightning_fcl.evaluation.against import stands, told, verdict
-from lightning_fcl.evaluation.comparison_charts import Groups
+from lightning_fcl.evaluation.comparison_charts import Groups, Headlines
 from lightning_fcl.evaluation.headline import headlines, number_text
 from lightning_fcl.evaluation.report import extent_of
 from lightning_fcl.evaluation.results import read_results
@@ -35,7 +35,8 @@ def compare_page(groups: Groups, table: Table | None = None) -> Page:
     if not groups:
         raise ValueError("Expected at least one run but got none. Name the folders of runs.")
     runs = sum(map(len, groups.values()))
-    sections = [_at_a_glance(groups), *_against(table), *_drawn(groups), _what_ran(groups)]
+    found = {label: [{one.name: one for one in headlines(run)} for run in runs] for label, runs in groups.items()}
+    sections = [_at_a_glance(groups, found), *_against(table), *_drawn(groups, found), _what_ran(groups)]
     title = " against ".join(groups) if len(groups) < 3 else "Runs side by side"
     return Page(
         title=f"{table.paper}: our runs and the paper's numbers" if table else title,
@@ -81,8 +82,7 @@ def labelled(runs: Sequence[Path]) -> dict[str, list[Results]]:
     }
 
 
-def _at_a_glance(groups: Groups) -> Section:
-    found = {label: [{one.name: one for one in headlines(run)} for run in runs] for label, runs in groups.items()}
+def _at_a_glance(groups: Groups, found: Headlines) -> Section:
     names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
     extents = {label: extent_of(runs[0]) for label, runs in groups.items()}
     differ = len({*extents.values()}) > 1
@@ -144,13 +144,13 @@ def _against(table: Table | None) -> list[Section]:
     return [Section("Against the paper", text, grids=[grid], charts=points)]
 
 
-def _drawn(groups: Groups) -> list[Section]:
+def _drawn(groups: Groups, found: Headlines) -> list[Section]:
     ticks = "A tick for each client and seed, at the end, on all that it has learnt; a diamond for their mean."
     curve = "Mean over the seeds, with one standard deviation." if _has_seeds(groups) else "A line for each run."
     parts = (
         ("Round by round", curve, charts.rounds(groups)),
         ("Who is worst off", ticks, charts.clients(groups)),
-        ("Learnt and forgotten", "Right and low is best.", charts.kept(groups)),
+        ("Learnt and forgotten", "Right and low is best.", charts.kept(charts.quantity_of(groups), found)),
     )
     return [Section(title, charts=[Chart(caption, spec)]) for title, caption, spec in parts if spec]
 

@@ -16,6 +16,7 @@ from lightning_fcl.evaluation.chart_parts import (
     Record,
     Rows,
     Spec,
+    by_round,
     chart_of,
     colour,
     round_axis,
@@ -25,7 +26,7 @@ from lightning_fcl.evaluation.chart_parts import (
     value_axis,
 )
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.headline import ends_of_clients, headlines
+from lightning_fcl.evaluation.headline import Headline, ends_of_clients
 from lightning_fcl.evaluation.metrics import curves, quantity
 from lightning_fcl.evaluation.plots import COLOURS
 from lightning_fcl.evaluation.table import Table, metric_title
@@ -37,14 +38,17 @@ _PALE = "#b8bfc8"
 Groups: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 """Contents of ``results.json`` of the seeds of each row, by the name to show."""
 
+Headlines: TypeAlias = Mapping[str, Sequence[Mapping[str, Headline]]]
+"""The headlines of each seed, by their names."""
+
 
 def rounds(groups: Groups) -> Spec | None:
     """The server or the clients' mean, round by round: a line per row, the one that is chosen in front."""
-    of = _quantity(groups)
+    of = quantity_of(groups)
     rows: Rows = []
     for label, runs in groups.items():
-        for view, pick in zip(_VIEWS, (_server, _clients), strict=True):
-            rows += [{"row": label, "view": view, **one} for one in _over_seeds([pick(run["record"]) for run in runs])]
+        for view, seeds in zip(_VIEWS, zip(*(_views(run["record"]) for run in runs), strict=True), strict=True):
+            rows += [{"row": label, "view": view, **one} for one in _over_seeds(seeds)]
     longest = max(len(run["record"]["rounds"]) for runs in groups.values() for run in runs)
     if not rows or longest < 2:
         return None
@@ -66,7 +70,7 @@ def rounds(groups: Groups) -> Spec | None:
 
 def clients(groups: Groups) -> Spec | None:
     """How each client ended: a tick for every client and seed, and the mean of each row."""
-    of = _quantity(groups)
+    of = quantity_of(groups)
     rows = [
         {"row": label, "client": client, "seed": run["seed"], "value": value}
         for label, runs in groups.items()
@@ -85,14 +89,12 @@ def clients(groups: Groups) -> Spec | None:
     return spec(alt.layer(ticks, means), 24 * len({row["row"] for row in rows}) + 10, rows=rows)
 
 
-def kept(groups: Groups) -> Spec | None:
-    """Average accuracy against forgetting, a point for each row: its mean over the seeds."""
-    of = _quantity(groups)
+def kept(of: str, found: Headlines) -> Spec | None:
+    """Average accuracy, or another quantity, against forgetting, a point for each row: its mean over the seeds."""
     rows: Rows = []
-    for label, runs in groups.items():
-        found = [{one.name: one.value for one in headlines(run)} for run in runs]
-        both = [(one[f"average {of}"], one["forgetting"]) for one in found if {f"average {of}", "forgetting"} <= {*one}]
-        if both:
+    wanted = (f"average {of}", "forgetting")
+    for label, runs in found.items():
+        if both := [[one[name].value for name in wanted] for one in runs if {*wanted} <= {*one}]:
             value, lost = np.mean(both, axis=0).tolist()
             rows.append({"row": label, "value": value, "forgetting": lost, "seeds": len(both)})
     if len(rows) < 2:
@@ -139,24 +141,17 @@ def against(table: Table) -> Spec | None:
     return spec(alt.layer(band, line.mark_line(color="#777777").encode(y=y), bars, marks), 420, rows=rows, ends=ends)
 
 
-def _quantity(groups: Groups) -> str:
+def quantity_of(groups: Groups) -> str:
     """What the runs are measured by; that of the first, where they differ."""
     return next(quantity(run["record"]) for runs in groups.values() for run in runs)
 
 
-def _server(record: Record) -> dict[int, float]:
-    curve = curves(record).get("server")
-    return {} if curve is None else dict(zip(curve.rounds.tolist(), curve.overall.tolist(), strict=True))
-
-
-def _clients(record: Record) -> dict[int, float]:
-    """The clients' mean in each round, of those that were tested in it."""
-    found: dict[int, list[float]] = {}
-    for model, curve in curves(record).items():
-        for number, value in zip(curve.rounds.tolist(), curve.learnt.tolist(), strict=True):
-            if model != "server" and np.isfinite(value):
-                found.setdefault(number, []).append(value)
-    return {number: float(np.mean(values)) for number, values in sorted(found.items())}
+def _views(record: Record) -> tuple[dict[int, float], dict[int, float]]:
+    """The server in each round, and the mean of the clients that were tested in it."""
+    every = curves(record)
+    server = every.get("server")
+    whole = {} if server is None else dict(zip(server.rounds.tolist(), server.overall.tolist(), strict=True))
+    return whole, {number: float(np.mean([*of.values()])) for number, of in by_round(every).items()}
 
 
 def _over_seeds(seeds: Sequence[Mapping[int, float]]) -> Rows:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fcl.evaluation.metrics import curves, quantity
+from lightning_fcl.evaluation.metrics import curves, quantity, sign
 from lightning_fcl.evaluation.plots import model_name
 
 __all__ = ["Headline", "ends_of_clients", "headlines"]
@@ -92,5 +92,4 @@ def ends_of_clients(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Each client with what it came to when it was last tested, on all that it had learnt; the worst off first."""
     every = {model: curve.learnt for model, curve in curves(record).items() if model != "server"}
     ends = [(model, float(values[-1])) for model, values in every.items() if np.isfinite(values[-1])]
-    higher = all(one["higher_is_better"] for one in record.get("measures", [])[:1])
-    return sorted(ends, key=lambda end: end[1] if higher else -end[1])
+    return sorted(ends, key=lambda end: sign(record) * end[1])

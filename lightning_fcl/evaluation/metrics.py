@@ -90,7 +90,7 @@ def quantity(record: Mapping[str, Any]) -> str:
     return name
 
 
-def _sign(record: Mapping[str, Any], measure: str | None = None) -> int:
+def sign(record: Mapping[str, Any], measure: str | None = None) -> int:
     """1 for a quantity that is better when higher, else -1."""
     higher = {one["name"]: one["higher_is_better"] for one in record.get("measures", [])}
     return 1 if higher.get(measure or quantity(record), True) else -1
@@ -181,7 +181,7 @@ def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
         there = [matrix for matrix in of_clients if len(matrix) >= t]
         accuracy[t - 1] = finite_mean([average_accuracy(matrix, t) for matrix in there])
         if t > 1:
-            forgotten[t - 1] = finite_mean([forgetting(_sign(record) * matrix, t) for matrix in there])
+            forgotten[t - 1] = finite_mean([forgetting(sign(record) * matrix, t) for matrix in there])
     return accuracy, forgotten
 
 
@@ -305,7 +305,7 @@ def _measures_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in (one["name"] for one in record["measures"]):
         on, experience, tasks = history = _history(record, model, name)
-        overall, sign = on(range(len(record["groups"]))), _sign(record, name)
+        overall, way = on(range(len(record["groups"]))), sign(record, name)
         metrics[f"general_{name}"] = finite_mean(overall[_before_rounds(record, model) :])
         metrics[f"final_{name}"] = float(overall[-1])
         if model != "server":
@@ -316,8 +316,8 @@ def _measures_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
             last = value_matrix(*history, "last")
             metrics[f"average_{name}"] = average_accuracy(last, t)
             metrics[f"learning_{name}"] = learning_accuracy(last)
-            metrics[f"forgetting_{name}"] = forgetting(sign * last, t)
-            metrics[f"BWT_{name}"] = backward_transfer(sign * last)
+            metrics[f"forgetting_{name}"] = forgetting(way * last, t)
+            metrics[f"BWT_{name}"] = backward_transfer(way * last)
             metrics |= {f"stream_{name}_{i}": float(value) for i, value in enumerate(passed)}
     return metrics
 

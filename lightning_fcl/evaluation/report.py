@@ -10,9 +10,11 @@ from lightning_fcl.evaluation.plots import model_name
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import metric_number, metric_title
 
-__all__ = ["extent_of", "metrics_lines", "title_of", "write_report"]
+__all__ = ["PAPER", "extent_of", "metrics_lines", "paper_lines", "title_of", "write_report"]
 
 Results: TypeAlias = Mapping[str, Any]
+
+PAPER = ("metric", "ours", "paper", "difference")
 
 _MEANINGS = {
     "A_gen": "accuracy on the whole test set, mean over the rounds",
@@ -104,14 +106,18 @@ def _head(results: Results) -> str:
     )
 
 
-def _against_paper(results: Results) -> list[str]:
-    ours, lines = results["metrics"], []
+def paper_lines(results: Results) -> dict[str, list[str]]:
+    """For each number that the paper tells its title, ours, the paper's, and the difference: the columns `PAPER`."""
+    ours, lines = results["metrics"], {}
     for name, paper in results["expected"].items():
         difference = f"{ours[name] - paper:+.3f}" if name in ours else "-"
-        lines.append([metric_title(name), metric_number(name, ours.get(name)), metric_number(name, paper), difference])
-    if not lines:
-        return []
-    return [f"## Against the paper\n\n{markdown_table(['metric', 'ours', 'paper', 'difference'], lines)}"]
+        lines[name] = [metric_title(name), metric_number(name, ours.get(name)), metric_number(name, paper), difference]
+    return lines
+
+
+def _against_paper(results: Results) -> list[str]:
+    lines = [*paper_lines(results).values()]
+    return [f"## Against the paper\n\n{markdown_table(PAPER, lines)}"] if lines else []
 
 
 def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) -> str:

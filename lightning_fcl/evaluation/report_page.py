@@ -14,9 +14,8 @@ from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import Curve, curves, quantity
 from lightning_fcl.evaluation.panels import experience_labels
 from lightning_fcl.evaluation.plots import model_name
-from lightning_fcl.evaluation.report import extent_of, metrics_lines, title_of
+from lightning_fcl.evaluation.report import PAPER, extent_of, metrics_lines, paper_lines, title_of
 from lightning_fcl.evaluation.table import Cell as Number
-from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
 
 _WORST = 10
@@ -63,22 +62,16 @@ def _warnings(results: Mapping[str, Any]) -> list[str]:
 
 
 def _against(results: Mapping[str, Any]) -> Section | None:
-    ours, lines = results["metrics"], []
-    for name, paper in results["expected"].items():
-        there = name in ours
-        kind = ("near" if near(Number({0: ours[name]}, paper)) else "outside") if there else ""
-        lines.append(
-            [
-                Cell(metric_title(name)),
-                Cell(metric_number(name, ours.get(name)), kind),
-                Cell(metric_number(name, paper)),
-                Cell(f"{ours[name] - paper:+.3f}" if there else "-"),
-            ]
-        )
+    lines = []
+    for name, (title, ours, paper, difference) in paper_lines(results).items():
+        kind = ""
+        if (value := results["metrics"].get(name)) is not None:
+            kind = "near" if near(Number({0: value}, results["expected"][name])) else "outside"
+        lines.append([Cell(title), Cell(ours, kind), Cell(paper), Cell(difference)])
     if not lines:
         return None
     text = "One run against the paper's numbers: blue is within .05 of it, orange is not."
-    return Section("Against the paper", text, grids=[Grid(["metric", "ours", "paper", "difference"], lines)])
+    return Section("Against the paper", text, grids=[Grid(PAPER, lines)])
 
 
 def _accuracy(record: Mapping[str, Any], every: Mapping[str, Curve]) -> list[Section]:
@@ -103,12 +96,12 @@ def _clients(record: Mapping[str, Any], tested: Mapping[str, Curve]) -> Section 
     every = len([model for model in record["tasks"] if model != "server"])
     text = f"{len(ends)} of {every} clients were tested: {spread}."
     lines = [[model_name(model), f"{value:.3f}", str(tested[model].rounds[-1] + 1)] for model, value in ends]
-    short = Grid.of(["lowest", quantity(record), "last tested in round"], lines[:_WORST])
+    worst = Grid.of(["worst off", quantity(record), "last tested in round"], lines[:_WORST])
     return Section(
         "Who is worst off",
         text,
         charts=[Chart("Each client at the end.", spec)],
-        grids=[short] if len(lines) > _WORST else [],
+        grids=[worst] if len(lines) > _WORST else [],
     )
 
 
@@ -119,9 +112,7 @@ def _tasks(record: Mapping[str, Any]) -> list[Section]:
         ("After its own rounds, and when the run ended.", charts.kept_tasks(record)),
     ]
     found = [Chart(caption, spec) for caption, spec in drawn if spec]
-    if not found:
-        return []
-    return [Section("What is kept, and what is forgotten", charts=found)]
+    return [Section("What is kept, and what is forgotten", charts=found)] if found else []
 
 
 def _others(results: Mapping[str, Any]) -> Section | None:

@@ -15,6 +15,7 @@ from lightning_fcl.evaluation.chart_parts import (
     Record,
     Rows,
     Spec,
+    by_round,
     chart_of,
     chosen,
     colour,
@@ -28,7 +29,7 @@ from lightning_fcl.evaluation.chart_parts import (
 )
 from lightning_fcl.evaluation.communication import volumes
 from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.metrics import Curve, matrices, quantity
+from lightning_fcl.evaluation.metrics import Curve, matrices, quantity, sign
 from lightning_fcl.evaluation.plots import COLOURS, model_name
 
 Curves: TypeAlias = Mapping[str, Curve]
@@ -44,7 +45,7 @@ def overview(record: Record, every: Curves) -> Spec | None:
     """The server on the whole test set and on what was learnt, the clients on what each has learnt."""
     of, x = quantity(record), round_axis(len(record["rounds"]))
     server = every.get("server")
-    spread = _spread({model: curve for model, curve in every.items() if model != "server"})
+    spread = _spread(record, every)
     lines = [{"round": row["round"], "line": _CLIENTS, "value": row["mean"]} for row in spread]
     if server is not None:
         tasks = len(record["tasks"]["server"])
@@ -59,11 +60,8 @@ def overview(record: Record, every: Curves) -> Spec | None:
     layers: list[alt.Chart] = []
     for low, high, opacity in (("worst", "best", 0.13), ("lower quarter", "upper quarter", 0.22)):
         area = band.mark_area(opacity=opacity, color=COLOURS[1])
-        layers += (
-            [area.encode(y=value_axis(of, f"{low}:Q"), y2=f"{high}:Q")]
-            if any(row["clients"] > 1 for row in spread)
-            else []
-        )
+        if any(row["clients"] > 1 for row in spread):
+            layers.append(area.encode(y=value_axis(of, f"{low}:Q"), y2=f"{high}:Q"))
     looks = {_SERVER: COLOURS[0], _STREAM: COLOURS[2], _CLIENTS: COLOURS[1]}
     there = [name for name in looks if any(line["line"] == name for line in lines)]
     base = chart_of("lines").encode(
@@ -162,10 +160,8 @@ def of_clients(record: Record, ends: Sequence[tuple[str, float]]) -> Spec | None
     rows = [{"client": model_name(model), "value": value} for model, value in ends]
     if len(rows) < 2:
         return None
-    bars, title = (
-        chart_of("rows").mark_bar(color=COLOURS[1]),
-        f"{of} at the end, on all that the client has learnt",
-    )
+    bars = chart_of("rows").mark_bar(color=COLOURS[1])
+    title = f"{of} at the end, on all that the client has learnt"
     if len(rows) > _BARS:
         bins = alt.X(VALUE, bin=alt.Bin(maxbins=40), title=title)
         return spec(bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows)
@@ -234,24 +230,15 @@ def _points(base: alt.Chart) -> alt.Chart:
     return made
 
 
-def _spread(every: Curves) -> Rows:
+def _spread(record: Record, every: Curves) -> Rows:
     """The clients that were tested in each round, on what they had learnt by then."""
-    rows = []
-    for number, of in sorted(_by_round(every).items()):
-        values: FloatArray = np.array([*of.values()])
-        ends = dict(zip(_SPREAD, np.quantile(values, (0, 0.25, 0.75, 1)).tolist(), strict=True))
-        who = model_name(min(of, key=lambda client: of[client]))
-        rows.append({"round": number + 1, "mean": values.mean(), "who": who, "clients": len(values), **ends})
+    rows, way = [], sign(record)
+    for number, of in by_round(every).items():
+        values: FloatArray = way * np.array([*of.values()])
+        ends = dict(zip(_SPREAD, (way * np.quantile(values, (0, 0.25, 0.75, 1))).tolist(), strict=True))
+        who = model_name(min(of, key=lambda client: way * of[client]))
+        rows.append({"round": number + 1, "mean": way * values.mean(), "who": who, "clients": len(values), **ends})
     return rows
-
-
-def _by_round(every: Curves) -> dict[int, dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
-    for model, curve in every.items():
-        for number, value in zip(curve.rounds.tolist(), curve.learnt.tolist(), strict=True):
-            if np.isfinite(value):
-                found.setdefault(number, {})[model] = value
-    return found
 
 
 def _starts(record: Record, model: str) -> Rows:

@@ -277,9 +277,14 @@ def test_another_quantity_than_accuracy_is_drawn_as_it_is():
         for r in range(3)
     ]
     record = {"groups": ["all"], "totals": [5], "tasks": {m: [[0]] for m in ("server", "a", "b")}, "rounds": rounds}
+    for entry in rounds:
+        entry["values"]["c"], entry["experience"]["c"] = {"MSE": {"0": 90.0}}, 0
+    record["tasks"]["c"] = [[0]]
     record["measures"] = [{"name": "MSE", "higher_is_better": False}]
     page = run_page(results() | {"record": record, "metrics": summarize(record)})
-    assert [tile.name for tile in page.tiles] == ["final MSE"] and page.tiles[0].value == "38.000"
+    assert [(tile.name, tile.value) for tile in page.tiles] == [("final MSE", "38.000"), ("worst-off client", "90.000")]
+    spread = [row for row in rows_of(page.sections[0].charts[0].spec) if "who" in row]
+    assert [(row["who"], row["worst"], row["best"]) for row in spread] == [("c", 90, 40), ("c", 90, 39), ("c", 90, 38)]
     for section in page.sections:
         for chart in section.charts:
             vl_convert.vegalite_to_vega(json.dumps(chart.spec))
