@@ -1,15 +1,6 @@
 #!/usr/bin/env bash
 # What docs/zoo.md says, from the wheel alone: installed beside torch, away from the checkout, with no network.
-set -euo pipefail
-root="$(cd "$(dirname "$0")/.." && pwd)"
-python="${PYTHON:-$root/.venv/bin/python}"
-here="$(mktemp -d)"
-trap 'rm -rf "$here"' EXIT
-"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps "$root" --wheel-dir "$here"
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$here/installed" "$here"/lightning_fcl-*.whl
-cd "$here"
-export PYTHONPATH="$here/installed" LIGHTNING_FCL_CACHE="$here/cache" LIGHTNING_FCL_OFFLINE=1
-unset LIGHTNING_FCL_ZOO LIGHTNING_FCL_DATA
+source "$(dirname "$0")/from_the_wheel.sh"
 "$python" - <<'EOF'
 import csv
 
