@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import numpy as np
@@ -18,9 +19,12 @@ from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.messages import RoundRecord
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of
+from lightning_fcl.federation.ranks import OneRank, together
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.driver import MethodDriver
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -167,12 +171,20 @@ class ContinualMetrics(Callback):
         """Test the server's model and close the round's entry."""
         federation = federation_of(trainer)
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
-        tested, self._current = self._current, {}
         if self.when != "trained":
             tested = self._aggregated(trainer, pl_module)
-        elif not adapting:
-            tested = {**tested, "server": self._evaluate(pl_module, "server")}
+        else:
+            tested, self._current = self._together(trainer, self._current), {}
+            if not adapting:
+                tested = {**tested, "server": self._evaluate(pl_module, "server")}
+        self._own = self._together(trainer, self._own)
         self._close(trainer, pl_module, tested, federation.record if federation is not None else RoundRecord())
+
+    def _together(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
+        """What came to all clients, of what came to those that this process looks after."""
+        federation = federation_of(trainer)
+        ranks = federation.ranks if federation is not None else OneRank()
+        return together(ranks, mine, need_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The end of a round in a plain Trainer."""
@@ -227,17 +239,20 @@ class ContinualMetrics(Callback):
         ending = [part for part in (stream.client_round(client, round) for client in asked) if part.last_round]
         if not ending:
             return {}
-        found: dict[str, Counts | Values] = {"server": self._evaluate(module, "server")}
+        server = self._evaluate(module, "server")
         if federation is None or self.clients == "none":
-            return found
+            return {"server": server}
         received = {name: value.detach().clone() for name, value in entries(module).items()}
+        found: dict[str, Counts | Values] = {}
         for client_round in ending:
+            if not federation.hosts(client_round.client):
+                continue
             state = federation.client_state(client_round.client, received)
             alike = state is received  # all predict with the same model
-            own = found["server"] if alike else self._personal(trainer, module, client_round, state)
+            own = server if alike else self._personal(trainer, module, client_round, state)
             found[client_round.client] = own
         load_entries(module, received)
-        return found
+        return {"server": server, **self._together(trainer, found)}
 
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
@@ -269,8 +284,9 @@ class ContinualMetrics(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count what stays with clients; test the server's last model on what they have learnt from."""
         if (federation := federation_of(trainer)) is not None:
-            kept = {client: federation.kept_bytes(client) for client in federation.plan.clients}
-            self.record["kept_bytes"] = kept
+            mine = [client for client in federation.plan.clients if federation.hosts(client)]
+            kept = {client: federation.kept_bytes(client) for client in mine}
+            self.record["kept_bytes"] = self._together(trainer, kept)
         if not self.training:
             return
         stream = need_stream(trainer)

@@ -52,7 +52,11 @@ class FederatedProgressBar(ProgressBar):
         """Open the bar."""
         console = require("rich.console", "shows the progress").Console(stderr=True)
         stream = stream_of(trainer)
-        if stream is None or not self._enabled or not (console.is_terminal or console.is_jupyter):
+        if (
+            stream is None
+            or not (self._enabled and trainer.is_global_zero)
+            or not (console.is_terminal or console.is_jupyter)
+        ):
             return
         rich = require("rich.progress", "shows the progress")
         self._bar = rich.Progress(

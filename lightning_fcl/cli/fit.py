@@ -65,7 +65,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     if going_on:
         print(f"{'goes on from' if name == 'fit' else 'tests'} {words[3]}")
         done = run([name, *words])
-        if name == "fit":
+        if name == "fit" and done.trainer.is_global_zero:
             print(_end(done.out))
         return
     if name == "test":
@@ -81,7 +81,9 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         return
     if not options.ckpt_path:
         words = [*words, "--out", str(_free(options.out or _out([*positional, *options.config])))]
-    print(_end(run([name, *words]).out))
+    done = run([name, *words])
+    if done.trainer.is_global_zero:
+        print(_end(done.out))
 
 
 def _newest(folder: Path) -> list[str]:

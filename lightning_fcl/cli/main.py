@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with stop.listening():
         try:
             own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
-            with own_temporary_folder():
+            with own_temporary_folder(), _spoken_by_the_first():
                 import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
             sys.stdout.flush()
         except Stopped as stopped:
@@ -99,6 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 parser.exit(1, _kept(error, words))
             # What was still to be done, with processes that were told to stop as well, has come to no end.
             end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
+
+
+@contextmanager
+def _spoken_by_the_first() -> Iterator[None]:
+    """Let only the first of a federation's processes say what the command says: launchers number them as PyTorch's."""
+    if all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")):
+        yield
+        return
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        yield
 
 
 def _import_from_here() -> None:

@@ -9,9 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
     Cat,
+    Combines,
     Download,
     Fixed,
     Gather,
@@ -302,6 +304,23 @@ class Aggregator:
             accumulator.add({name: uploads[name].detach() for name in names}, weights)
         self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
         self.uploads += len(weights)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in the uploads that came to the other ranks; all of them do, and come to the same.
+
+        Raises:
+            ValueError: If an entry's accumulator takes in no other rank's.
+        """
+        for names, accumulator in self._groups:
+            if not isinstance(accumulator, Combines):
+                raise ValueError(
+                    f"Expected the reduction `{self.reductions[names[0]]}` of `{names[0]}` on one device but got "
+                    f"{ranks.number}: its accumulator has no `combine`, which takes in other ranks' uploads. Write "
+                    "one, or train with `devices=1`."
+                )
+            accumulator.combine(ranks)
+        self._numbers = [number for numbers in ranks.share(self._numbers) for number in numbers]
+        self.uploads = len(self._numbers)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         """The new server state.

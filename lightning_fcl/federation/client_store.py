@@ -129,6 +129,26 @@ class ClientStore:
         """
         return sum(value.nbytes for memory in self._read(client).values() for value in memory.values())
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether other processes cannot see what clients keep."""
+        return self._folder is None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the clients' files are."""
+        return self._folder
+
+    @folder.setter
+    def folder(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def discard(self, client: str) -> None:
+        """Forget a client."""
+        self._states.pop(client, None)
+        if self._folder is not None:
+            self._path(client).unlink(missing_ok=True)
+
     def clear(self) -> None:
         """Forget every client."""
         self._states.clear()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Piece, Weights
+from lightning_fcl.federation.ranks import Ranks
 
 
 class ExactSum:
@@ -47,11 +48,11 @@ class ExactSum:
         self._entry = entry
         self._complex = like.is_complex()
         self._shape = (*like.shape, 2) if self._complex else like.shape
-        self._size = math.prod(self._shape)
+        self.size = math.prod(self._shape)
         self._device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps has no float64
         # Elsewhere than on a CPU each piece costs a wait.
-        self._step = PIECE if self._device.type == "cpu" else max(1, self._size)
-        sizes = [min(self._step, self._size - start) for start in range(0, self._size, self._step)]
+        self._step = PIECE if self._device.type == "cpu" else max(1, self.size)
+        sizes = [min(self._step, self.size - start) for start in range(0, self.size, self._step)]
         self._pieces = [Piece(size, self._device) for size in sizes]
 
     def add(self, values: Tensor, weights: Weights | None = None) -> None:
@@ -66,7 +67,7 @@ class ExactSum:
         """
         weights = weights or Weights([1.0] * len(values))
         rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
-        rows = rows.reshape(len(values), self._size)
+        rows = rows.reshape(len(values), self.size)
         if rows.dtype is torch.int64:  # in two halves, which fit into double precision
             self._add((rows >> 32).double().mul_(2.0**32), weights)
             rows = rows & 0xFFFFFFFF
@@ -77,7 +78,7 @@ class ExactSum:
             for piece, part in zip(self._pieces, _split(rows[0], self._step), strict=False):
                 piece.add(part, weights, None, self._entry)
             return
-        together = max(1, min(PIECE // max(1, self._size), 1 << 9))
+        together = max(1, min(PIECE // max(1, self.size), 1 << 9))
         factors = _split(weights.column.to(self._device), together)
         for piece, columns in zip(self._pieces, _split(rows, self._step, dim=1), strict=False):
             for part, factor in zip(_split(columns, together), factors, strict=True):
@@ -110,7 +111,7 @@ class ExactSum:
 
     def _whole(self) -> Tensor:
         """The sum of whole numbers."""
-        whole = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+        whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         for exponent, digit in self.digits().items():
             whole += digit << exponent if exponent >= 0 else digit >> -exponent
         return whole.view(self._shape)
@@ -129,12 +130,17 @@ class ExactSum:
 
     def add_digits(self, digits: Mapping[int, Tensor]) -> None:
         """Add the sums of up to a million others, as their `digits` gives them."""
-        for piece, start in zip(self._pieces, range(0, self._size, self._step), strict=True):
+        for piece, start in zip(self._pieces, range(0, self.size, self._step), strict=True):
             piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
 
     def merge(self, other: ExactSum) -> None:
         """Add another sum."""
         self.add_digits(other.digits())
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape, and whether real or complex, of what is added."""
+        return (tuple(self._shape[:-1]), torch.complex64) if self._complex else (tuple(self._shape), torch.float32)
 
 
 class ExactSums(dict[str, ExactSum]):
@@ -162,6 +168,22 @@ class ExactSums(dict[str, ExactSum]):
                 self[name].merge(theirs)
             else:
                 self[name] = copy.deepcopy(theirs)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Let these become the sums over all ranks, some of which may have none."""
+        mine = {name: exact.digits() for name, exact in self.items()}
+        told = ranks.share({name: (self[name].kind, list(digits)) for name, digits in mine.items()})
+        for name in dict.fromkeys(name for part in told for name in part):
+            theirs = [part[name] for part in told if name in part]
+            digits, (shape, dtype) = mine.get(name, {}), theirs[0][0]
+            device = next(iter(digits.values())).device if digits else torch.device("cpu")
+            total = ExactSum(torch.empty(shape, dtype=dtype, device=device), name)
+            for exponent in sorted({exponent for _, exponents in theirs for exponent in exponents}):
+                if exponent not in digits:
+                    digits[exponent] = torch.zeros(total.size, dtype=torch.int64, device=device)
+                ranks.add_up(digits[exponent])
+            total.add_digits(digits)
+            self[name] = total
 
 
 def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:

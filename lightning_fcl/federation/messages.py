@@ -13,6 +13,7 @@ from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
+from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import Reduction, State
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,22 @@ class RoundRecord:
     def download(self, client: str, number: int) -> None:
         """Count bytes that a client receives."""
         self.download_bytes[client] = self.download_bytes.get(client, 0) + number
+
+    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what happened to the other ranks' clients.
+
+        Args:
+            ranks: The ranks.
+            order: Where a client stands in the round's order; those that stand together keep theirs.
+        """
+        parts = [vars(record) for record in ranks.share(self)]
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                found = [item for part in parts for item in part[name].items()]
+                value.clear()
+                value.update(sorted(found, key=lambda item: order.get(item[0], -1)))
+            elif isinstance(value, list):
+                value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))
 
 
 def own_entries(kept: ClientState, device: torch.device) -> State:

@@ -17,6 +17,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.federation.aggregation import Reduction, Rules, State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.server import RoundRecord
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class FederationView(Protocol):
     @property
     def plan(self) -> Plan:
         """Who sees which samples when."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes among which the clients are shared out: often one."""
+
+    def hosts(self, client: str) -> bool:
+        """Whether this process looks after a client: it alone knows what the client keeps."""
 
     @property
     def round(self) -> int:

@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.federation.exact import ExactSums
+from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
 """Entries of a module's or server's state, by name."""
@@ -64,6 +65,14 @@ class Accumulator(Protocol):
         Args:
             server: The server's values at the start of the round.
         """
+
+
+@runtime_checkable
+class Combines(Protocol):
+    """An `Accumulator` whose uploads may come to several ranks."""
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in what came to the other ranks; all of them do, and come to the same."""
 
 
 class Reduction:
@@ -154,8 +163,18 @@ class Gather:
 
     def merge(self, other: Gather) -> None:
         """Take in what another one has kept."""
-        for name, rows in other._rows.items():
-            self._rows.setdefault(name, []).extend(rows)
+        self._extend(other._rows)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in what all ranks have kept, by rank."""
+        parts = ranks.share({name: [row.cpu() for row in rows] for name, rows in self._rows.items()})
+        self._rows = {}
+        for rows in parts:
+            self._extend(rows)
+
+    def _extend(self, rows: Mapping[str, list[Tensor]]) -> None:
+        for name, values in rows.items():
+            self._rows.setdefault(name, []).extend(values)
 
     def arrange(self, order: Sequence[int]) -> None:
         """Put the uploads into this order of the places that they have."""
@@ -163,7 +182,7 @@ class Gather:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         """What the rule makes of them."""
-        return self._rule(self._rows, server)
+        return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
 
 
 class _Mean:
@@ -181,6 +200,11 @@ class _Mean:
         """Take in another one's uploads."""
         self._sums.merge(other._sums)
         self._weights.merge(other._weights)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in the other ranks' uploads."""
+        self._sums.combine(ranks)
+        self._weights.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         weight = self._weights[""].total()
@@ -216,6 +240,10 @@ class _Sum:
     def merge(self, other: _Sum) -> None:
         """Take in another one's uploads."""
         self._sums.merge(other._sums)
+
+    def combine(self, ranks: Ranks) -> None:
+        """Take in the other ranks' uploads."""
+        self._sums.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         sums = copy.deepcopy(self._sums)

@@ -15,6 +15,7 @@ from lightning_fcl.federation.client_store import ClientState, ClientStore, Memo
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.messages import Messages, RoundRecord, own_entries
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
+from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.server_optimizer import ServerOptimizer
 
 __all__ = ["ClientWeights", "Extra", "FederatedServer", "OptimizerFactory", "RoundRecord", "own_entries"]
@@ -172,6 +173,19 @@ class FederatedServer:
         """
         self._messages.keep(client, state, memories, missed)
 
+    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what came to the other ranks: uploads, and what happened.
+
+        Args:
+            ranks: The ranks.
+            order: Where a client stands in the round's order.
+
+        Raises:
+            ValueError: If a reduction takes in no other rank's uploads.
+        """
+        self._messages.aggregator.combine(ranks)
+        self._messages.record.combine(ranks, order)
+
     def finish_round(self) -> State:
         """Bring the uploads together; the new server state.
 
@@ -227,10 +241,14 @@ class FederatedServer:
                 f"{weights}."
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the server's state, which is the module's."""
+    def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:
+        """What a checkpoint keeps beside the server's state, which is the module's.
+
+        Args:
+            clients: What clients keep, where the store has not all of it.
+        """
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
-        clients = {client: self.store[client] for client in self.store}
+        clients = {client: self.store[client] for client in self.store} if clients is None else clients
         return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

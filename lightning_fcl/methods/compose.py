@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.batches import joined
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.step import Step
@@ -70,3 +73,42 @@ def compose(
         else:
             scale, extra = scale * (1 + applies[i] * (weight - 1)), extra + torch.where(applies[i] > 0, penalty, 0.0)
     return scale, extra
+
+
+def epochs_of(
+    methods: Sequence[Declaration], memory: Callable[[str, str], Memory], usual: int
+) -> int | Callable[[ClientRound], int]:
+    """A client's passes over its data in a round, as the first method says that has a say.
+
+    Args:
+        methods: The methods.
+        memory: Tells what a client keeps in a section.
+        usual: The passes where no method has a say.
+    """
+    saying = [method for method in methods if overrides(method, "local_epochs")]
+
+    def of(client_round: ClientRound) -> int:
+        said = (m.local_epochs(memory(client_round.client, m.section), client_round) for m in saying)
+        return next((epochs for epochs in said if epochs is not None), usual)
+
+    return of if saying else usual
+
+
+def rehearsed_by(
+    methods: Sequence[Declaration], memory: Callable[[str, str], Memory]
+) -> Callable[[ClientRound], Any] | None:
+    """A client's remembered samples, nested as its batches are; None where no method has any.
+
+    Args:
+        methods: The methods.
+        memory: Tells what a client keeps in a section.
+    """
+    rehearsing = [method for method in methods if overrides(method, "rehearse")]
+
+    def of(client_round: ClientRound) -> Any:
+        mine = [method for method in rehearsing if method.applies_to(client_round)]
+        remembered = [method.rehearse(memory(client_round.client, method.section)) for method in mine]
+        parts = [samples for samples in remembered if samples is not None]
+        return joined(parts) if parts else []
+
+    return of if rehearsing else None

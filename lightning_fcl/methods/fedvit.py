@@ -218,6 +218,8 @@ class FedViT(Method):
             if not (client_round.last_round and self.applies_to(client_round)):
                 continue
             client = client_round.client
+            if not federation.hosts(client):
+                continue
             memory = federation.memory(client, self.section)
             rest = _without_body(memory)
             if self._goes_on(memory, client_round):

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.exact import ExactSums
 from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses
+from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import Accumulator, SparseMean, Sum
 
 
@@ -57,6 +58,9 @@ class _Sums:
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values)
+
+    def combine(self, ranks: Ranks) -> None:
+        self._sums.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         totals = {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in self._sums.items()}

@@ -13,6 +13,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView, federation_of
+from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -110,7 +111,8 @@ class Unlearning(Method):
 
     def forget(self, federation: FederationView, module: ReservoirTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
-        memory, state = federation.memory(client, self.section), entries(module)
+        mine = {client: federation.memory(client, self.section)} if federation.hosts(client) else {}
+        memory, state = together(federation.ranks, mine, [client])[client], entries(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():

@@ -24,6 +24,7 @@ class StopAfterRound(Callback):
     def __init__(self, checkpoints: Path | None) -> None:
         self._checkpoints = checkpoints
         self._saved = -1  # the round of the newest checkpoint
+        self._told = False  # whether any process of the federation was told to stop
         self._patience = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -40,7 +41,8 @@ class StopAfterRound(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Ask Lightning to stop: between rounds it does so at once."""
-        if stop.signal:
+        self._told = trainer.strategy.reduce_boolean_decision(bool(stop.signal), all=False)
+        if self._told:
             trainer.fit_loop.min_epochs = None
             trainer.fit_loop.epoch_loop.min_steps = None
             trainer.should_stop = True
@@ -53,7 +55,7 @@ class StopAfterRound(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write a checkpoint of the round if there is none."""
-        if stop.signal and self._checkpoints is not None and self._saved + 1 < trainer.current_epoch:
+        if self._told and self._checkpoints is not None and self._saved + 1 < trainer.current_epoch:
             trainer.save_checkpoint(self._checkpoints / f"round-epoch={trainer.current_epoch - 1}.ckpt")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

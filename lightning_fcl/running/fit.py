@@ -36,7 +36,8 @@ from lightning_fcl.running.outcome import outcome
 from lightning_fcl.running.remedies import refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.save_config import SaveConfig
-from lightning_fcl.simulation.strategy import RESTORED, FederatedStrategy
+from lightning_fcl.simulation.rounds import RESTORED
+from lightning_fcl.simulation.strategy import FederatedStrategy
 
 CLI = TypeVar("CLI", bound="FederatedCLI")
 _REFUSED = "the recipe or command line is not understood:"
@@ -185,7 +186,8 @@ class FederatedCLI(LightningCLI):
             Stopped: If the fit was told to stop.
         """
         try:
-            self._write_results()
+            if self.trainer.is_global_zero:
+                self._write_results()
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
         finally:

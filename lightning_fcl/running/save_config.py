@@ -18,6 +18,8 @@ class SaveConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it, whole."""
-        folder = Path(trainer.log_dir or ".")
+        folder = Path(trainer.log_dir or ".")  # which all processes ask for, as the first one tells it
+        if not trainer.is_global_zero:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False, skip_validation=True))

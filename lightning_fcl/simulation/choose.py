@@ -160,7 +160,8 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
     if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
         return "its batches are not pairs of tensors"
     x, y = (part.to(module.device) for part in data)
-    copied = copy.deepcopy(module).train()
+    around = (module.trainer, module.trainer.strategy)  # which may hold processes
+    copied = copy.deepcopy(module, {id(part): part for part in around}).train()
     state = {name: value.detach().clone() for name, value in entries(module).items()}
     weight = torch.full((2, len(y)), 1 / len(y), device=module.device)
     with isolate_rng(), torch.enable_grad():

@@ -7,30 +7,29 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import FederatedStream, StreamLoader
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds
+from lightning_fcl.federation.protocol import Batch
+from lightning_fcl.federation.ranks import OneRank, Ranks
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
-from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
+from lightning_fcl.methods.compose import epochs_of, methods_of, rehearsed_by
+from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.method import section as section_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
-from lightning_fcl.simulation.limits import check_stream, there
+from lightning_fcl.simulation.limits import check_ranks, check_stream, there
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +74,8 @@ class Federation:
         self.context: BatchContext | None = None
         self.training: ClientRound | None = None
         self.local_steps: LocalSteps | None = None  # of a fit
+        self.ranks: Ranks = OneRank()
+        self._placement: Placement | None = None
         self._optimizer: Optimizer | None = None
         self._waiting: State | None = None  # while a client's model is in the module, after a fit
 
@@ -88,6 +89,11 @@ class Federation:
     @module.setter
     def module(self, module: L.LightningModule) -> None:
         self._module = module
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a Trainer."""
+        return self._module is not None
 
     @property
     def stream(self) -> FederatedStream:
@@ -119,6 +125,9 @@ class Federation:
         self.participation.check_rounds(self.plan.rounds)
         self.server.store.keep_pixels(self.stream.samples.pixels)
         self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
+        if self._placement is None or self._placement.ranks is not self.ranks:
+            steps = self.module.trainer.global_step
+            self._placement = Placement(self.ranks, self.plan.clients, self.server.store, steps)
         request = TrainerRequest(
             None if self.cohort_size == "auto" else self.cohort_size,
             [type(method).__name__ for method in self.methods if shapes_loss(method, {})],
@@ -140,27 +149,30 @@ class Federation:
             self.stream,
             lambda: self.round,
             self.participation,
-            self._epochs if any(overrides(m, "local_epochs") for m in self.methods) else self.local_epochs,
-            self._rehearsed if any(overrides(m, "rehearse") for m in self.methods) else None,
+            epochs_of(self.methods, self.memory, self.local_epochs),
+            rehearsed_by(self.methods, self.memory),
             self.seed,
             self.trainer.clients_at_once,
             self.trainer.stacked,
+            self.placement,
         )
+        check_ranks(self.loader, self.ranks.number, self.module.trainer.max_epochs)
         return self.loader
 
-    def _epochs(self, client_round: ClientRound) -> int:
-        for method in self.methods:
-            if overrides(method, "local_epochs"):
-                epochs = method.local_epochs(self.memory(client_round.client, method.section), client_round)
-                if epochs is not None:
-                    return epochs
-        return self.local_epochs
+    @property
+    def placement(self) -> Placement:
+        """Whose clients train where."""
+        return there(self._placement, "a fit")
 
-    def _rehearsed(self, client_round: ClientRound) -> Batch:
-        methods = [m for m in self.methods if overrides(m, "rehearse") and m.applies_to(client_round)]
-        remembered = [m.rehearse(self.memory(client_round.client, m.section)) for m in methods]
-        parts = [samples for samples in remembered if samples is not None]
-        return joined(parts) if parts else []
+    def kept(self) -> Mapping[str, ClientState]:
+        """What all clients keep, on all ranks."""
+        store = self.server.store
+        return self._placement.everything() if self._placement else {client: store[client] for client in store}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint has kept."""
+        self.server.load_state_dict(kept)
+        self._placement = None
 
     def begin_fit(self) -> None:
         """Take the module's state as the server's."""
@@ -189,20 +201,6 @@ class Federation:
                 self.local_steps.end(self.optimizer)
             load_entries(self.module, self.server.state)
         self.between_rounds = self.round_done = True
-
-    @property
-    def client_listeners(self) -> list[ListensToClients]:
-        """The callbacks that are told of each client, methods first."""
-        return [callback for callback in self._callbacks if isinstance(callback, ListensToClients)]
-
-    @property
-    def round_listeners(self) -> list[ListensToRounds]:
-        """The callbacks that are told of each round, methods first: what they do is measured."""
-        return [callback for callback in self._callbacks if isinstance(callback, ListensToRounds)]
-
-    @property
-    def _callbacks(self) -> list[Callback]:
-        return sorted(callbacks_of(self.module.trainer), key=lambda callback: not isinstance(callback, Declaration))
 
     # What methods and callbacks may see.
 
@@ -255,6 +253,10 @@ class Federation:
     def batching(self) -> Batching:
         """How a client's samples become batches."""
         return there(self.loader, "a fit").batching
+
+    def hosts(self, client: str) -> bool:
+        """Whether this process looks after a client: it alone knows what the client keeps."""
+        return self.placement.hosts(client)
 
     def drawn(self, round: int) -> list[str]:
         """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""

@@ -18,6 +18,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
+from lightning_fcl.simulation.loader import RoundLoader
 
 T = TypeVar("T")
 
@@ -33,23 +34,12 @@ _REFUSED = {
 }
 
 
-def check_trainer(trainer: L.Trainer, devices: int) -> None:
+def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made.
-
-    Args:
-        trainer: The Trainer.
-        devices: How many devices it would use.
 
     Raises:
         ValueError: If the federation cannot honour one of them.
     """
-    # What a Trainer tells of its nodes is what its strategy says.
-    nodes = trainer._accelerator_connector._num_nodes_flag
-    if devices > 1 or nodes > 1:
-        raise ValueError(
-            f"Expected `devices=1` and `num_nodes=1` for a federation in one process but got "
-            f"devices={devices}, num_nodes={nodes}."
-        )
     if trainer.check_val_every_n_epoch is not None:
         at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -105,6 +95,29 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         raise ValueError(
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."
+        )
+
+
+def check_ranks(loader: RoundLoader, ranks: int, rounds: int | None) -> None:
+    """Refuse more processes than a round ever has cohorts: some would never have anything to do.
+
+    Args:
+        loader: The rounds.
+        ranks: How many processes there are.
+        rounds: The number of rounds.
+
+    Raises:
+        ValueError: If there are more.
+    """
+    if ranks == 1:
+        return
+    most = max((loader.cohorts(round) for round in range(rounds or 0)), default=ranks)
+    if ranks > most:
+        size = loader.cohort_size
+        raise ValueError(
+            f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
+            f"{size} clients, but got {ranks}. Set fewer devices"
+            + (f", or a `cohort_size` below {size}, which changes results by rounding alone." if size > 1 else ".")
         )
 
 

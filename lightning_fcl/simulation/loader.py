@@ -22,6 +22,7 @@ from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray, Plan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.participation import Participation
+from lightning_fcl.simulation.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class RoundLoader:
         seed: Seed of participation and orders.
         cohort_size: Number of clients side by side.
         stacked: Whether batches have a first dimension for the clients, even if it is one client.
+        placement: Which of the cohorts are this process's. Where it has none in a round, its only batch is None.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RoundLoader:
         seed: int,
         cohort_size: int,
         stacked: bool,
+        placement: Placement,
     ) -> None:
         self.stream = stream
         self.batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
@@ -86,6 +89,7 @@ class RoundLoader:
         self.seed = seed
         self.cohort_size = cohort_size
         self.stacked = stacked
+        self.placement = placement
         self.contexts: deque[BatchContext] = deque()
         self.skipped: list[str] = []
 
@@ -99,6 +103,11 @@ class RoundLoader:
             most_first = np.argsort([-len(plan.train[round][client]) for client in names], kind="stable")
             names = [names[i] for i in most_first]
         cohorts = [names[start : start + size] for start in range(0, len(names), size)]
+        if self.placement.ranks.number > 1:
+            samples_of = {client: len(plan.train[round][client]) for client in names}
+            cohorts = [cohorts[number] for number in self.placement.place(cohorts, samples_of)]
+        if not cohorts:
+            yield None
         sequence = self._read(cohorts, round) if self.stream.draws else self._in_memory(cohorts, round)
         for number, work, samples, step, batch, weight in sequence:
             last = step == work.steps - 1
@@ -115,6 +124,10 @@ class RoundLoader:
                 )
             )
             yield batch
+
+    def cohorts(self, round: int) -> int:
+        """How many cohorts a round has."""
+        return -(-len(self.participation.draw(self.stream.plan, round)[0]) // self.cohort_size)
 
     def _planned(self, names: Sequence[str], round: int) -> _CohortWork:
         """The local training of some clients, those with most batches first."""

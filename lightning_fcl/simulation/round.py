@@ -7,14 +7,16 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import Batch, SolvesAtServer
+from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds, SolvesAtServer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation
@@ -40,11 +42,22 @@ def end_batch(federation: Federation) -> None:
         aggregate(federation)
 
 
-def download(federation: Federation, context: BatchContext) -> None:
-    """Step 1: the clients receive the server's state, and remember what they have kept."""
+def idle(federation: Federation) -> None:
+    """A round in which none of this process's clients trains."""
+    _begin(federation)
+    aggregate(federation)
+
+
+def _begin(federation: Federation) -> None:
     if federation.round_done:  # what a hook has changed in the module since the last round is the server's
         federation.server.begin_round(federation.module, federation.rules, federation.extra)
     federation.between_rounds = federation.round_done = False
+
+
+def download(federation: Federation, context: BatchContext) -> None:
+    """Step 1: the clients receive the server's state, and remember what they have kept."""
+    _begin(federation)
+    federation.placement.begin()
     clients = context.client_rounds
     start_randomness(federation.seed, *clients.clients, federation.round)
     states, kept = federation.server.download(clients.clients)
@@ -99,12 +112,13 @@ def upload(federation: Federation, context: BatchContext) -> None:
     """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
     clients = context.client_rounds
     trained = there(federation.trainer, "a fit").finish()
+    federation.placement.took(clients)
     participation = federation.participation
     missed = [participation.may_miss and participation.misses(client, federation.round) for client in clients.clients]
     taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
     _name_diverged(federation, clients, trained, taken)
     personal = federation.server.personal or federation.participation.swarm is not None
-    listeners = federation.client_listeners  # once for all clients of a cohort
+    listeners = [one for one in _callbacks(federation) if isinstance(one, ListensToClients)]
     if not (federation.methods or federation.keep_optimizer or personal or listeners):
         return  # nothing stays with the clients, and nobody looks at them
     for row, client in enumerate(clients):
@@ -180,6 +194,7 @@ def _generator(federation: Federation, client: ClientRound, method: Declaration)
 def aggregate(federation: Federation) -> None:
     """Step 4: aggregate, put the server's state into the module, and end experiences."""
     federation.training = None
+    federation.placement.meet(federation.server, federation.module.trainer)
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
@@ -189,8 +204,14 @@ def aggregate(federation: Federation) -> None:
     for method in federation.methods:
         if method.ends_undrawn:
             _end_undrawn(federation, method)
-    for listener in federation.round_listeners:
-        listener.on_round_end(federation.module.trainer, federation.module)
+    for listener in _callbacks(federation):
+        if isinstance(listener, ListensToRounds):
+            listener.on_round_end(federation.module.trainer, federation.module)
+
+
+def _callbacks(federation: Federation) -> list[Callback]:
+    """The Trainer's, methods first: what they do is measured."""
+    return sorted(callbacks_of(federation.module.trainer), key=lambda callback: not isinstance(callback, Declaration))
 
 
 def _end_undrawn(federation: Federation, method: Declaration) -> None:
@@ -198,6 +219,8 @@ def _end_undrawn(federation: Federation, method: Declaration) -> None:
     done = {*federation.record.trained, *federation.record.missed, *federation.record.dropped}
     for client in federation.client_rounds(federation.round):
         if client.client in done or not (client.last_round and method.remembers(client)):
+            continue
+        if not federation.hosts(client.client):
             continue
         data = federation.samples(client.client, client.round) if method.needs_samples else None
         own = {**entries(federation.module), **federation.own_entries(client.client)}

@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of
@@ -25,22 +22,21 @@ from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
-from lightning_fcl.randomness import global_seed, start_randomness
+from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation import round as steps
-from lightning_fcl.simulation.checkpoint import FORMAT, check_checkpoint, fingerprint_of
+from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_monitors, check_trainer
+from lightning_fcl.simulation.limits import check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
+from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
+from lightning_fcl.simulation.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
-RESTORED = "was being restored"
-"""The end of the note on an error before training began; the start is the checkpoint's path."""
 
-
-class FederatedStrategy(SingleDeviceStrategy):
+class FederatedStrategy(RanksStrategy):
     """Trains a federation: one epoch is one round, one `trainer.fit` the whole stream.
 
     In a round the participating clients download the server state, train on their own data for some local epochs, and
@@ -67,6 +63,8 @@ class FederatedStrategy(SingleDeviceStrategy):
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
+        start_method: How further processes start where the Trainer has several ``devices``, as in Lightning's
+            `DDPStrategy`: each trains whole cohorts of its own, and the result is the same on any number.
         accelerator: As in Lightning's strategies.
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
@@ -99,11 +97,12 @@ class FederatedStrategy(SingleDeviceStrategy):
         swarm: Swarm | None = None,
         compression: Compression | None = None,
         seed: int | None = None,
+        start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__("cpu", accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin)
+        super().__init__(accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin, start_method)
         at_least(1, local_epochs=local_epochs)
         if cohort_size != "auto" and cohort_size < 1:
             raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
@@ -120,15 +119,17 @@ class FederatedStrategy(SingleDeviceStrategy):
         store = ClientStore(client_store)
         server = FederatedServer(store, client_weights, server_optimizer, trim, byzantine, compression)
         self.federation = Federation(
-            server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, lambda: self.seed
+            server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
         self._seed = seed
-        self._parallel_devices: list[torch.device] = []
-        self._rounds = _Rounds(self)
+        self._rounds = Rounds(self.federation, self.use_optimizer)
 
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
+        return self._current_seed()
+
+    def _current_seed(self) -> int:
         return self._seed if self._seed is not None else global_seed()
 
     @property
@@ -145,17 +146,6 @@ class FederatedStrategy(SingleDeviceStrategy):
     def client_round(self) -> ClientRound | None:
         """The client that trains now; None between rounds, and where several train side by side."""
         return self.federation.client_round
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The devices that the Trainer chose; a federation uses one."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._parallel_devices = devices
-        if devices:
-            self._root_device = devices[0]
 
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with: see `Federation.client_state`."""
@@ -188,7 +178,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         self._rounds.began = False
         if trainer.state.fn == "fit":
-            check_trainer(trainer, len(self.parallel_devices))
+            check_trainer(trainer)
             self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
@@ -221,6 +211,9 @@ class FederatedStrategy(SingleDeviceStrategy):
         Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
         cut short behind its last checkpoint.
         """
+        if not self.federation.attached:  # in the process that has launched others, which did the work
+            super().teardown()
+            return
         trainer = self.federation.module.trainer
         nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._rounds.began
         if nothing_left and not trainer.interrupted:
@@ -239,7 +232,11 @@ class FederatedStrategy(SingleDeviceStrategy):
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            return self.federation.load(dataloader, self.optimizers[0], super().training_step)
+            self.federation.ranks = self.ranks
+            self.server.store.folder = self.ranks.share(self.server.store.folder)[0]
+            loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
+            check_alike(self.ranks, fingerprint_of(self.federation))
+            return loader
         if self.federation.module.trainer.training and not self.federation.loaded:
             raise ValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
@@ -289,60 +286,3 @@ class FederatedStrategy(SingleDeviceStrategy):
                 known[name].data = state[name].to(known[name].device, copy=True)
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()
-
-
-class _Rounds(Callback):
-    """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints."""
-
-    def __init__(self, strategy: FederatedStrategy) -> None:
-        self.strategy = strategy
-        self.federation = strategy.federation
-        self.began = False  # whether this fit has
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.began = True
-        self.federation.begin_fit()
-
-    def state_dict(self) -> dict[str, Any]:
-        federation = self.federation
-        place = {
-            "format": FORMAT,
-            "fingerprint": fingerprint_of(federation),
-            "between_rounds": federation.between_rounds,
-        }
-        return {**place, **federation.server.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.federation.server.load_state_dict(state_dict)
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        start_randomness(self.strategy.seed, "server", trainer.current_epoch)
-        check_monitors(trainer)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        steps.next_batch(self.federation)
-        self.strategy.use_optimizer()
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        steps.end_batch(self.federation)
-        self.strategy.use_optimizer()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._settle()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._settle()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
-            exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
-        self._settle()
-
-    def _settle(self) -> None:
-        self.federation.restore_server()
-        if self.federation.loaded:
-            self.strategy.use_optimizer()

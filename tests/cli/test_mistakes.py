@@ -87,7 +87,6 @@ FIT = [
     ("--model.num_classes ten", "Expected `num_classes` to be of int but got ten"),
     ("--trainer.accelerator tpu", "Use `--trainer.accelerator cpu`"),
     ("--trainer.devices -3", "Expected `trainer.devices` to be 1 in a federation but got another number"),
-    ("--trainer.num_nodes 2", "devices=1, num_nodes=2"),
     ("--trainer.check_val_every_n_epoch 0", "Expected `check_val_every_n_epoch` to be at least 1 but got 0"),
     ("--trainer.strategy.cohort_size none", "`trainer.strategy.cohort_size` to be of int or 'auto' but got none."),
     ("--trainer.strategy.server_optimizer SGDD", "but got SGDD. Did you mean SGD?"),

@@ -1,0 +1,135 @@
+"""Which rank trains which cohort of a round, and keeps its clients' states: nothing that a result depends on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import lightning.pytorch as L
+import numpy as np
+
+from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.federation.client_store import ClientState, ClientStore
+from lightning_fcl.federation.ranks import Ranks, together
+from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.simulation.ranks import step_together
+
+_SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to do before a client moves elsewhere
+
+
+class Placement:
+    """Shares out whole cohorts among ranks: the longest first, each to the rank that has least to do by then.
+
+    How long a cohort takes is known from its clients' earlier rounds, and before from their samples. Clients whose
+    states are in memory come back to the rank that has them, as long as the ranks have about as much to do.
+
+    Args:
+        ranks: The ranks.
+        clients: All clients, in the plan's order.
+        store: This rank's part of what clients keep.
+        steps: The steps that all ranks have taken.
+
+    Example:
+        >>> placement = Placement(OneRank(), ["a", "b"], ClientStore())
+        >>> placement.place([["a"], ["b"]], {"a": 3, "b": 5}), placement.hosts("b")
+        ([0, 1], True)
+    """
+
+    def __init__(self, ranks: Ranks, clients: Sequence[str], store: ClientStore, steps: int = 0) -> None:
+        self.ranks = ranks
+        self.order: dict[str, int] = {}  # of the round's clients: the numbers of their cohorts
+        self._clients = clients
+        self._store = store
+        self._rank_of = {client: number % ranks.number for number, client in enumerate(clients)}
+        self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
+        self._pace: dict[str, float] = {}  # of all rounds
+        self._began = 0.0  # when the cohort at hand has
+        self._steps = steps
+        self._complete = ranks.number == 1 or not store.in_memory
+        if not self._complete:
+            for client in [client for client in store if not self.hosts(client)]:
+                store.discard(client)
+
+    def hosts(self, client: str) -> bool:
+        """Whether this rank looks after a client: it has the client's state, and tests the client's model."""
+        return self._rank_of.get(client, 0) == self.ranks.rank
+
+    def place(self, cohorts: Sequence[Sequence[str]], samples: Mapping[str, int]) -> list[int]:
+        """Share out a round's cohorts; the numbers of this rank's. What their clients keep comes along.
+
+        Args:
+            cohorts: The clients of each.
+            samples: How many samples each client has in the round.
+        """
+        self.order = {client: number for number, names in enumerate(cohorts) for client in names}
+        if self.ranks.number == 1:
+            return list(range(len(cohorts)))
+        ranks = self._ranks_for(cohorts, [self._expected(names, samples) for names in cohorts])
+        self._move({client: ranks[number] for client, number in self.order.items()})
+        return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]
+
+    def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
+        """The seconds that a cohort takes, or so."""
+        usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
+        return sum(samples[client] * self._pace.get(client, usual) for client in names)
+
+    def _ranks_for(self, cohorts: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
+        load, ranks = np.zeros(self.ranks.number), [0] * len(cohorts)
+        slack = _SLACK * sum(costs) / self.ranks.number
+        for number in np.argsort([-cost for cost in costs], kind="stable").tolist():
+            least, before = int(load.argmin()), [self._rank_of[client] for client in cohorts[number]]
+            there = int(np.bincount(before, minlength=len(load)).argmax())
+            stays = self._store.in_memory and bool(self._pace) and load[there] <= load[least] + slack
+            ranks[number] = there if stays else least
+            load[ranks[number]] += costs[number]
+        return ranks
+
+    def _move(self, to: Mapping[str, int]) -> None:
+        """Bring what clients keep to the ranks that they train on now."""
+        leaving = {client for client, rank in to.items() if self._rank_of[client] != rank}
+        if self._store.in_memory and leaving:
+            kept = {client: self._store[client] for client in leaving if self.hosts(client)}
+            arriving = together(self.ranks, {client: on_cpu(own) for client, own in kept.items()}, self._clients)
+            for client in kept:
+                self._store.discard(client)
+            for client, own in arriving.items():
+                if to[client] == self.ranks.rank and own:
+                    self._store[client] = own
+        self._rank_of |= to
+        self._complete = not self._store.in_memory
+
+    def begin(self) -> None:
+        """A cohort begins to train."""
+        self._began = time.monotonic()
+
+    def took(self, clients: ClientRounds) -> None:
+        """Note how long a cohort's local training took."""
+        if self.ranks.number > 1:
+            seconds = (time.monotonic() - self._began) / max(1, int(clients.samples.sum()))
+            self._seconds |= dict.fromkeys(clients.clients, seconds)
+
+    def meet(self, server: FederatedServer, trainer: L.Trainer) -> None:
+        """When the clients of all ranks have trained: bring together what they sent, how long it took, and steps."""
+        if self.ranks.number > 1:
+            server.combine(self.ranks, self.order)
+            for part in self.ranks.share(self._seconds):
+                self._pace |= part
+            self._seconds = {}
+            self._steps = step_together(trainer, self.ranks, self._steps)
+
+    def everything(self) -> dict[str, ClientState]:
+        """What all clients keep, on every rank; all ranks ask, but where `complete` was called and no round since."""
+        if self._complete:
+            return {client: self._store[client] for client in self._store}
+        return together(self.ranks, {c: on_cpu(self._store[c]) for c in self._store if self.hosts(c)}, self._clients)
+
+    def complete(self) -> None:
+        """Bring what all clients keep to every rank: when a fit has ended, any of them may be asked."""
+        for client, own in self.everything().items() if not self._complete else ():
+            self._store[client] = own
+        self._complete = True
+
+
+def on_cpu(kept: ClientState) -> ClientState:
+    """What a client keeps, where other processes can take it."""
+    return {section: {name: value.cpu() for name, value in memory.items()} for section, memory in kept.items()}

@@ -1,0 +1,321 @@
+"""Several processes for one federation: launched as Lightning's DDP is, in touch by gloo, of `torch.distributed`.
+
+Each rank runs the whole Trainer, with the same stream, methods and server; what differs is whose clients it trains.
+They meet when a round begins or ends, never within: the Trainer of each goes through its own clients' batches.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_fcl import __version__
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.errors import one_of
+from lightning_fcl.evaluation.files import TemporaryFolder
+from lightning_fcl.federation.ranks import OneRank, Ranks
+
+T = TypeVar("T")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
+_START = timedelta(minutes=30)  # and for the others to start
+_MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
+_meetings = itertools.count()  # of this process
+
+
+class GlooRanks:
+    """Processes that reach each other by gloo, in a group of their own.
+
+    It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
+    a sign that each of its steps is one of all processes.
+
+    Args:
+        store: Where they find each other.
+        rank: Which one this is, from 0.
+        number: How many there are.
+
+    Raises:
+        ConnectionError: In each of its methods, if one of them has gone.
+    """
+
+    def __init__(self, store: Store, rank: int, number: int) -> None:
+        self.number, self.rank = number, rank
+        self._group = ProcessGroupGloo(store, rank, number, _TIMEOUT)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
+        """Itself: whoever is copied is in the same process."""
+        return self
+
+    def share(self, value: T) -> Sequence[T]:
+        """What each of them has, by rank."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self._gather(torch.tensor([len(mine)]))
+        longest = int(max(lengths))
+        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        found = zip(self._gather(padded), lengths, strict=True)
+        return [value if rank == self.rank else _unpacked(rows, n) for rank, (rows, n) in enumerate(found)]
+
+    def add_up(self, numbers: Tensor) -> None:
+        """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
+        here = numbers.cpu()
+        with _explained():
+            self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
+        if here is not numbers:
+            numbers.copy_(here)
+
+    def leave(self) -> None:
+        """Let the others know that this one is not to be waited for."""
+        self._group.abort()
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self.number)]
+        with _explained():
+            self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
+        return found
+
+
+def _unpacked(content: Tensor, length: Tensor) -> Any:
+    return pickle.loads(content[: int(length)].numpy().tobytes())
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say in one sentence that another rank has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
+            "said, if anything, stands above. Go on from the newest checkpoint, with any number of `devices`."
+        ) from error
+
+
+class _Meets:
+    """A launcher that tells the processes of this machine where they find each other: in a file."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if "LOCAL_RANK" not in os.environ:
+            self._folder = TemporaryFolder("ranks")
+            os.environ[_MEETING] = f"file://{self._folder.path / 'meeting'}"
+        return super().launch(function, *args, **kwargs)  # type: ignore[misc]
+
+
+class _Scripts(_Meets, _SubprocessScriptLauncher):
+    pass
+
+
+class _Processes(_Meets, _MultiProcessingLauncher):
+    """Brings home what the first process's callbacks have found, beside what Lightning brings."""
+
+    def get_extra_results(self, trainer: L.Trainer) -> dict[str, Any]:
+        found = super().get_extra_results(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            content = io.BytesIO()
+            torch.save({callback.state_key: callback.state_dict() for callback in callbacks_of(trainer)}, content)
+            found["callbacks"] = content.getvalue()
+        return found
+
+    def update_main_process_results(self, trainer: L.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        states = torch.load(io.BytesIO(extra["callbacks"]), weights_only=True) if "callbacks" in extra else {}
+        for callback in callbacks_of(trainer):
+            if states.get(callback.state_key):
+                callback.load_state_dict(states[callback.state_key])
+
+
+class RanksStrategy(ParallelStrategy):
+    """What a Trainer wants to know of its processes; with one device there is one, and nothing to say.
+
+    To the Trainer's loops each process is alone (`world_size`): they would otherwise meet at every batch.
+
+    Args:
+        accelerator: As in Lightning's strategies.
+        checkpoint_io: As in Lightning's strategies.
+        precision_plugin: As in Lightning's strategies.
+        start_method: How further processes start where there are several devices, as in Lightning's `DDPStrategy`.
+
+    Raises:
+        ValueError: If there is no such ``start_method``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        checkpoint_io: CheckpointIO,
+        precision_plugin: Precision | None,
+        start_method: StartMethod,
+    ) -> None:
+        super().__init__(accelerator, None, None, checkpoint_io, precision_plugin)
+        one_of(("popen", "spawn", "fork", "forkserver"), start_method=start_method)
+        self.num_nodes = 1
+        self.start_method = start_method
+        self.ranks: Ranks = OneRank()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine: one for each device."""
+        return len(self.parallel_devices or [()])
+
+    @property
+    def expected(self) -> int:
+        """How many ranks there are to be."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def world_size(self) -> int:
+        """1: no batch is shared out, and no gradient averaged, among processes."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """Which of all processes this is."""
+        return super().global_rank if self.expected > 1 else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Which of this machine's processes this is."""
+        return super().local_rank if self.expected > 1 else 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and those who speak for all, which process this is."""
+        environment = self.cluster_environment
+        if self.expected > 1 and environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.expected)
+            vars(rank_zero_only)["rank"] = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        if self.expected == 1 or self.cluster_environment is None:
+            return
+        if self.start_method == "popen":
+            self._launcher = _Scripts(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _Processes(self, start_method=self.start_method)
+
+    def setup_environment(self) -> None:
+        """Bring the processes together."""
+        super().setup_environment()
+        environment = self.cluster_environment
+        if self.expected == 1 or environment is None:
+            return
+        self.set_world_ranks()
+        if self.root_device.type == "cpu":
+            torch.set_num_threads(1)  # small models: threads of several processes get in each other's way
+        if self.ranks.number == 1:
+            self.ranks = _meet(environment, self.global_rank, self.expected, self.num_nodes)
+
+    def model_to_device(self) -> None:
+        """Move the model to the device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """What is logged with ``sync_dist=True``: the mean over all processes, or another ``reduce_op``."""
+        if self.ranks.number == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        values = torch.stack([value.to(tensor.device) for value in self.ranks.share(tensor.detach().cpu())])
+        if str(reduce_op).lower() in ("mean", "avg"):
+            return values.double().mean(dim=0).to(tensor.dtype if tensor.is_floating_point() else torch.float32)
+        by_name: dict[str, Callable[[int], Tensor]] = {"sum": values.sum, "max": values.amax, "min": values.amin}
+        return by_name[_name(reduce_op)](0).to(tensor.dtype)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes, or any of them, say so."""
+        said = self.ranks.share(bool(decision))
+        return False not in said if all else True in said
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        self.ranks.share(None)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """What one process has, for all."""
+        return self.ranks.share(obj if self.ranks.rank == src else None)[src]  # type: ignore[return-value]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """What each process has, shape (processes, ...); of a single one, the tensor itself."""
+        if self.ranks.number == 1:
+            return tensor
+        return torch.stack([value.to(tensor.device) for value in self.ranks.share(tensor.detach().cpu())])
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other processes know that this one is not to be waited for."""
+        super().on_exception(exception)
+        if isinstance(self.ranks, GlooRanks):
+            self.ranks.leave()
+        self.ranks = OneRank()
+
+
+def _meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) -> Ranks:
+    """Find the other processes: those of this machine by a file, those of others by the environment's address."""
+    os.environ.setdefault("MASTER_ADDR", environment.main_address)
+    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+    if nodes == 1:  # nobody else is to hear them
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    where = os.environ.get(_MEETING, "env://") if nodes == 1 else "env://"
+    store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
+    return GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number)
+
+
+def _name(reduce_op: Any) -> str:
+    return str(reduce_op).lower().rsplit(".", maxsplit=1)[-1]
+
+
+def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
+    """Refuse processes that are not of one federation: of another version, recipe or data.
+
+    Args:
+        ranks: The processes.
+        here: What should be the same for all, by name.
+
+    Raises:
+        ValueError: If one of them has something else.
+    """
+    mine = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **here}
+    first, *others = ranks.share(mine)
+    for rank, other in enumerate(others, 1):
+        for name in first.keys() | other.keys():
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"Expected all processes of a federation to be alike but process {rank} has another `{name}`: "
+                    f"{other.get(name)}, where the first has {first.get(name)}. Start them with one recipe, one set of "
+                    "data and one installation."
+                )
+
+
+def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> int:
+    """Count the steps of all ranks since ``before`` as this one's; the number of all steps by now."""
+    mine = trainer.global_step - before
+    others = sum(ranks.share(mine)) - mine
+    if others:
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        progress.total.completed += others
+        progress.total.ready += others
+    return trainer.global_step

@@ -1,0 +1,102 @@
+"""What a federation does in the hooks of a Trainer: clients and rounds begin and end there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+
+from lightning_fcl.randomness import start_randomness
+from lightning_fcl.simulation import round as steps
+from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.limits import check_monitors
+
+RESTORED = "was being restored"
+"""The end of the note on an error before training began; the start is the checkpoint's path."""
+
+
+class Rounds(Callback):
+    """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints.
+
+    Args:
+        federation: The federation.
+        use_optimizer: Lets Lightning step the optimizer of the clients at hand.
+    """
+
+    def __init__(self, federation: Federation, use_optimizer: Callable[[], None]) -> None:
+        self.federation = federation
+        self.began = False  # whether this fit has
+        self._use_optimizer = use_optimizer
+
+    @property
+    def state_key(self) -> str:
+        """Where checkpoints of all versions have its state."""
+        return "_Rounds"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the module's state as the server's."""
+        self.began = True
+        self.federation.begin_fit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clients' and the server's state."""
+        federation = self.federation
+        place = {
+            "format": FORMAT,
+            "fingerprint": fingerprint_of(federation),
+            "between_rounds": federation.between_rounds,
+        }
+        return {**place, **federation.server.state_dict(federation.kept())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from these."""
+        self.federation.restore(state_dict)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin a round."""
+        start_randomness(self.federation.seed, "server", trainer.current_epoch)
+        check_monitors(trainer)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Perhaps other clients begin."""
+        steps.next_batch(self.federation)
+        self._use_optimizer()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Perhaps clients are done, or the round; a batch of None is a round without clients of this process."""
+        if batch is None:
+            steps.idle(self.federation)
+        else:
+            steps.end_batch(self.federation)
+        self._use_optimizer()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the server's model."""
+        self._settle()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End the round."""
+        self._settle()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let every process know what all clients keep."""
+        if self.federation.loaded:
+            self.federation.placement.complete()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forget the round that was cut short."""
+        if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
+            exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
+        self._settle()
+
+    def _settle(self) -> None:
+        self.federation.restore_server()
+        if self.federation.loaded:
+            self._use_optimizer()

@@ -1,0 +1,194 @@
+"""Several processes for one federation: the same bits on any number of them, and each client trained by one."""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import FederatedStrategy
+from lightning_fcl.callbacks import (
+    EWC,
+    GEM,
+    ContinualMetrics,
+    DERpp,
+    Fed3R,
+    FedProto,
+    FedProx,
+    FedRep,
+    FLwF2T,
+    IntrinsicPlasticity,
+    Replay,
+    Unlearning,
+)
+from lightning_fcl.federation.aggregation import Krum
+from lightning_fcl.federation.compression import TopK
+from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+from lightning_fcl.federation.swarm import Swarm
+from lightning_fcl.models import MLP
+
+pytestmark = pytest.mark.rounding
+
+
+def digest(module):
+    """The bits of a module's state."""
+    found = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        found.update(name.encode() + value.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+class WhoTrains(Callback):
+    """Leaves an empty file for each client that a process has trained in a round."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        (self.folder / f"{client_round.round}-{client_round.client}-{trainer.global_rank}").touch()
+
+
+@pytest.fixture
+def ranks(fit, tmp_path):
+    """Fits with so many processes; the weights' digest, what was recorded, and who trained whom."""
+
+    def run(number, task, stream, callbacks=(), max_epochs=None, ckpt_path=None, **kwargs):
+        folder = tmp_path / str(time.monotonic_ns())
+        folder.mkdir()
+        metrics = ContinualMetrics(when="both")
+        strategy = FederatedStrategy(start_method="fork", **kwargs)
+        fit(
+            task,
+            stream,
+            [*callbacks, metrics, WhoTrains(folder), ModelCheckpoint(folder, "last")],
+            strategy,
+            max_epochs,
+            ckpt_path,
+            {"devices": number, "enable_checkpointing": True},
+        )
+        for entry in metrics.record["rounds"]:
+            entry.pop("seconds")
+        trained = [tuple(path.name.split("-")) for path in folder.glob("*-*-*")]
+        return digest(task), metrics.record, trained, folder / "last.ckpt"
+
+    return run
+
+
+METHODS = {
+    "averages": lambda: ([], {}),
+    "a server optimizer": lambda: ([], {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.01)}),
+    "compression": lambda: ([], {"compression": TopK(0.2)}),
+    "own head": lambda: ([FedRep(head="model.3.*")], {"reductions": {"model.3.*": "none"}}),
+    "replay and two teachers": lambda: ([FLwF2T(), Replay(max_size=10)], {}),
+    "importances": lambda: ([EWC()], {}),
+    "projection": lambda: ([GEM()], {}),
+    "logits remembered": lambda: ([DERpp(max_size=10)], {}),
+    "prototypes at the server": lambda: ([FedProto()], {}),
+    "sums at the server": lambda: ([Fed3R()], {}),
+    "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
+    "medians": lambda: ([], {"reductions": {"*": "median"}}),
+    "trimmed means": lambda: ([], {"reductions": {"*": "trimmed_mean"}, "trim": 0.2}),
+    "krum": lambda: ([], {"reductions": {"*": Krum(1)}}),
+    "sparse means": lambda: ([], {"reductions": {"*": "sparse_mean"}}),
+    "half of the clients": lambda: ([Replay(max_size=10)], {"participation": 0.5, "cohort_size": 1}),
+    "a swarm": lambda: ([], {"swarm": Swarm(dropout=0.3, leaves={"1": 3})}),
+    "clients' states on disk": lambda: ([Replay(max_size=10)], {"client_store": "disk"}),
+    "weights by client": lambda: ([], {"client_weights": "uniform", "local_epochs": 2}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_stream, name):
+    """Six unequal clients, in cohorts of two where they can train side by side, on 1, 2 and 3 processes."""
+    results = []
+    for number in (1, 2, 3):
+        callbacks, options = METHODS[name]()
+        stream = make_stream(partition="dirichlet", clients=6, experiences=2, rounds_per_experience=2)
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Dropout(0.3), nn.Linear(5, 4))
+        task = make_task(model=MLP([6, 5, 4]) if "at the server" in name else network)
+        side_by_side = all(method.vectorizable for method in callbacks)
+        options.setdefault("cohort_size", 2 if side_by_side else 1)
+        results.append(ranks(number, task, stream, callbacks, **options)[:3])
+    (one, record, trained), *others = results
+    for number, (bits, theirs, mine) in enumerate(others, 2):
+        assert bits == one
+        assert theirs == record
+        assert len(mine) == len(trained)  # each client is trained by one of them, and by no other
+        assert {who[:2] for who in mine} == {who[:2] for who in trained}
+        assert {rank for *_, rank in mine} == {str(rank) for rank in range(number)}
+
+
+@pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
+def test_reservoirs(ranks, make_reservoir_task, make_series_stream, methods):
+    """Sums, which the server solves, come to the same bits."""
+    found = []
+    for number in (1, 2):
+        task = make_reservoir_task()
+        found.append(
+            ranks(number, task, make_series_stream(clients=4, rounds_per_experience=3), methods(), cohort_size=2)[:2]
+        )
+    assert found[0] == found[1]
+
+
+class Maximum(Reduction):
+    """A reduction of a user's own, whose accumulator keeps to itself."""
+
+    name = "maximum"
+
+    def accumulator(self) -> Accumulator:
+        class Largest:
+            def __init__(self) -> None:
+                self.found: State = {}
+
+            def add(self, values, weights):
+                for name, rows in values.items():
+                    largest = rows.amax(dim=0)
+                    self.found[name] = torch.maximum(self.found.get(name, largest), largest)
+
+            def result(self, server):
+                return dict(self.found)
+
+        return Largest()
+
+
+def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_stream):
+    with pytest.raises(Exception, match=r"Expected the reduction `maximum` .* on one device but got 2"):
+        ranks(2, make_task(), make_stream(), reductions={"*": Maximum()}, cohort_size=1)
+    with pytest.raises(Exception, match=r"as a round has cohorts, 2 of up to 2 clients, but got 3. Set fewer devices"):
+        ranks(3, make_task(), make_stream(), cohort_size=2)
+
+
+def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monkeypatch):
+    """One process has other samples than the first."""
+    stream = make_stream()
+    setup = stream.setup
+
+    def other(stage):
+        setup(stage)
+        if os.environ.get("LOCAL_RANK") == "1":
+            stream.plan.train[0]["0"] = stream.plan.train[0]["0"][1:]
+
+    monkeypatch.setattr(stream, "setup", other)
+    with pytest.raises(Exception, match="alike but process 1 has another `data`"):
+        ranks(2, make_task(), stream, cohort_size=1)
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, kind):
+    """Two rounds on two processes, the others on one or three: the weights of four rounds on one."""
+
+    def stream():
+        return make_stream(clients=6, experiences=2, rounds_per_experience=2)
+
+    options = {"cohort_size": 1, "client_store": kind}
+    whole, record, *_ = ranks(1, make_task(), stream(), [FLwF2T(), Replay(max_size=10)], **options)
+    *_, path = ranks(2, make_task(), stream(), [FLwF2T(), Replay(max_size=10)], max_epochs=2, **options)
+    for number in (1, 3):
+        methods = [FLwF2T(), Replay(max_size=10)]
+        bits, found, *_ = ranks(number, make_task(), stream(), methods, ckpt_path=path, **options)
+        assert (bits, found["rounds"]) == (whole, record["rounds"])
