@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.continual import Tasks, part_name
 from lightning_fcl.federation.protocol import MeasuresPredictions
+from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.tasks.classification import Classifier
@@ -23,6 +25,8 @@ Counts: TypeAlias = list[int | None]
 """Correct predictions of each group; None for a group that was not tested."""
 Values: TypeAlias = dict[str, dict[str, float | None]]
 """What each measure came to on the samples of some groups, by `part_name`; None where it is not defined."""
+
+_Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]  # outputs, targets, groups
 
 _BATCH = 512
 
@@ -64,29 +68,35 @@ class Tester:
         return sizes
 
     @torch.no_grad()
-    def _outputs(self, module: L.LightningModule) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """What a model says of some samples after the other, with their targets and groups."""
+    def _outputs(self, module: L.LightningModule, every: int = 1, first: int = 0) -> Iterator[_Batch]:
+        """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluating(module), precision.forward_context(), predicting(module):
             parts = (torch.split(values, _BATCH) for values in (self.x, self.y, self.group))
-            for part, label, where in zip(*parts, strict=True):
+            for part, label, where in itertools.islice(zip(*parts, strict=True), first, None, every):
                 part = precision.convert_input(part if self.prepared is None else self.prepared(part))
                 if isinstance(module, Classifier):
                     yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
                 else:
                     yield module(part), label, where
 
-    def correct(self, module: L.LightningModule) -> tuple[Counts, int]:
-        """Correct predictions of each group, and how many predictions the model makes for each sample."""
+    def correct(self, module: L.LightningModule, ranks: Ranks = ALONE) -> tuple[Counts, int]:
+        """Correct predictions of each group, and how many predictions the model makes for each sample.
+
+        Args:
+            module: The model.
+            ranks: The processes that test it together, each on some of the samples.
+        """
         counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
-        for output, label, where in self._outputs(module):
+        for output, label, where in self._outputs(module, ranks.number, ranks.rank):
             prediction = output.argmax(dim=-1)
             if prediction.dim() > 1:
                 steps = prediction.shape[1]
                 label, where = (values[:, None].expand_as(prediction).flatten() for values in (label, where))
             counts += torch.bincount(where[prediction.flatten() == label], minlength=self.groups)
-        correct: Counts = counts.tolist()
-        return correct, steps
+        found = ranks.share((counts.tolist(), steps))
+        correct: Counts = [sum(column) for column in zip(*(part for part, _ in found), strict=True)]
+        return correct, max(number for _, number in found)
 
     def measured(self, module: L.LightningModule, parts: Iterable[Sequence[int]]) -> Values:
         """What a model's own measures come to on the samples of some groups together, for each of these."""

@@ -51,6 +51,10 @@ class OneRank:
         """Nothing: they are the sum."""
 
 
+ALONE = OneRank()
+"""A process that runs a federation on its own."""
+
+
 def together(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
     """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients.
 

@@ -16,7 +16,7 @@ from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView, federation_of
-from lightning_fcl.federation.ranks import OneRank, together
+from lightning_fcl.federation.ranks import ALONE, together
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
@@ -212,7 +212,7 @@ class FedWEIT(Method):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The adaptives of tasks that ended with the round are there for the next one."""
         federation = self.federation
-        ranks, order = (federation.ranks, federation.plan.clients) if federation is not None else (OneRank(), ())
+        ranks, order = (federation.ranks, federation.plan.clients) if federation is not None else (ALONE, ())
         self.knowledge |= together(ranks, self._arriving, order)
         self._arriving = {}
 

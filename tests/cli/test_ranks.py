@@ -1,0 +1,108 @@
+"""`fit` on several processes, as the command line starts them: killed, told to stop, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FIT = [sys.executable, "-m", "lightning_fcl", "fit", "quickstart", "--trainer.enable_progress_bar", "false"]
+SMALL = ["--trainer.strategy.cohort_size", "2", "--trainer.accelerator", "cpu"]
+
+
+def words(out, devices, *more):
+    return [*FIT, *SMALL, "--trainer.devices", str(devices), "--out", str(out), *more]
+
+
+def results(out):
+    """What a run came to, without what a clock says."""
+    found = json.loads((out / "results.json").read_text())
+    for entry in found["record"]["rounds"]:
+        entry.pop("seconds")
+    return found["metrics"], found["record"]
+
+
+def children(process):
+    """Numbers of the processes that a process has started."""
+    lists = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(number) for path in lists for number in path.read_text().split()]
+
+
+def gone(number):
+    """Whether a process has ended."""
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def wait_until(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.1)
+
+
+def test_two_processes_come_to_the_same(tmp_path):
+    """Only the first one speaks."""
+    runs = {
+        number: subprocess.run(
+            words(tmp_path / str(number), number, "--trainer.max_epochs", "3"), capture_output=True, text=True
+        )
+        for number in (1, 2)
+    }
+    assert [run.returncode for run in runs.values()] == [0, 0], runs[2].stderr
+    assert runs[2].stdout.replace(str(tmp_path / "2"), "") == runs[1].stdout.replace(str(tmp_path / "1"), "")
+    assert results(tmp_path / "1") == results(tmp_path / "2")
+
+
+@pytest.mark.parametrize("victim", ["the first", "another"])
+def test_a_process_is_killed(tmp_path, victim):
+    """The others end with a clear message and leave a whole checkpoint, from which any number of them goes on."""
+    subprocess.run(words(tmp_path / "whole", 1), check=True, capture_output=True)
+    running = subprocess.Popen(words(tmp_path / "cut", 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list((tmp_path / "cut").glob("checkpoints/*.ckpt"))) or running.poll() is not None)
+    others = children(running)
+    os.kill(running.pid if victim == "the first" else others[0], signal.SIGKILL)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode != 0
+    if victim == "another":
+        assert "one of them has gone" in said or "told to stop" in said or "Child process" in said, said
+    wait_until(lambda: all(map(gone, others)))
+    subprocess.run([*FIT[:4], str(tmp_path / "cut"), "--trainer.devices", "3"], check=True, capture_output=True)
+    assert results(tmp_path / "cut")[0] == results(tmp_path / "whole")[0]
+
+
+def test_ctrl_c_ends_after_the_round(tmp_path):
+    """SIGTERM comes to the first process alone; both end after the round, with a checkpoint."""
+    running = subprocess.Popen(words(tmp_path, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(list(tmp_path.glob("checkpoints/*.ckpt"))) or running.poll() is not None)
+    others = children(running)
+    running.send_signal(signal.SIGTERM)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 128 + signal.SIGTERM, said
+    assert "Go on with: lightning-fcl fit" in said
+    wait_until(lambda: all(map(gone, others)))
+
+
+def test_too_many_processes(tmp_path):
+    run = subprocess.run(words(tmp_path, 6), capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "as a round has cohorts, 5 of up to 2 clients, but got 6" in run.stderr
+
+
+def test_torchrun(tmp_path):
+    """Processes that somebody else has started."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", *FIT[2:], *SMALL]
+    more = ["--trainer.devices", "2", "--trainer.max_epochs", "3", "--out", str(tmp_path / "2")]
+    run = subprocess.run([*launch, *more], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    subprocess.run(words(tmp_path / "1", 1, "--trainer.max_epochs", "3"), check=True, capture_output=True)
+    assert results(tmp_path / "1") == results(tmp_path / "2")
