@@ -20,6 +20,7 @@ from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.loader import BatchContext
+from lightning_fcl.simulation.rehearsal import record_time
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ def _generator(federation: Federation, client: ClientRound, method: Declaration)
 def aggregate(federation: Federation) -> None:
     """Step 4: aggregate, put the server's state into the module, and end experiences."""
     federation.training = None
+    record_time(federation)
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
@@ -30,9 +30,10 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_monitors, check_trainer
+from lightning_fcl.simulation.limits import check_monitors, check_settings, check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
+from lightning_fcl.simulation.rehearsal import begin_schedule
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class FederatedStrategy(SingleDeviceStrategy):
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
+        schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.schedule.Deadline` a round, or
+            asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
         compression: Code of the uploads: `lightning_fcl.federation.compression.TopK` or `Quantize`. It applies to
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
@@ -73,7 +76,7 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
-        TypeError: If ``compression`` is something else.
+        TypeError: If ``compression`` or ``schedule`` is something else.
 
     Example:
         >>> import lightning as L
@@ -97,6 +100,7 @@ class FederatedStrategy(SingleDeviceStrategy):
         client_store: Literal["memory", "disk"] = "memory",
         keep_optimizer: bool = False,
         swarm: Swarm | None = None,
+        schedule: Schedule | None = None,
         compression: Compression | None = None,
         seed: int | None = None,
         accelerator: Accelerator | None = None,
@@ -104,21 +108,11 @@ class FederatedStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__("cpu", accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin)
-        at_least(1, local_epochs=local_epochs)
-        if cohort_size != "auto" and cohort_size < 1:
-            raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
-        if compression is not None and not isinstance(compression, Compression):
-            raise TypeError(
-                f"Expected `compression` to be a `Compression`, such as `TopK(0.1)`, or None but got {compression!r}."
-            )
-        drawn = Participation(participation, 0, swarm)
-        if compression is not None and swarm is not None and drawn.may_miss:
-            raise ValueError(
-                f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
-                "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
-            )
+        check_settings(local_epochs, cohort_size, swarm, schedule, compression)
+        drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
-        server = FederatedServer(store, client_weights, server_optimizer, trim, byzantine, compression)
+        new_server = schedule.server(lambda: self.federation.round) if schedule is not None else FederatedServer
+        server = new_server(store, client_weights, server_optimizer, trim, byzantine, compression)
         self.federation = Federation(
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, lambda: self.seed
         )
@@ -239,7 +233,9 @@ class FederatedStrategy(SingleDeviceStrategy):
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            return self.federation.load(dataloader, self.optimizers[0], super().training_step)
+            loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
+            begin_schedule(self.federation)
+            return loader
         if self.federation.module.trainer.training and not self.federation.loaded:
             raise ValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
