@@ -203,6 +203,7 @@ class ContinualMetrics(Callback):
                 "missed": list(happened.missed),
                 "diverged": list(happened.diverged),
                 "master": happened.master,
+                **_by_the_clock(happened),
                 "seconds": now - self._started,
             }
         )
@@ -294,3 +295,11 @@ class ContinualMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue an earlier record."""
         self.record = state_dict["record"]
+
+
+def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:
+    """What the clock of a rehearsed deployment says of a round, if there is one."""
+    if happened.simulated_seconds is None:
+        return {}
+    staleness = dict(happened.staleness)
+    return {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late), "staleness": staleness}
