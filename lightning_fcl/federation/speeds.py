@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.hub.documents import check_file, read_yaml
+from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
 __all__ = ["Speed", "Speeds"]
@@ -204,8 +204,10 @@ def _checked(client: str, own: object) -> dict[str, float]:
 def _read(path: Path) -> dict[str, Any]:
     """The clients' own numbers of a file, as they stand there."""
     if path.suffix == ".csv":
-        check_file(path)
-        return _read_csv(path)
+        try:
+            return _read_csv(path)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
     found = read_yaml(path)
     if not isinstance(found, Mapping):
         raise ValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
@@ -213,6 +215,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a CSV file of speeds at {path} but there is none.")
     rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""))
     names = rows.fieldnames or ()
     for name in names:
@@ -225,6 +229,8 @@ def _read_csv(path: Path) -> dict[str, Any]:
         raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names) or 'none'}. Add it.")
     found: dict[str, Any] = {}
     for row in rows:
+        if None in row:  # where `csv` puts what is too much
+            raise ValueError(f"Expected as many cells as columns in {path} but got {row}. Mend that line.")
         client = row.pop(_CLIENT)
         if client in found:
             raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")
