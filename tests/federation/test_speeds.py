@@ -49,9 +49,7 @@ def test_factors_are_log_normal_with_median_one():
 
 def test_the_variation_of_rounds_is_that_of_the_whole_time():
     still, varying = Speeds(0.1, latency=1), Speeds(0.1, latency=1, variation=0.4)
-    logs = [
-        math.log(varying.seconds("a", r, 0, 10, 0, 0) / still.seconds("a", r, 0, 10, 0, 0)) for r in range(2000)
-    ]
+    logs = [math.log(varying.seconds("a", r, 0, 10, 0, 0) / still.seconds("a", r, 0, 10, 0, 0)) for r in range(2000)]
     assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.4) < 0.05
 
 
