@@ -51,7 +51,7 @@ class FederatedStrategy(SingleDeviceStrategy):
 
     Args:
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
-            least one.
+            least one. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.

@@ -219,6 +219,18 @@ def test_a_method_whose_sums_the_server_keeps_is_refused_by_name(fit, make_strea
         fit(make_task(), make_stream(), [FedProto(0.5)], schedule=FedBuff(Speeds(1.0), 2))
 
 
+def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_series_stream, make_reservoir_task):
+    """Its sums are those of who is in time."""
+    with pytest.raises(ValueError, match=r"Expected `mean` as the reduction .* but `readout.A` has `sum`"):
+        fit(make_reservoir_task(), make_series_stream(), schedule=FedBuff(Speeds(1.0), 2))
+    slow, states = Speeds(0.0, latency=1.0, clients={"1": {"latency": 9}}), []
+    for words in ({"schedule": Deadline(slow, seconds=2)}, {"swarm": Swarm(leaves={"1": 0})}):
+        task = make_reservoir_task()
+        fit(task, make_series_stream(increments=2), **words)
+        states.append(task.state_dict())
+    assert equal(*states)
+
+
 # Deadlines.
 
 
