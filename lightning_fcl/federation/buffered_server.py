@@ -38,6 +38,7 @@ class BufferedServer(FederatedServer):
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
         """Begin a round, whose state clients may download from now on."""
         super().begin_round(module, rules, extra)
+        self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
         round = self._round()
         self._schedule.enter(round)
         earlier = {version: self._like_now(state) for version, state in self._versions.items() if version != round}
@@ -49,7 +50,7 @@ class BufferedServer(FederatedServer):
             if name not in version or version[name].shape != value.shape:
                 raise ValueError(
                     f"Expected the state that a client has downloaded to have `{name}` of shape {tuple(value.shape)} "
-                    "but it has none: the module has changed, or a checkpoint is damaged. Begin anew."
+                    "but it is not so: the module has changed, or a checkpoint is damaged. Begin anew."
                 )
         return {name: version[name].to(value.device) for name, value in self.state.items()}
 
@@ -83,9 +84,9 @@ class BufferedServer(FederatedServer):
         """Uploads of an entry as if to the server's present state: that of a client without staleness as it is."""
         staleness, rows = self._staleness, []
         for value, client in zip(values, clients, strict=True):
-            age = staleness.get(client, 0)
-            difference = value - self._version_of(client)[name]
-            rows.append(self.state[name] + self._schedule.scale(age) * difference if age else value)
+            if age := staleness.get(client, 0):
+                value = self.state[name] + self._schedule.scale(age) * (value - self._version_of(client)[name])
+            rows.append(value)
         return torch.stack(rows)
 
     def finish_round(self) -> State:

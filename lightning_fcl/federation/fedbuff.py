@@ -12,7 +12,7 @@ from lightning_fcl.errors import at_least
 from lightning_fcl.federation.buffered_server import BufferedServer
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import lots, number_of
-from lightning_fcl.federation.reductions import Mean
+from lightning_fcl.federation.reductions import Mean, Reduction
 from lightning_fcl.federation.schedule import NANO, Deployment, Schedule, TimedRound, in_order
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
@@ -113,13 +113,7 @@ class FedBuff(Schedule):
                 f"Expected `buffer_size` to be at most the stream's {clients} clients but got {self.buffer_size}: a "
                 "client has one upload in it at a time. Lower it."
             )
-        other = {name: of for name, of in deployment.reductions.items() if of.up and type(of) is not Mean}
-        for name, reduction in other.items():
-            raise ValueError(
-                f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` has "
-                f"`{reduction}`: what it makes of uploads to different states of the server is not defined. Use a "
-                "`Deadline`, or a model or method without it."
-            )
+        self.check_reductions(deployment.reductions)
         if round == 0:
             self.restore(0, Clock())
 
@@ -204,6 +198,20 @@ class FedBuff(Schedule):
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
         """A server that keeps the states which clients under way have downloaded."""
         return partial(BufferedServer, self, current_round)
+
+    def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
+        """Refuse reductions of what clients send that are no means.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        for name, reduction in reductions.items():
+            if reduction.up and type(reduction) is not Mean:
+                raise ValueError(
+                    f"Expected `mean` as the reduction of all that clients send in asynchronous rounds but `{name}` "
+                    f"has `{reduction}`: what it makes of uploads to different states of the server is not defined. "
+                    "Use a `Deadline`, or a model or method without it."
+                )
 
     def check(self, compression: Compression | None) -> None:
         """Refuse compression.
