@@ -214,6 +214,22 @@ def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_t
     assert all(not torch.equal(head, first) for head in heads)
 
 
+@pytest.mark.parametrize("make", [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5)])
+def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, make_task, make):
+    """So that clients' own models are tested after their last local training of each."""
+    watch, metrics = Watch(), ContinualMetrics(when="both")
+    stream = make_stream(clients=5, rounds_per_experience=4)
+    fit(make_task(), stream, [watch, metrics], schedule=make(), participation=4, seed=5)
+    ends = set()
+    for experience in range(2):
+        rounds = range(4 * experience, 4 * experience + 4)
+        last = {client: round for round, client in watch.trained if round in rounds}
+        tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["own"]]
+        assert {client: round for client, round in tested if round in rounds} == last
+        ends |= {*last.values()}
+    assert len(ends) > 2  # not all in the experiences' last rounds
+
+
 def test_a_method_whose_sums_the_server_keeps_is_refused_by_name(fit, make_stream, make_task):
     with pytest.raises(ValueError, match=r"but `FedProto.\w+` has `class_sums`"):
         fit(make_task(), make_stream(), [FedProto(0.5)], schedule=FedBuff(Speeds(1.0), 2))
