@@ -26,6 +26,14 @@ class BufferedServer(FederatedServer):
         schedule: Tells who arrives when.
         current_round: Tells the round.
         arguments: Those of a `FederatedServer`.
+
+    Example:
+        >>> from lightning_fcl.federation.client_store import ClientStore
+        >>> from lightning_fcl.federation.fedbuff import FedBuff
+        >>> from lightning_fcl.federation.speeds import Speeds
+        >>> server = FedBuff(Speeds(0.01), buffer_size=5).server(lambda: 0)(ClientStore())
+        >>> type(server).__name__
+        'BufferedServer'
     """
 
     def __init__(self, schedule: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:

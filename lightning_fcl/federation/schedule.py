@@ -58,6 +58,10 @@ class TimedRound:
         late: Clients whose uploads come too late.
         seconds: Seconds from the end of the round before.
         staleness: Rounds that have ended since a client's download, where there are any.
+
+    Example:
+        >>> TimedRound(["a", "b"], skipped=[], late=["c"], seconds=30.0).late
+        ['c']
     """
 
     clients: list[str]
@@ -171,8 +175,14 @@ class Deadline(Schedule):
         TypeError: If ``speeds`` are something else.
 
     Example:
-        >>> Deadline(Speeds(0.01, spread=0.5), seconds=30, goal=100).goal
-        100
+        >>> from lightning_fcl import FederatedStream
+        >>> from lightning_fcl.federation.participation import Participation
+        >>> stream = FederatedStream("digits")
+        >>> stream.setup("fit")
+        >>> deadline = Deadline(Speeds(0.01, clients={"3": {"latency": 60}}), seconds=30)
+        >>> deadline.begin(Deployment(stream.plan, Participation(schedule=deadline)))
+        >>> deadline.timed(round=0).late
+        ['3']
     """
 
     def __init__(self, speeds: Speeds, seconds: float | None = None, goal: int | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -170,8 +172,9 @@ class Speeds:
         return whole * _factor(self.variation, seed, "speed", "round", client, round) if self.variation else whole
 
     def hparams(self) -> dict[str, Any]:
-        """The numbers, for checkpoints."""
-        return {**vars(self.typical), "spread": self.spread, "variation": self.variation, "clients": self.own}
+        """The numbers, for checkpoints; those of clients' own, which may be many, as their digest."""
+        own = hashlib.sha256(json.dumps(self.own, sort_keys=True).encode()).hexdigest()[:16] if self.own else None
+        return {**vars(self.typical), "spread": self.spread, "variation": self.variation, "clients": own}
 
 
 def _factor(sigma: float, seed: int, *parts: str | int) -> float:

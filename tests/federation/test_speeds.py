@@ -65,6 +65,14 @@ def test_numbers_of_clients_own_come_from_a_file_or_a_mapping(tmp_path, name, te
     assert sorted(speeds.named) == sorted(["a", other, "c"])
 
 
+def test_speeds_are_told_apart_by_a_checkpoint():
+    own = [Speeds(0.1, clients={"a": {"latency": 1}, "b": {"latency": late}}).hparams() for late in (2, 2.0, 3)]
+    assert own[0] == own[1] != own[2]
+    turned = Speeds(0.1, clients={"b": {"latency": 2}, "a": {"latency": 1}})
+    assert turned.hparams() == own[0]
+    assert Speeds(0.1).hparams() != Speeds(0.1, spread=0.1).hparams() != Speeds(0.2, spread=0.1).hparams()
+
+
 def test_every_client_has_a_time_for_its_samples():
     speeds = Speeds(clients={"a": {"seconds_per_sample": 1}, "b": {"latency": 1}})
     speeds.check_clients(("a",))
