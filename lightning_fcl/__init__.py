@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lightning_fcl.data.stream import FederatedStream as FederatedStream
     from lightning_fcl.federation.compression import Quantize as Quantize
     from lightning_fcl.federation.compression import TopK as TopK
+    from lightning_fcl.federation.fedbuff import FedBuff as FedBuff
+    from lightning_fcl.federation.schedule import Deadline as Deadline
+    from lightning_fcl.federation.speeds import Speeds as Speeds
     from lightning_fcl.federation.swarm import Swarm as Swarm
     from lightning_fcl.running.fit import FederatedCLI as FederatedCLI
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy

@@ -213,6 +213,7 @@ class ContinualMetrics(Callback):
                 "missed": list(happened.missed),
                 "diverged": list(happened.diverged),
                 "master": happened.master,
+                **_by_the_clock(happened),
                 "seconds": now - self._started,
             }
         )
@@ -314,3 +315,11 @@ def _ranks(trainer: L.Trainer) -> Ranks:
     """The processes of a federation; a plain Trainer's is alone."""
     federation = federation_of(trainer)
     return federation.ranks if federation is not None else ALONE
+
+
+def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:
+    """What the clock of a rehearsed deployment says of a round, if there is one."""
+    if happened.simulated_seconds is None:
+        return {}
+    staleness = dict(happened.staleness)
+    return {"simulated_seconds": happened.simulated_seconds, "late": list(happened.late), "staleness": staleness}

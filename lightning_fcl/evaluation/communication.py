@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_fcl.evaluation.continual import FloatArray
 
-__all__ = ["BANDWIDTHS", "communication_time", "communication_times", "volumes"]
+__all__ = ["BANDWIDTHS", "communication_time", "communication_times", "totals", "volumes"]
 
 BANDWIDTHS = (1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Six bandwidths in bytes per second: the paper names the first, 100 KB/s, the last, 10 MB/s, and its own, 1 MB/s."""
@@ -33,6 +33,27 @@ def volumes(record: Mapping[str, Any]) -> FloatArray:
     """
     sums = [[sum(entry.get(way, {}).values()) for entry in record["rounds"]] for way in _WAYS]
     return np.asarray(sums, dtype=np.float64)
+
+
+def totals(record: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes of all clients and rounds; by the clock of a rehearsed deployment also its seconds, and the late uploads.
+
+    Args:
+        record: The record of a run: ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients, and
+            perhaps with ``simulated_seconds`` and the clients that were ``late``.
+
+    Example:
+        >>> totals({"rounds": [{"upload_bytes": {"a": 40}, "simulated_seconds": 2.5, "late": ["b"]}]})
+        {'upload_bytes/total': 40.0, 'download_bytes/total': 0.0, 'simulated_seconds/total': 2.5, 'late/total': 1.0}
+    """
+    found = {
+        f"{way}/total": float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"])) for way in _WAYS
+    }
+    timed = [entry for entry in record["rounds"] if "simulated_seconds" in entry]
+    if timed:
+        found["simulated_seconds/total"] = float(sum(entry["simulated_seconds"] for entry in timed))
+        found["late/total"] = float(sum(len(entry.get("late", ())) for entry in timed))
+    return found
 
 
 def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArray:

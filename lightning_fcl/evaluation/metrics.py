@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.evaluation.communication import totals
 from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
@@ -222,7 +223,8 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     experience i, from 0. Where clients' own models were tested before aggregation beside what they predict with after
     it, ``average_accuracy_own``, ``forgetting_own``, ``BWT_own`` and ``learning_accuracy_own``. Beside the clients'
     values the mean over the clients that have one, as ``metric/clients``. Finally ``kept_bytes/clients``, the mean of
-    what stays with a client when the run ends, ``upload_bytes/total`` and ``download_bytes/total``.
+    what stays with a client when the run ends, ``upload_bytes/total`` and ``download_bytes/total``, and by the clock of
+    a rehearsed deployment ``simulated_seconds/total`` and ``late/total``, the number of late uploads.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.
 
@@ -258,9 +260,7 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
             summary["training_accuracy/server"] = training["correct"] / training["total"]
     if kept := record.get("kept_bytes"):
         summary["kept_bytes/clients"] = finite_mean(list(kept.values()))
-    for way in ("upload_bytes", "download_bytes"):
-        summary[f"{way}/total"] = float(sum(sum(entry.get(way, {}).values()) for entry in record["rounds"]))
-    return summary
+    return summary | totals(record)
 
 
 def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -130,7 +130,21 @@ def _metrics_section(metrics: Mapping[str, float], record: Mapping[str, Any]) ->
     ]
     notes = "\n".join(f"- `{kind}`: {meaning}" for kind, meaning in meanings)
     total = [f"Traffic of all clients and rounds: {', '.join(traffic)}."] if traffic else []
+    total += [f"Rehearsed deployment: {told}."] if (told := clock_line(metrics)) else []
     return "\n\n".join(["## Metrics", markdown_table(head, lines), *total, notes])
+
+
+def clock_line(metrics: Mapping[str, float]) -> str:
+    """How long the rehearsed deployment took, and how many uploads came late; nothing where no clock ran.
+
+    Example:
+        >>> clock_line({"simulated_seconds/total": 90.0, "late/total": 2.0})
+        '90.0 s, 2 late uploads'
+    """
+    if "simulated_seconds/total" not in metrics:
+        return ""
+    late = int(metrics["late/total"])
+    return f"{metrics['simulated_seconds/total']:.1f} s, {late} late upload{'s' * (late != 1)}"
 
 
 def metrics_lines(

@@ -14,7 +14,7 @@ from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import Curve, curves, quantity
 from lightning_fcl.evaluation.panels import experience_labels
 from lightning_fcl.evaluation.plots import model_name
-from lightning_fcl.evaluation.report import PAPER, extent_of, metrics_lines, paper_lines, title_of
+from lightning_fcl.evaluation.report import PAPER, clock_line, extent_of, metrics_lines, paper_lines, title_of
 from lightning_fcl.evaluation.table import Cell as Number
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
 
@@ -81,6 +81,10 @@ def _accuracy(record: Mapping[str, Any], every: Mapping[str, Curve]) -> list[Sec
     whole += "mean, middle half, and from the worst to the best. Dashed lines: where an experience begins."
     drawn = [
         (whole, charts.overview(record, every)),
+        (
+            "The server by the clock of the rehearsed deployment, a point for each round.",
+            charts.over_time(record, every),
+        ),
         (f"{title} on each class, or domain.", charts.by_group(record, every)),
     ]
     found = [Chart(caption, spec) for caption, spec in drawn if spec]
@@ -146,6 +150,7 @@ def _what_ran(results: Mapping[str, Any]) -> Section:
         ("seed", str(results["seed"])),
         ("machine", results["machine"]),
         ("time", f"{results['seconds']:.1f} s"),
+        *([("rehearsed deployment", told)] if (told := clock_line(results["metrics"])) else []),
         ("versions", versions),
     ]
     return Section("What ran", facts=facts, code=results["command"], folded=True)

@@ -27,6 +27,7 @@ from lightning_fcl.evaluation.chart_parts import (
     tip,
     value_axis,
 )
+from lightning_fcl.evaluation.clock import simulated_times
 from lightning_fcl.evaluation.communication import volumes
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import Curve, matrices, quantity, sign
@@ -73,6 +74,27 @@ def overview(record: Record, every: Curves) -> Spec | None:
     starts = _starts(record, next(iter(every)))
     layers += [*(_experiences(x) if len(starts) > 1 else ()), base.mark_line(), _points(base)]
     return spec(alt.layer(*layers), lines=lines, spread=spread, starts=starts)
+
+
+def over_time(record: Record, every: Curves) -> Spec | None:
+    """The server on the whole test set and on what was learnt, by the clock of a rehearsed deployment."""
+    times, server, of = simulated_times(record), every.get("server"), quantity(record)
+    if not len(times) or server is None:
+        return None
+    shown = (_SERVER, _STREAM)[: 1 + (len(record["tasks"]["server"]) > 1)]
+    rows = [
+        {"round": number + 1, "seconds": float(times[number]), "line": line, "value": value}
+        for line, values in zip(shown, (server.overall, server.learnt), strict=False)
+        for number, value in zip(server.rounds.tolist(), values.tolist(), strict=True)
+    ]
+    tips = [tip("line:N", "model"), tip("seconds:Q", "seconds", ",.1f"), tip(ROUND, "round", "d"), tip(VALUE, of)]
+    base = chart_of("rows").encode(
+        x=alt.X("seconds:Q", title="seconds since the beginning", scale=alt.Scale(nice=False, zero=True)),
+        y=value_axis(of),
+        color=colour("line", shown, (COLOURS[0], COLOURS[2])),
+        tooltip=tips,
+    )
+    return spec(alt.layer(base.mark_line(interpolate="step-after"), _points(base)), rows=rows)
 
 
 def by_group(record: Record, every: Curves) -> Spec | None:

@@ -38,6 +38,9 @@ class RoundRecord:
         missed: Clients that trained but missed the synchronisation.
         diverged: Clients whose loss was not finite in some step, though all that they sent is.
         master: In a swarm, the client that brought the uploads together.
+        late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
+        staleness: There, how many rounds ago clients had downloaded, where any.
+        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
     """
 
     trained: list[str] = field(default_factory=list)
@@ -48,6 +51,9 @@ class RoundRecord:
     missed: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     master: str | None = None
+    late: list[str] = field(default_factory=list)
+    staleness: dict[str, int] = field(default_factory=dict)
+    simulated_seconds: float | None = None
 
     def upload(self, client: str, number: int) -> None:
         """Count bytes that a client sends: its state, or what a method sends beside it."""

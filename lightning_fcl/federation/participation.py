@@ -6,14 +6,31 @@ import logging
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import keys_of
 
 log = logging.getLogger(__name__)
+
+
+def number_of(participation: float | int, clients: int) -> int:
+    """How many of so many clients take part: a float is their share, an int their number; at least one.
+
+    Example:
+        >>> number_of(0.25, 10), number_of(0.01, 10), number_of(4, 10)
+        (3, 1, 4)
+    """
+    return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
+
+
+def lots(clients: Sequence[str], round: int, seed: int) -> NDArray[np.int64]:
+    """The clients' places in the order in which a round's lots prefer them, shape (clients,)."""
+    return np.argsort(keys_of(seed, clients, round, "participation"), kind="stable")
 
 
 def participants(
@@ -35,12 +52,11 @@ def participants(
     if not present:
         gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
         raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
-    number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
+    number = number_of(participation, len(clients))
     if number >= len(clients) == len(present):
         return list(clients), []
-    lots = keys_of(seed, clients, round, "participation")
-    drawn = np.argsort(lots, kind="stable")
-    chosen = [clients[i] for i in np.sort(drawn[: max(1, number)])]
+    drawn = lots(clients, round, seed)
+    chosen = [clients[i] for i in np.sort(drawn[:number])]
     training = [client for client in chosen if client in present]
     skipped = [client for client in chosen if client not in present and client not in absent]
     return training or [next(clients[i] for i in drawn if clients[i] in present)], skipped
@@ -56,9 +72,10 @@ class Participation:
         clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.
         seed: Seed of all choices.
         swarm: Who leaves, who misses a synchronisation, and that there is a master; None: a federation with a server.
+        schedule: Whose uploads come in time, by the clock of a rehearsed deployment; None: those of all.
 
     Raises:
-        ValueError: If ``clients`` is out of range.
+        ValueError: If ``clients`` is out of range, or there are a swarm and a schedule.
 
     Example:
         >>> participation = Participation(clients=2, swarm=Swarm(leaves={"client1": 3}))
@@ -67,22 +84,35 @@ class Participation:
         (['client4'], ['client1', 'client4'])
     """
 
-    def __init__(self, clients: int | float = 1.0, seed: int = 0, swarm: Swarm | None = None) -> None:
+    def __init__(
+        self,
+        clients: int | float = 1.0,
+        seed: int = 0,
+        swarm: Swarm | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
         if not clients > 0 or (isinstance(clients, float) and clients > 1):
             raise ValueError(
                 f"Expected `participation` to be a share above 0 and up to 1.0, or a number of clients, but got "
                 f"{clients}."
             )
+        if swarm is not None and schedule is not None:
+            raise ValueError(
+                f"Expected no `swarm` beside `schedule` but got {swarm.hparams()}: a `{type(schedule).__name__}` is "
+                "kept by a server, which a swarm has not. Leave one out."
+            )
         self.clients = clients
         self.seed = seed
         self.swarm = swarm
+        self.schedule = schedule
         self.withdrawn: set[str] = set()
         self._master: str | None = None  # of the last round
 
     @property
     def named(self) -> list[str]:
         """The clients that the settings name: each should be one of the stream's."""
-        return self.swarm.nodes if self.swarm is not None else []
+        own = self.schedule.speeds.named if self.schedule is not None else []
+        return [*own, *(self.swarm.nodes if self.swarm is not None else ())]
 
     @property
     def may_miss(self) -> bool:
@@ -104,6 +134,19 @@ class Participation:
 
     def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
         """The clients of a round, in the plan's order: those that train, and those that were drawn but have no data.
+
+        Where there is a schedule, those train whose uploads come in time.
+
+        Raises:
+            ValueError: If no client has data in the round.
+        """
+        if self.schedule is None:
+            return self.chosen(plan, round)
+        timed = self.schedule.timed(round)
+        return timed.clients, timed.skipped
+
+    def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
+        """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data.
 
         Raises:
             ValueError: If no client has data in the round.

@@ -38,6 +38,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
     """
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     stream, steps = need_stream(module.trainer), federation.local_steps  # those of a fit that is under way
+    schedule = federation.participation.schedule
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasHparams) else {},
@@ -53,6 +54,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "server_optimizer": server.has_server_optimizer,
         "keep_optimizer": federation.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
+        "schedule": schedule.hparams() if schedule else None,
         "compression": server.compression.hparams() if server.compression else None,
         "seed": federation.seed,
         "version of draws": DRAWS,

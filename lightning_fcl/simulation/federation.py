@@ -26,7 +26,7 @@ from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.method import section as section_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
-from lightning_fcl.simulation.limits import check_ranks, check_stream, there
+from lightning_fcl.simulation.limits import check_stream, there
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.placement import Placement
@@ -156,7 +156,6 @@ class Federation:
             self.trainer.stacked,
             self.placement,
         )
-        check_ranks(self.loader, self.ranks.number, self.module.trainer.max_epochs)
         return self.loader
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import (
@@ -17,7 +17,10 @@ from lightning.pytorch.callbacks import (
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
+from lightning_fcl.federation.schedule import Schedule
+from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.simulation.loader import RoundLoader
 
 T = TypeVar("T")
@@ -32,6 +35,40 @@ _REFUSED = {
     BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
     ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
 }
+
+
+def check_settings(
+    local_epochs: int,
+    cohort_size: int | Literal["auto"],
+    swarm: Swarm | None,
+    schedule: Schedule | None,
+    compression: Compression | None,
+) -> None:
+    """Refuse settings of a strategy that are out of range, or do not go together.
+
+    Raises:
+        ValueError: If there are such.
+        TypeError: If a setting is something else.
+    """
+    at_least(1, local_epochs=local_epochs)
+    if cohort_size != "auto" and cohort_size < 1:
+        raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
+    if compression is not None and not isinstance(compression, Compression):
+        raise TypeError(
+            f"Expected `compression` to be a `Compression`, such as `TopK(0.1)`, or None but got {compression!r}."
+        )
+    if compression is not None and swarm is not None and (swarm.dropout or swarm.missing):
+        raise ValueError(
+            f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
+            "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
+        )
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"Expected `schedule` to be a `Schedule`, such as `Deadline(Speeds(0.01), 30)`, or None but got "
+            f"{schedule!r:.100}."
+        )
+    if schedule is not None:
+        schedule.check(compression)
 
 
 def check_trainer(trainer: L.Trainer) -> None:

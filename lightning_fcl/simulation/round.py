@@ -22,6 +22,7 @@ from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.loader import BatchContext
+from lightning_fcl.simulation.rehearsal import record_time
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +196,7 @@ def aggregate(federation: Federation) -> None:
     """Step 4: aggregate, put the server's state into the module, and end experiences."""
     federation.training = None
     federation.placement.meet(federation.server, federation.module.trainer)
+    record_time(federation)
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
@@ -27,10 +27,11 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_trainer
+from lightning_fcl.simulation.limits import check_ranks, check_settings, check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
+from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.rounds import Rounds
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class FederatedStrategy(RanksStrategy):
 
     Args:
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
-            least one.
+            least one. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.
@@ -59,6 +60,8 @@ class FederatedStrategy(RanksStrategy):
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         swarm: Makes it a swarm: one of the clients stands in for the server, and some may miss a synchronisation.
+        schedule: The clock of a rehearsed deployment: a `lightning_fcl.federation.schedule.Deadline` a round, or
+            asynchronous rounds, `lightning_fcl.federation.fedbuff.FedBuff`. None: rounds wait for all their clients.
         compression: Code of the uploads: `lightning_fcl.federation.compression.TopK` or `Quantize`. It applies to
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
@@ -71,7 +74,7 @@ class FederatedStrategy(RanksStrategy):
 
     Raises:
         ValueError: If an argument is out of range, or the Trainer asks for what a federation cannot honour.
-        TypeError: If ``compression`` is something else.
+        TypeError: If ``compression`` or ``schedule`` is something else.
 
     Example:
         >>> import lightning as L
@@ -95,6 +98,7 @@ class FederatedStrategy(RanksStrategy):
         client_store: Literal["memory", "disk"] = "memory",
         keep_optimizer: bool = False,
         swarm: Swarm | None = None,
+        schedule: Schedule | None = None,
         compression: Compression | None = None,
         seed: int | None = None,
         start_method: StartMethod = "popen",
@@ -103,21 +107,11 @@ class FederatedStrategy(RanksStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin, start_method)
-        at_least(1, local_epochs=local_epochs)
-        if cohort_size != "auto" and cohort_size < 1:
-            raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
-        if compression is not None and not isinstance(compression, Compression):
-            raise TypeError(
-                f"Expected `compression` to be a `Compression`, such as `TopK(0.1)`, or None but got {compression!r}."
-            )
-        drawn = Participation(participation, 0, swarm)
-        if compression is not None and swarm is not None and drawn.may_miss:
-            raise ValueError(
-                f"Expected a `swarm` without `dropout` and `missing` beside `compression` but got {swarm.hparams()}: "
-                "who has missed a synchronisation knows no server state that its update could refer to. Leave one out."
-            )
+        check_settings(local_epochs, cohort_size, swarm, schedule, compression)
+        drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
-        server = FederatedServer(store, client_weights, server_optimizer, trim, byzantine, compression)
+        new_server = schedule.server(self._current_round) if schedule is not None else FederatedServer
+        server = new_server(store, client_weights, server_optimizer, trim, byzantine, compression)
         self.federation = Federation(
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
@@ -128,6 +122,9 @@ class FederatedStrategy(RanksStrategy):
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
         return self._current_seed()
+
+    def _current_round(self) -> int:
+        return self.federation.round
 
     def _current_seed(self) -> int:
         return self._seed if self._seed is not None else global_seed()
@@ -235,6 +232,8 @@ class FederatedStrategy(RanksStrategy):
             self.federation.ranks = self.ranks
             self.server.store.folder = self.ranks.share(self.server.store.folder)[0]
             loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
+            begin_schedule(self.federation)
+            check_ranks(loader, self.ranks.number, self.federation.module.trainer.max_epochs)
             check_alike(self.ranks, fingerprint_of(self.federation))
             return loader
         if self.federation.module.trainer.training and not self.federation.loaded:

@@ -1,0 +1,248 @@
+"""System heterogeneity: how fast each client computes, sends and receives, for rehearsing a deployment."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.randomness import seed_of
+
+__all__ = ["Speed", "Speeds"]
+
+_CLIENT = "client"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one client is.
+
+    Args:
+        seconds_per_sample: Seconds of local training for each sample of each local epoch; None: not known.
+        upload_bandwidth: Bytes per second up; None: sending takes no time.
+        download_bandwidth: Bytes per second down; None: receiving takes no time.
+        latency: Seconds of each round that depend on nothing: waking up, connecting.
+
+    Raises:
+        ValueError: If a number is negative, infinite or none, or a bandwidth is 0.
+
+    Example:
+        >>> Speed(0.01, upload_bandwidth=1000, download_bandwidth=4000, latency=2).seconds(100, 4000, 4000)
+        8.0
+    """
+
+    seconds_per_sample: float | None = None
+    upload_bandwidth: float | None = None
+    download_bandwidth: float | None = None
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                _check_number(name, value, above_zero=name.endswith("bandwidth"))
+
+    def seconds(self, samples: int, download_bytes: float, upload_bytes: float) -> float:
+        """Seconds from the beginning of the download to the end of the upload.
+
+        Args:
+            samples: Samples that the client trains on, each as often as it does.
+            download_bytes: Bytes that it receives.
+            upload_bytes: Bytes that it sends.
+        """
+        down = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
+        up = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
+        return self.latency + down + samples * (self.seconds_per_sample or 0.0) + up
+
+    def scaled(self, compute: float, link: float) -> Speed:
+        """A client that takes so many times as long to compute, and to send and receive."""
+        up, down = (None if b is None else b / link for b in (self.upload_bandwidth, self.download_bandwidth))
+        own = self.seconds_per_sample
+        return Speed(None if own is None else own * compute, up, down, self.latency)
+
+
+_FIELDS = tuple(field.name for field in fields(Speed))
+
+
+class Speeds:
+    """The speeds of a federation's clients: typical ones, how far clients differ, and numbers of their own.
+
+    A client without numbers of its own takes the typical ones times two factors that it keeps for good, one for its
+    training and one for its link. All that is random depends on the federation's seed, the client's name and the round
+    alone.
+
+    Args:
+        seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch; None:
+            every client has a number of its own.
+        upload_bandwidth: Its bytes per second up; None: sending takes no time.
+        download_bandwidth: Its bytes per second down; None: receiving takes no time.
+        latency: Its seconds of each round that depend on nothing: waking up, connecting.
+        spread: How far clients differ: the standard deviation of the logarithm of their factors, which are log-normal
+            with median 1. With 0.5, one client in six takes more than 1.65 times the typical time.
+        variation: How far a client's rounds differ: the standard deviation of the logarithm of a factor of the whole
+            time, drawn anew for each client and round, log-normal with median 1.
+        clients: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
+        file: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
+            empty cell is typical. ``clients`` goes over it.
+
+    Raises:
+        ValueError: If a number is out of range, or a name in ``clients`` or the file is none of the arguments'.
+        FileNotFoundError: If there is no such file.
+
+    Example:
+        >>> speeds = Speeds(0.01, latency=1, clients={"client1": {"seconds_per_sample": 0.1}})
+        >>> speeds.of("client1", seed=0).seconds_per_sample, speeds.of("client2", seed=0).seconds_per_sample
+        (0.1, 0.01)
+        >>> round(speeds.seconds("client2", 0, seed=0, samples=50, download_bytes=0, upload_bytes=0), 2)
+        1.5
+    """
+
+    def __init__(
+        self,
+        seconds_per_sample: float | None = None,
+        upload_bandwidth: float | None = None,
+        download_bandwidth: float | None = None,
+        latency: float = 0.0,
+        spread: float = 0.0,
+        variation: float = 0.0,
+        clients: dict[str, dict[str, float]] | None = None,
+        file: str | None = None,
+    ) -> None:
+        self.typical = Speed(seconds_per_sample, upload_bandwidth, download_bandwidth, latency)
+        for name, value in (("spread", spread), ("variation", variation)):
+            _check_number(name, value)
+        self.spread = spread
+        self.variation = variation
+        given = {str(client): own for client, own in (clients or {}).items()}
+        read = _read(Path(file)) if file is not None else {}
+        self.own = {
+            client: {**_checked(client, read.get(client, {})), **_checked(client, given.get(client, {}))}
+            for client in {**read, **given}
+        }
+        self._speeds = {client: replace(self.typical, **own) for client, own in self.own.items()}
+
+    @property
+    def named(self) -> list[str]:
+        """The clients with numbers of their own: each should be one of the stream's."""
+        return [*self.own]
+
+    def check_clients(self, clients: tuple[str, ...]) -> None:
+        """Refuse speeds that say nothing of a client.
+
+        Raises:
+            ValueError: If nobody says how long a client trains.
+        """
+        missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
+        if missing:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise ValueError(
+                f"Expected `seconds_per_sample` of every client but got none of {names}. Set it in `Speeds` for all "
+                "that have no number of their own."
+            )
+
+    def of(self, client: str, seed: int) -> Speed:
+        """How fast a client is."""
+        if client in self._speeds or not self.spread:
+            return self._speeds.get(client, self.typical)
+        compute, link = (_factor(self.spread, seed, "speed", part, client) for part in ("compute", "link"))
+        return self.typical.scaled(compute, link)
+
+    def seconds(
+        self, client: str, round: int, seed: int, samples: int, download_bytes: float, upload_bytes: float
+    ) -> float:
+        """Seconds that a client takes in a round, from the beginning of its download to the end of its upload.
+
+        Args:
+            client: The client.
+            round: The round, from 0.
+            seed: Seed of all that is random.
+            samples: Samples that the client trains on, each as often as it does.
+            download_bytes: Bytes that it receives.
+            upload_bytes: Bytes that it sends.
+        """
+        whole = self.of(client, seed).seconds(samples, download_bytes, upload_bytes)
+        return whole * _factor(self.variation, seed, "speed", "round", client, round) if self.variation else whole
+
+    def hparams(self) -> dict[str, Any]:
+        """The numbers, for checkpoints; those of clients' own, which may be many, as their digest."""
+        own = hashlib.sha256(json.dumps(self.own, sort_keys=True).encode()).hexdigest()[:16] if self.own else None
+        return {**vars(self.typical), "spread": self.spread, "variation": self.variation, "clients": own}
+
+
+def _factor(sigma: float, seed: int, *parts: str | int) -> float:
+    """A log-normal number with median 1."""
+    uniform = ((seed_of(seed, *parts) >> 4) + 0.5) / 2**52  # exact, and neither 0 nor 1
+    return math.exp(sigma * NormalDist().inv_cdf(uniform))
+
+
+def _check_number(name: str, value: object, above_zero: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and above_zero):  # type: ignore[operator]
+        least = "above" if above_zero else "at least"
+        raise ValueError(f"Expected `{name}` to be a finite number {least} 0 but got {value}.")
+
+
+def _checked(client: str, own: object) -> dict[str, float]:
+    """A client's own numbers."""
+    if not isinstance(own, Mapping):
+        raise ValueError(f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got {own!r:.100}.")
+    for name, value in own.items():
+        if name not in _FIELDS:
+            raise ValueError(
+                f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got "
+                f"{name}.{did_you_mean(name, _FIELDS)}"
+            )
+        _check_number(f"{name}` of `{client}", value, above_zero=name.endswith("bandwidth"))
+    return {str(name): float(value) for name, value in own.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The clients' own numbers of a file, as they stand there."""
+    if path.suffix == ".csv":
+        try:
+            return _read_csv(path)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
+    found = read_yaml(path)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"Expected {path} to map clients to their speeds but got {found!r:.100}.")
+    return {str(client): own for client, own in found.items()}
+
+
+def _read_csv(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a CSV file of speeds at {path} but there is none.")
+    rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""))
+    names = rows.fieldnames or ()
+    for name in names:
+        if name not in (_CLIENT, *_FIELDS):
+            raise ValueError(
+                f"Expected the columns {_CLIENT}, {', '.join(_FIELDS)} in {path} but got "
+                f"{name}.{did_you_mean(name, (_CLIENT, *_FIELDS))}"
+            )
+    if _CLIENT not in names:
+        raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names) or 'none'}. Add it.")
+    found: dict[str, Any] = {}
+    for row in rows:
+        if None in row:  # where `csv` puts what is too much
+            raise ValueError(f"Expected as many cells as columns in {path} but got {row}. Mend that line.")
+        client = row.pop(_CLIENT)
+        if client in found:
+            raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")
+        found[client] = {name: _number(f"{name}` of `{client}", text) for name, text in row.items() if text}
+    return found
+
+
+def _number(name: str, text: object) -> float:
+    try:
+        return float(str(text))
+    except ValueError:
+        raise ValueError(f"Expected `{name}` to be a number but got {text!r:.50}.") from None

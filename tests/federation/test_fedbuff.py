@@ -1,0 +1,181 @@
+"""Asynchronous rounds: who downloads which state, who arrives when, the same whoever asks."""
+
+import numpy as np
+import pytest
+
+from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.compression import TopK
+from lightning_fcl.federation.fedbuff import FedBuff
+from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.reductions import Fixed, Mean, Own, Reduction, Sum
+from lightning_fcl.federation.robust import Krum
+from lightning_fcl.federation.schedule import Deployment
+from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.randomness import keys_of
+
+
+def plan_of(clients=8, rounds=40, absent=None):
+    """Unequal clients, some of whom have no data in some rounds."""
+    names = [f"c{i}" for i in range(clients)]
+    gone = absent or {}
+    return Plan(
+        train=tuple(
+            {name: np.arange(2 + i) for i, name in enumerate(names) if round not in gone.get(name, ())}
+            for round in range(rounds)
+        ),
+        experiences={name: (0,) * rounds for name in names},
+        tasks={name: ((0,),) for name in names},
+        groups=np.zeros(clients + 2, dtype=np.int64),
+        test=np.arange(0),
+    )
+
+
+def begun(schedule, plan, participation=1.0, seed=3, round=0, **deployment):
+    drawn = Participation(participation, seed, schedule=schedule)
+    schedule.begin(Deployment(plan, drawn, **deployment), round)
+    return drawn
+
+
+def by_hand(plan, speeds, buffer_size, concurrency, seed, rounds):
+    """The same deployment, moment after moment, without a heap: (client, version) of each round, and its end."""
+    training, now, told = {}, 0, []  # client -> (arrival, version)
+    for round in range(rounds):
+        lots = keys_of(seed, plan.clients, round, "participation")
+        waiting = [plan.clients[i] for i in np.argsort(lots, kind="stable")]
+        waiting = [client for client in waiting if client in plan.train[round] and client not in training]
+        buffer, skipped = [], []
+        while len(buffer) < buffer_size:
+            arrived = [client for client in plan.clients if client in training and training[client][0] <= now]
+            if arrived:
+                _, version = training.pop(arrived[0])
+                if arrived[0] in plan.train[round]:
+                    buffer.append((arrived[0], version))
+                else:
+                    skipped.append(arrived[0])
+                continue
+            while len(training) < concurrency and waiting:
+                client = waiting.pop(0)
+                seconds = speeds.seconds(client, round, seed, len(plan.train[round][client]), 0, 0)
+                training[client] = now + round_to(seconds), round
+            if not training:
+                break
+            now = max(now, min(arrival for arrival, _ in training.values()))
+        told.append((sorted(buffer, key=lambda one: plan.clients.index(one[0])), sorted(skipped), now))
+    return told
+
+
+def round_to(seconds):
+    return int(np.rint(seconds * 1e9))
+
+
+@pytest.mark.parametrize("absent", [None, {"c1": range(2, 9), "c4": range(0, 40, 3)}])
+@pytest.mark.parametrize(("buffer_size", "concurrency"), [(1, 1), (1, 8), (2, 4), (3, 8), (8, 8), (5, 2), (8, 3)])
+@pytest.mark.parametrize(
+    "speeds",
+    [Speeds(0.1, spread=0.9, variation=0.5), Speeds(1.0), Speeds(0.0, latency=1.0), Speeds(0.0)],
+    ids=["drawn", "by samples", "equal", "no time"],
+)
+def test_the_schedule_is_that_of_a_loop_by_hand(speeds, buffer_size, concurrency, absent):
+    plan = plan_of(absent=absent)
+    schedule = FedBuff(speeds, buffer_size)
+    begun(schedule, plan, concurrency)
+    told = by_hand(plan, speeds, buffer_size, concurrency, 3, plan.rounds)
+    before = 0
+    for round, (buffer, skipped, end) in enumerate(told):
+        timed = schedule.timed(round)
+        assert timed.clients == [client for client, _ in buffer]
+        assert timed.staleness == {client: round - version for client, version in buffer if version < round}
+        assert timed.skipped == skipped and timed.late == []
+        assert round_to(timed.seconds) == end - before
+        before = end
+        assert len(schedule.clock(round + 1).flights) <= concurrency
+    if buffer_size < concurrency and speeds.spread:
+        assert any(schedule.timed(round).staleness for round in range(plan.rounds))
+
+
+def test_a_client_is_under_way_once_and_in_the_buffer_once():
+    plan = plan_of()
+    schedule = FedBuff(Speeds(0.1, spread=1.5), 4)
+    begun(schedule, plan, 6)
+    for round in range(plan.rounds):
+        timed, flights = schedule.timed(round), schedule.clock(round + 1).flights
+        assert len(set(timed.clients)) == 4
+        assert len({flight.client for flight in flights}) == len(flights)
+        assert not {flight.client for flight in flights if flight.version == round} & {
+            client for client in timed.clients if client not in timed.staleness
+        }
+
+
+def test_whoever_asks_first_the_schedule_is_the_same():
+    plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
+
+    def timed(rounds, seed=3):
+        schedule = FedBuff(speeds, 3)
+        begun(schedule, plan, 5, seed)
+        return {round: schedule.timed(round) for round in rounds}
+
+    assert timed(range(20)) == timed(reversed(range(20)))
+    assert timed(range(20)) != timed(range(20), seed=4)
+
+
+@pytest.mark.parametrize("at", [1, 7, 19])
+def test_a_clock_goes_on_from_what_was_kept_of_it(at):
+    plan, speeds = plan_of(), Speeds(0.1, spread=0.9, variation=0.5)
+    whole, rest = FedBuff(speeds, 2), FedBuff(speeds, 2)
+    begun(whole, plan, 5)
+    for round in range(at):
+        whole.enter(round)
+    kept = whole.state_dict(at)
+    rest.load_state_dict(kept)
+    begun(rest, plan, 5, round=at)
+    assert [rest.timed(round) for round in range(at, 30)] == [whole.timed(round) for round in range(at, 30)]
+    with pytest.raises(ValueError, match=f"Expected a round from {at} on but got 0, which has passed"):
+        rest.timed(0)
+    begun(rest, plan, 5)  # a fit from the beginning begins at 0 seconds
+    fresh = FedBuff(speeds, 2)
+    begun(fresh, plan, 5)
+    assert rest.timed(3) == fresh.timed(3)
+
+
+def test_who_is_withdrawn_starts_no_more_and_the_round_at_hand_stays_as_it_is():
+    plan = plan_of()
+    schedule = FedBuff(Speeds(0.1, spread=0.9), 3)
+    drawn = begun(schedule, plan, 5)
+    ahead = [schedule.timed(round) for round in range(10)]
+    schedule.enter(4)
+    gone = ahead[4].clients[0]
+    drawn.withdraw(gone)
+    assert schedule.timed(4) == ahead[4]
+    later = [schedule.timed(round) for round in range(5, 30)]
+    assert not any(gone in timed.clients for timed in later)
+    for client in plan.clients:
+        drawn.withdraw(client)
+    with pytest.raises(ValueError, match="Expected at least one client with data in round 5 but none has any"):
+        schedule.timed(5)
+
+
+def test_a_stale_upload_counts_less():
+    schedule = FedBuff(Speeds(1.0), 1)
+    assert [schedule.scale(age) for age in (0, 3, 8)] == [1, 1 / 2, 1 / 3]  # 1 / sqrt(1 + age)
+    assert FedBuff(Speeds(1.0), 1, staleness_exponent=0).scale(9) == 1
+
+
+def test_a_buffer_that_cannot_fill_is_refused():
+    with pytest.raises(ValueError, match="Expected `buffer_size` to be at most the stream's 8 clients but got 9"):
+        begun(FedBuff(Speeds(1.0), 9), plan_of())
+
+
+class Mine(Mean):
+    name = "mean"
+
+
+@pytest.mark.parametrize("reduction", [Sum(), Krum(1), Mine()])
+def test_reductions_other_than_means_are_refused_by_name(reduction: Reduction):
+    with pytest.raises(ValueError, match=f"Expected `mean` as the reduction of all .* but `w` has `{reduction}`"):
+        begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "w": reduction})
+    begun(FedBuff(Speeds(1.0), 2), plan_of(), reductions={"v": Mean(), "head": Own(), "reservoir": Fixed()})
+
+
+def test_compression_is_refused():
+    with pytest.raises(ValueError, match="Expected no `compression` beside `FedBuff`"):
+        FedBuff(Speeds(1.0), 2).check(TopK(0.1))

@@ -1,0 +1,132 @@
+"""Deadlines: who is in time, by the clock of a rehearsed deployment."""
+
+import numpy as np
+import pytest
+
+from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.fedbuff import FedBuff
+from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.schedule import Deadline, Deployment
+from lightning_fcl.federation.speeds import Speeds
+from lightning_fcl.federation.swarm import Swarm
+
+
+@pytest.fixture
+def plan(make_stream):
+    stream = make_stream(clients=6, samples=600, rounds_per_experience=3)
+    stream.setup("fit")
+    return stream.plan
+
+
+def begun(schedule, plan, participation=1.0, seed=3, **deployment):
+    drawn = Participation(participation, seed, schedule=schedule)
+    schedule.begin(Deployment(plan, drawn, **deployment))
+    return drawn
+
+
+def speeds_of(*seconds, **more):
+    return Speeds(0.0, clients={str(i): {"latency": value} for i, value in enumerate(seconds)}, **more)
+
+
+def test_whoever_takes_longer_than_the_deadline_is_late(plan):
+    schedule = Deadline(speeds_of(1, 5, 2, 9, 5.000001, 3), seconds=5)
+    drawn = begun(schedule, plan)
+    timed = schedule.timed(0)
+    assert (timed.clients, timed.late, timed.seconds) == (["0", "1", "2", "5"], ["3", "4"], 5.0)
+    assert drawn.draw(plan, 0) == (timed.clients, [])
+    assert drawn.chosen(plan, 0)[0] == list(plan.clients)  # who was drawn is another question
+
+
+@pytest.mark.parametrize(
+    ("goal", "seconds", "clients", "end"),
+    [
+        (2, None, ["0", "2"], 2.0),  # the goal is reached before anybody else has come
+        (2, 1.5, ["0"], 1.5),  # the deadline comes first
+        (3, 30.0, ["0", "2", "5"], 3.0),
+        (9, None, ["0", "1", "2", "3", "4", "5"], 9.0),  # all have come
+        (None, 30.0, ["0", "1", "2", "3", "4", "5"], 9.0),  # nobody is waited for in vain
+        (None, 0.5, ["0"], 1.0),  # nobody is in time: the round waits for the first
+        (4, 5.0, ["0", "1", "2", "5"], 5.0),  # of those that come at once, the first in the plan
+    ],
+)
+def test_a_round_ends_with_its_goal_or_at_the_deadline(plan, goal, seconds, clients, end):
+    schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds, goal)
+    begun(schedule, plan)
+    timed = schedule.timed(1)
+    assert (timed.clients, timed.seconds) == (clients, end)
+    assert timed.late == [client for client in plan.clients if client not in clients]
+
+
+def test_a_time_counts_samples_epochs_and_bytes(plan):
+    schedule = Deadline(Speeds(0.01, upload_bandwidth=100, download_bandwidth=1000, latency=0.5))
+    begun(schedule, plan, local_epochs=3, download_bytes=2000, upload_bytes=400)
+    slowest = max(len(rows) for rows in plan.train[0].values())
+    assert schedule.timed(0).seconds == pytest.approx(0.5 + 3 * 0.01 * slowest + 2 + 4, abs=1e-9)
+
+
+def test_the_clock_depends_on_nothing_that_happened_before(plan):
+    def timed(rounds):
+        schedule = Deadline(Speeds(0.01, spread=0.8, variation=0.5), seconds=0.2, goal=3)
+        begun(schedule, plan, participation=0.7)
+        return {round: schedule.timed(round) for round in rounds}
+
+    rounds = range(plan.rounds)
+    assert timed(rounds) == timed(reversed(rounds))
+    assert len({tuple(one.clients) for one in timed(rounds).values()}) > 1
+
+
+def test_who_has_no_data_is_skipped(plan):
+    plan.train[0].pop("2")
+    schedule = Deadline(speeds_of(1, 5, 2, 9, 5, 3), seconds=4)
+    begun(schedule, plan)
+    timed = schedule.timed(0)
+    assert (timed.clients, timed.skipped, timed.late) == (["0", "5"], ["2"], ["1", "3", "4"])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Deadline(Speeds(1.0), seconds=0), ValueError, "Expected `seconds` to be above 0 but got 0"),
+        (lambda: Deadline(Speeds(1.0), goal=0), ValueError, "Expected `goal` to be at least 1 but got 0"),
+        (lambda: Deadline({"a": 1}), TypeError, "Expected `speeds` to be `Speeds`"),
+        (lambda: FedBuff(0.1, 3), TypeError, "Expected `speeds` to be `Speeds`"),
+        (lambda: FedBuff(Speeds(1.0), 0), ValueError, "Expected `buffer_size` to be at least 1 but got 0"),
+        (lambda: FedBuff(Speeds(1.0), 3, -1), ValueError, "Expected `staleness_exponent` to be at least 0 but got -1"),
+        (
+            lambda: Participation(swarm=Swarm(), schedule=Deadline(Speeds(1.0))),
+            ValueError,
+            "Expected no `swarm` beside `schedule`",
+        ),
+        (lambda: Deadline(Speeds(1.0)).timed(0), RuntimeError, "Expected `Deadline.begin` to have been called"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_client_without_speed_is_named(plan):
+    with pytest.raises(ValueError, match="none of 1, 2, 3 and 2 more"):
+        begun(Deadline(Speeds(clients={"0": {"seconds_per_sample": 1}})), plan)
+
+
+def test_only_the_speeds_of_drawn_clients_are_asked_for_and_once():
+    asked = []
+
+    class Asked(Speeds):
+        def seconds(self, client, *args):
+            asked.append(client)
+            return super().seconds(client, *args)
+
+    names = [str(client) for client in range(10_000)]
+    plan = Plan(
+        train=[{name: np.arange(3) for name in names}],
+        experiences={name: (0,) for name in names},
+        tasks={name: ((0,),) for name in names},
+        groups=np.zeros(3, dtype=np.int64),
+        test=np.arange(0),
+    )
+    schedule = Deadline(Asked(0.01, spread=1.0, variation=1.0), goal=10)
+    drawn = begun(schedule, plan, participation=13)
+    assert len(drawn.draw(plan, 0)[0]) == 10 and len(schedule.timed(0).late) == 3
+    assert sorted(asked) == sorted(drawn.chosen(plan, 0)[0]) and len(asked) == 13

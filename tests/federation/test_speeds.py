@@ -1,0 +1,127 @@
+"""How fast clients are: typical, drawn, or their own numbers."""
+
+import math
+import statistics
+
+import pytest
+
+from lightning_fcl.federation.speeds import Speed, Speeds
+
+CSV = """client,seconds_per_sample,upload_bandwidth,latency
+a,0.5,,3
+b,,2000,
+"""
+YAML = "a: {seconds_per_sample: 0.5, latency: 3}\n7: {upload_bandwidth: 2e3}\n"
+
+
+def test_a_time_is_the_sum_of_its_parts():
+    speed = Speed(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=2)
+    assert speed.seconds(8, 500, 500) == 2 + 0.5 + 2 + 5
+    assert Speed(0.25).seconds(8, 10**9, 10**9) == 2  # no bandwidth: sending takes no time
+
+
+def test_what_is_drawn_depends_on_seed_client_and_round_alone():
+    speeds = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
+    again = Speeds(0.1, 1000, 1000, latency=1, spread=0.5, variation=0.3)
+    asked = [(client, round) for client in "abc" for round in range(3)]
+    first = {key: speeds.seconds(*key, 4, 10, 100, 100) for key in asked}
+    assert {key: again.seconds(*key, 4, 10, 100, 100) for key in reversed(asked)} == first
+    assert len(set(first.values())) == len(asked)
+    assert speeds.of("a", 4) == again.of("a", 4) != again.of("a", 5)
+    assert speeds.seconds("a", 0, 4, 10, 100, 100) != speeds.seconds("a", 0, 5, 10, 100, 100)
+
+
+def test_factors_are_log_normal_with_median_one():
+    speeds = Speeds(1.0, upload_bandwidth=1.0, spread=0.5)
+    drawn = [speeds.of(str(client), 0) for client in range(4000)]
+    for logs in (
+        [math.log(one.seconds_per_sample) for one in drawn],
+        [-math.log(one.upload_bandwidth) for one in drawn],
+    ):
+        assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.5) < 0.05
+    slow = sum(one.seconds_per_sample > math.exp(0.5) for one in drawn) / len(drawn)
+    assert abs(slow - 0.159) < 0.03  # one in six, as the docstring says
+    both = statistics.correlation(
+        [math.log(one.seconds_per_sample) for one in drawn], [math.log(one.upload_bandwidth) for one in drawn]
+    )
+    assert abs(both) < 0.1
+
+
+def test_the_variation_of_rounds_is_that_of_the_whole_time():
+    still, varying = Speeds(0.1, latency=1), Speeds(0.1, latency=1, variation=0.4)
+    logs = [math.log(varying.seconds("a", r, 0, 10, 0, 0) / still.seconds("a", r, 0, 10, 0, 0)) for r in range(2000)]
+    assert abs(statistics.fmean(logs)) < 0.05 and abs(statistics.stdev(logs) - 0.4) < 0.05
+
+
+@pytest.mark.parametrize(("name", "text", "other"), [("speeds.csv", CSV, "b"), ("speeds.yaml", YAML, "7")])
+def test_numbers_of_clients_own_come_from_a_file_or_a_mapping(tmp_path, name, text, other):
+    path = tmp_path / name
+    path.write_text(text)
+    speeds = Speeds(0.1, spread=0.5, file=str(path), clients={"a": {"latency": 1}, "c": {"seconds_per_sample": 9}})
+    assert speeds.of("a", 0) == Speed(0.5, latency=1)  # the mapping goes over the file
+    assert speeds.of(other, 0) == Speed(0.1, upload_bandwidth=2000)  # whoever has a number is typical otherwise
+    assert speeds.of("c", 0).seconds_per_sample == 9
+    assert speeds.of("d", 0).seconds_per_sample != 0.1  # the spread is of all others
+    assert sorted(speeds.named) == sorted(["a", other, "c"])
+
+
+def test_speeds_are_told_apart_by_a_checkpoint():
+    own = [Speeds(0.1, clients={"a": {"latency": 1}, "b": {"latency": late}}).hparams() for late in (2, 2.0, 3)]
+    assert own[0] == own[1] != own[2]
+    turned = Speeds(0.1, clients={"b": {"latency": 2}, "a": {"latency": 1}})
+    assert turned.hparams() == own[0]
+    assert Speeds(0.1).hparams() != Speeds(0.1, spread=0.1).hparams() != Speeds(0.2, spread=0.1).hparams()
+
+
+def test_every_client_has_a_time_for_its_samples():
+    speeds = Speeds(clients={"a": {"seconds_per_sample": 1}, "b": {"latency": 1}})
+    speeds.check_clients(("a",))
+    with pytest.raises(ValueError, match="Expected `seconds_per_sample` of every client but got none of b, c"):
+        speeds.check_clients(("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seconds_per_sample": -1}, "Expected `seconds_per_sample` to be a finite number at least 0 but got -1"),
+        ({"seconds_per_sample": math.nan}, "Expected `seconds_per_sample` to be a finite number"),
+        ({"upload_bandwidth": 0}, "Expected `upload_bandwidth` to be a finite number above 0 but got 0"),
+        ({"download_bandwidth": math.inf}, "Expected `download_bandwidth` to be a finite number above 0 but got inf"),
+        ({"latency": "1 s"}, "Expected `latency` to be a finite number at least 0 but got 1 s"),
+        ({"spread": -0.1}, "Expected `spread` to be a finite number at least 0"),
+        ({"variation": True}, "Expected `variation` to be a finite number"),
+        ({"clients": {"a": 3}}, "Expected the speed of client a to name seconds_per_sample, .* but got 3"),
+        ({"clients": {"a": {"latencies": 3}}}, "but got latencies. Did you mean latency?"),
+        ({"clients": {"a": {"latency": -3}}}, "Expected `latency` of `a` to be a finite number at least 0 but got -3"),
+    ],
+)
+def test_what_is_no_speed_is_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Speeds(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "client,speed\na,1\n", "Expected the columns client, seconds_per_sample.* but got speed"),
+        ("a.csv", "latency\n1\n", "Expected a column `client` in .*a.csv but got latency"),
+        ("a.csv", "", "Expected a column `client` in .*a.csv but got none"),
+        ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a comes twice"),
+        ("a.csv", "client,latency\na,fast\n", "Expected `latency` of `a` to be a number but got 'fast'"),
+        ("a.csv", "client,latency\na,1,2\n", "Expected as many cells as columns in .*a.csv"),
+        ("a.csv", "client,latency\n\xe9,1\n", "Expected .*a.csv to be CSV"),
+        ("a.yaml", "- a\n", "to map clients to their speeds"),
+        ("a.yaml", "a: !!python/object:os.system {}", "to be YAML"),
+    ],
+)
+def test_a_file_that_is_none_of_speeds_is_refused_by_name(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message):
+        Speeds(0.1, file=str(path))
+
+
+@pytest.mark.parametrize("name", ["no.csv", "no.yaml"])
+def test_a_file_that_is_not_there_is_named(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=name):
+        Speeds(0.1, file=str(tmp_path / name))

@@ -1,0 +1,429 @@
+"""Rehearsed deployments: deadlines and asynchronous rounds, against loops by hand, and whatever interrupts them."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import Deadline, FedBuff, Speeds, Swarm, TopK
+from lightning_fcl.callbacks import ContinualMetrics, FedProto, FedProx, FLwF2T, Replay
+from lightning_fcl.cli.main import main
+from lightning_fcl.running.rows import recipes_folder
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def close(left, right, atol):
+    return all(torch.allclose(left[name], right[name], atol=atol) for name in left)
+
+
+def methods():
+    return [FLwF2T(0.3, 0.3), Replay(9, "class-balanced", "round"), FedProx(0.1)]
+
+
+SPREAD = {"seconds_per_sample": 0.01, "spread": 0.8, "variation": 0.4}
+OWN = {"reductions": {"model.3.bias": "none"}, "seed": 5}
+ADAM = {"server_optimizer": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-3)}
+
+
+class Watch(Callback):
+    """Who trained, and what the record of each round says."""
+
+    def __init__(self):
+        self.trained, self.rounds = [], []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.trained.append((client_round.round, client_round.client))
+
+    def on_round_end(self, trainer, pl_module):
+        self.rounds.append(copy.deepcopy(trainer.strategy.server.record))
+
+
+# Asynchronous rounds.
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("participation", "buffer_size"), [(1.0, 5), (3, 3)])
+def test_equal_clients_and_a_buffer_for_all_are_synchronous_to_the_bit(
+    fit, make_stream, make_task, cohort_size, participation, buffer_size
+):
+    options = {**OWN, **ADAM, "participation": participation, "cohort_size": cohort_size}
+    tasks, watches = [make_task(), make_task()], [Watch(), Watch()]
+    schedules = [None, FedBuff(Speeds(0.0, latency=1.0), buffer_size)]
+    for task, watch, schedule in zip(tasks, watches, schedules, strict=True):
+        stream = make_stream(clients=5, rounds_per_experience=3)
+        fit(task, stream, [*methods(), watch], schedule=schedule, **options)
+    assert equal(tasks[0].state_dict(), tasks[1].state_dict())
+    assert watches[0].trained == watches[1].trained
+    assert [one.simulated_seconds for one in watches[1].rounds] == [1.0] * 6
+    assert [one.simulated_seconds for one in watches[0].rounds] == [None] * 6
+    assert [one.download_bytes for one in watches[0].rounds] == [one.download_bytes for one in watches[1].rounds]
+
+
+def fedbuff_by_hand(net, data, seconds, buffer_size, rounds, rates, exponent, mu):
+    """FedBuff in torch alone: every client is under way at once, and trains full batches."""
+    local, server = rates
+    weights = [p.detach().clone() for p in net.parameters()]
+    under_way = {client: (time, [w.clone() for w in weights]) for client, time in seconds.items()}
+    born, now, told = dict.fromkeys(seconds, 0), 0.0, []
+    for round in range(rounds):
+        steps, buffer = [torch.zeros_like(w) for w in weights], []
+        while len(buffer) < buffer_size:
+            client = min(under_way, key=lambda one: under_way[one][0])
+            now, start = under_way.pop(client)
+            for parameter, value in zip(net.parameters(), start, strict=True):
+                parameter.data.copy_(value)
+            optimizer = torch.optim.SGD(net.parameters(), lr=local)
+            for x, y in data[client]:
+                optimizer.zero_grad()
+                away = sum(((p - w) ** 2).sum() for p, w in zip(net.parameters(), start, strict=True))
+                (F.cross_entropy(net(x), y) + mu / 2 * away).backward()
+                optimizer.step()
+            buffer.append((client, round - born[client]))
+            scale, share = (1 + round - born[client]) ** -exponent, len(data[client][0][1])
+            for step, parameter, value in zip(steps, net.parameters(), start, strict=True):
+                step += share * scale * (parameter.detach() - value)
+        total = sum(len(data[client][0][1]) for client, _ in buffer)
+        weights = [w + server * step / total for w, step in zip(weights, steps, strict=True)]
+        for client, _ in buffer:
+            under_way[client], born[client] = (now + seconds[client], [w.clone() for w in weights]), round + 1
+        told.append((sorted(client for client, _ in buffer), {c: age for c, age in buffer if age}, now))
+    return weights, told
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(("exponent", "server_rate", "mu"), [(0.5, 1.0, 0.0), (0.0, 0.5, 0.0), (1.0, 0.5, 0.2)])
+def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
+    fit, make_stream, make_task, cohort_size, exponent, server_rate, mu
+):
+    seconds, rounds = {"0": 1.0, "1": 2.718, "2": 4.567}, 9
+    owners = np.random.default_rng(0).choice(3, 240, p=[0.5, 0.2, 0.3])
+    stream = make_stream(owners, experiences=1, rounds_per_experience=rounds, batch_size=500)
+    task, watch = make_task(), Watch()
+    net = copy.deepcopy(task.model)
+    fit(
+        task,
+        stream,
+        [watch, *([FedProx(mu)] if mu else [])],
+        schedule=FedBuff(Speeds(0.0, clients={c: {"latency": s} for c, s in seconds.items()}), 2, exponent),
+        server_optimizer=lambda params: torch.optim.SGD(params, lr=server_rate),
+        local_epochs=3,
+        cohort_size=cohort_size,
+    )
+    data = {client: [stream.take(stream.plan.train[0][client])] * 3 for client in seconds}
+    weights, told = fedbuff_by_hand(net, data, seconds, 2, rounds, (0.1, server_rate), exponent, mu)
+    for ours, theirs in zip(task.model.parameters(), weights, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, atol=1e-6, rtol=0)
+    assert [(sorted(one.trained), one.staleness) for one in watch.rounds] == [(who, age) for who, age, _ in told]
+    ends = np.cumsum([one.simulated_seconds for one in watch.rounds])
+    assert ends == pytest.approx([end for *_, end in told])
+    assert any(one.staleness for one in watch.rounds)
+
+
+@pytest.mark.parametrize("cohort_size", [2, 3, "auto"])
+def test_asynchronous_rounds_do_not_depend_on_the_cohort_size(fit, make_stream, make_task, cohort_size):
+    states, trained = [], []
+    for size in (1, cohort_size):
+        task, watch = make_task(), Watch()
+        stream = make_stream(clients=6, samples=480, rounds_per_experience=4)
+        schedule = FedBuff(Speeds(**SPREAD), 3)
+        fit(task, stream, [*methods(), watch], schedule=schedule, participation=5, cohort_size=size, **OWN, **ADAM)
+        states.append(task.state_dict())
+        trained.append(sorted(watch.trained))
+        assert any(one.staleness for one in watch.rounds)
+    assert close(*states, atol=1e-5)
+    assert trained[0] == trained[1]
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5, 3)],
+    ids=["FedBuff", "Deadline"],
+)
+def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, cohort_size, store):
+    stream = {"clients": 5, "rounds_per_experience": 3, "samples": 400}
+    options = {**OWN, **ADAM, "participation": 4, "cohort_size": cohort_size, "client_store": store}
+    saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
+    whole, parts, stale = make_task(), [*methods(), ContinualMetrics()], 0
+    fit(whole, make_stream(**stream), [*parts, saver], schedule=make(), trainer_args=saving, **options)
+    for epoch in range(6):
+        again, metrics, path = make_task(seed=99), ContinualMetrics(), tmp_path / f"epoch={epoch}.ckpt"
+        trainer = fit(again, make_stream(**stream), [*methods(), metrics], schedule=make(), ckpt_path=path, **options)
+        assert equal(whole.state_dict(), again.state_dict()), epoch
+        kept = ("correct", "simulated_seconds", "late", "staleness", "download_bytes")
+        left, right = ([{key: r[key] for key in kept} for r in m.record["rounds"]] for m in (parts[-1], metrics))
+        assert left == right
+        assert trainer.current_epoch == 6
+        stale += len(left[-1]["staleness"]) + len(left[-1]["late"])
+    assert stale  # otherwise nothing would have been tried
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on_by_the_same_clock(fit, make_stream, make_task):
+    stream = {"clients": 5, "rounds_per_experience": 3}
+    options = {**OWN, "participation": 4}
+    whole, parts, watches = make_task(), make_task(), [Watch(), Watch()]
+    fit(whole, make_stream(**stream), [*methods(), watches[0]], schedule=FedBuff(Speeds(**SPREAD), 2), **options)
+    data = make_stream(**stream)
+    schedule = FedBuff(Speeds(**SPREAD), 2)
+    trainer = fit(parts, data, [*methods(), watches[1]], schedule=schedule, max_epochs=2, **options)
+    trainer.fit_loop.max_epochs = 6
+    trainer.fit(parts, datamodule=data)
+    assert equal(whole.state_dict(), parts.state_dict())
+    assert watches[0].rounds == watches[1].rounds
+
+
+def test_statistics_of_batch_normalisation_are_averaged_as_they_are(fit, make_stream, make_task):
+    """The difference of a stale variance could make the server's negative."""
+    task, seen = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))), []
+
+    class Sent(Watch):
+        def on_client_end(self, trainer, pl_module, client_round):
+            seen.append((client_round.samples, pl_module.state_dict()["model.1.running_var"].clone()))
+
+        def on_round_end(self, trainer, pl_module):
+            super().on_round_end(trainer, pl_module)
+            total = sum(samples for samples, _ in seen)
+            expected = sum(samples / total * value for samples, value in seen)
+            torch.testing.assert_close(pl_module.state_dict()["model.1.running_var"], expected)
+            seen.clear()
+
+    watch = Sent()
+    schedule = FedBuff(Speeds(**SPREAD), 2)
+    fit(task, make_stream(clients=4, rounds_per_experience=4, drop_last=True), [watch], schedule=schedule, seed=5)
+    assert any(one.staleness for one in watch.rounds)
+
+
+def test_heads_stay_with_clients_whose_bodies_are_stale(fit, make_stream, make_task):
+    task, watch, options = make_task(), Watch(), {"reductions": {"model.3.*": "none"}, "seed": 5}
+    stream = make_stream(clients=4, rounds_per_experience=3)
+    trainer = fit(task, stream, [watch], schedule=FedBuff(Speeds(**SPREAD), 2), **options)
+    first = make_task().state_dict()["model.3.weight"]
+    assert torch.equal(task.state_dict()["model.3.weight"], first)
+    heads = [trainer.strategy.server.store[client]["model"]["model.3.weight"] for _, client in set(watch.trained)]
+    assert any(one.staleness for one in watch.rounds)
+    assert all(not torch.equal(head, first) for head in heads)
+
+
+@pytest.mark.parametrize("make", [lambda: FedBuff(Speeds(**SPREAD), 2), lambda: Deadline(Speeds(**SPREAD), 0.5)])
+def test_who_trains_last_in_an_experience_is_known_beforehand(fit, make_stream, make_task, make):
+    """So that clients' own models are tested after their last local training of each."""
+    watch, metrics = Watch(), ContinualMetrics(when="both")
+    stream = make_stream(clients=5, rounds_per_experience=4)
+    fit(make_task(), stream, [watch, metrics], schedule=make(), participation=4, seed=5)
+    ends = set()
+    for experience in range(2):
+        rounds = range(4 * experience, 4 * experience + 4)
+        last = {client: round for round, client in watch.trained if round in rounds}
+        tested = [(client, entry["round"]) for entry in metrics.record["rounds"] for client in entry["own"]]
+        assert {client: round for client, round in tested if round in rounds} == last
+        ends |= {*last.values()}
+    assert len(ends) > 2  # not all in the experiences' last rounds
+
+
+def test_a_method_whose_sums_the_server_keeps_is_refused_by_name(fit, make_stream, make_task):
+    with pytest.raises(ValueError, match=r"but `FedProto.\w+` has `class_sums`"):
+        fit(make_task(), make_stream(), [FedProto(0.5)], schedule=FedBuff(Speeds(1.0), 2))
+
+
+def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_series_stream, make_reservoir_task):
+    """Its sums are those of who is in time."""
+    with pytest.raises(ValueError, match=r"Expected `mean` as the reduction .* but `readout.A` has `sum`"):
+        fit(make_reservoir_task(), make_series_stream(), schedule=FedBuff(Speeds(1.0), 2))
+    slow, states = Speeds(0.0, latency=1.0, clients={"1": {"latency": 9}}), []
+    for words in ({"schedule": Deadline(slow, seconds=2)}, {"swarm": Swarm(leaves={"1": 0})}):
+        task = make_reservoir_task()
+        fit(task, make_series_stream(increments=2), **words)
+        states.append(task.state_dict())
+    assert equal(*states)
+
+
+# Deadlines.
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, cohort_size):
+    """The server's state, and all that clients keep, are those of a federation in which the late never took part."""
+    slow = Speeds(0.0, latency=1.0, clients={"1": {"latency": 31}, "4": {"latency": 900}})
+    gone = Swarm(leaves={"1": 0, "4": 0})
+    stores, tasks, watches = [], [make_task(), make_task()], [Watch(), Watch()]
+    for task, watch, words in zip(tasks, watches, ({"schedule": Deadline(slow, 30)}, {"swarm": gone}), strict=True):
+        stream = make_stream(clients=5, rounds_per_experience=2)
+        trainer = fit(task, stream, [*methods(), watch], cohort_size=cohort_size, **OWN, **ADAM, **words)
+        stores.append({client: trainer.strategy.server.store[client] for client in stream.plan.clients})
+    assert equal(tasks[0].state_dict(), tasks[1].state_dict())
+    assert watches[0].trained == watches[1].trained  # nobody trains in vain
+    for client in stores[0]:
+        assert stores[0][client].keys() == stores[1][client].keys()
+        assert all(equal(stores[0][client][part], stores[1][client][part]) for part in stores[0][client])
+    assert stores[0]["1"] == {} != stores[0]["0"]
+    size = sum(value.nbytes for name, value in tasks[0].state_dict().items() if name != "model.3.bias")
+    for record in watches[0].rounds:
+        assert (record.late, record.simulated_seconds, record.staleness) == (["1", "4"], 30.0, {})
+        assert record.download_bytes == dict.fromkeys("01234", size)  # they had received what they then trained on
+        assert record.upload_bytes == dict.fromkeys("023", size)
+
+
+def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit, make_stream, make_task):
+    watch, stream = Watch(), make_stream(clients=3, samples=300)
+    schedule = Deadline(Speeds(0.25, upload_bandwidth=100, download_bandwidth=1000, latency=7))
+    fit(make_task(), stream, [watch], schedule=schedule, compression=TopK(0.25), local_epochs=2, seed=5)
+    for round, record in enumerate(watch.rounds):
+        up, down = record.upload_bytes, record.download_bytes
+        samples = {client: len(rows) for client, rows in stream.plan.train[round].items()}
+        times = [7 + 2 * 0.25 * samples[c] + down[c] / 1000 + up[c] / 100 for c in samples]
+        assert record.simulated_seconds == pytest.approx(max(times), abs=1e-8)
+        assert max(up.values()) < max(down.values())
+
+
+# What does not go together.
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ({"schedule": FedBuff(Speeds(1.0), 2), "swarm": Swarm()}, ValueError, "Expected no `swarm` beside `schedule`"),
+        ({"schedule": Deadline(Speeds(1.0)), "swarm": Swarm()}, ValueError, "Expected no `swarm` beside `schedule`"),
+        ({"schedule": FedBuff(Speeds(1.0), 2), "compression": TopK(0.1)}, ValueError, "no `compression` beside"),
+        ({"schedule": 30.0}, TypeError, "Expected `schedule` to be a `Schedule`"),
+        ({"schedule": FedBuff(Speeds(1.0), 4)}, ValueError, "at most the stream's 3 clients but got 4"),
+        (
+            {"schedule": FedBuff(Speeds(1.0), 2), "reductions": {"model.1.*": "krum"}},
+            ValueError,
+            "but `model.1.weight` has `krum`",
+        ),
+        ({"schedule": Deadline(Speeds(1.0, clients={"9": {"latency": 1}}))}, ValueError, "of the stream .* got 9"),
+        ({"schedule": Deadline(Speeds())}, ValueError, "Expected `seconds_per_sample` of every client"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(fit, make_stream, make_task, words, error, message):
+    with pytest.raises(error, match=message):
+        fit(make_task(), make_stream(), **words)
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(fit, make_stream, make_task, tmp_path):
+    saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
+    fit(make_task(), make_stream(), [saver], schedule=FedBuff(Speeds(**SPREAD), 2), trainer_args=saving)
+    path = tmp_path / "epoch=0.ckpt"
+    for other in (None, FedBuff(Speeds(**SPREAD), 1), Deadline(Speeds(**SPREAD))):
+        with pytest.raises(ValueError, match="is of another: schedule was"):
+            fit(make_task(), make_stream(), schedule=other, ckpt_path=path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: kept.pop("now"),
+        lambda kept: kept["flights"][0].append(3),
+        lambda kept: kept["versions"].clear(),
+        lambda kept: kept.update(flights={"0": 1}),
+        lambda kept: kept["versions"].update({version: {} for version in kept["versions"]}),
+    ],
+)
+def test_a_checkpoint_that_does_not_tell_who_is_under_way_is_refused(fit, make_stream, make_task, tmp_path, damage):
+    saver, saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), {"enable_checkpointing": True}
+    make = lambda: FedBuff(Speeds(**SPREAD), 1)  # noqa: E731
+    fit(make_task(), make_stream(), [saver], schedule=make(), trainer_args=saving)
+    checkpoint = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    kept = next(state["asynchronous"] for state in checkpoint["callbacks"].values() if "asynchronous" in state)
+    damage(kept)
+    torch.save(checkpoint, tmp_path / "damaged.ckpt")
+    with pytest.raises(ValueError, match=r"Expected `asynchronous` of the checkpoint|Expected the state that a client"):
+        fit(make_task(), make_stream(), schedule=make(), ckpt_path=tmp_path / "damaged.ckpt")
+
+
+# By a recipe.
+
+RECIPE = {
+    "trainer": {
+        "max_epochs": 4,
+        "enable_progress_bar": False,
+        "callbacks": [],
+        "strategy": {
+            "class_path": "lightning_fcl.FederatedStrategy",
+            "init_args": {
+                "schedule": {
+                    "class_path": "lightning_fcl.FedBuff",
+                    "init_args": {"buffer_size": 2, "speeds": {"seconds_per_sample": 0.01, "spread": 0.8}},
+                }
+            },
+        },
+    },
+    "data": {
+        "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2, "rounds_per_experience": 2}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 4}},
+    },
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe of a small deployment, and gives the words that name it."""
+
+    def write(**schedule):
+        content = copy.deepcopy(RECIPE)
+        words = content["trainer"]["strategy"]["init_args"]
+        words["schedule"] = {**words["schedule"], **schedule} if schedule else words["schedule"]
+        (tmp_path / "async.yaml").write_text(yaml.safe_dump(content))
+        return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(tmp_path / "async.yaml")]
+
+    return write
+
+
+def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_path, capsys):
+    main(["fit", *recipe(), "--out", str(tmp_path / "out")])
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    rounds = results["record"]["rounds"]
+    assert any(entry["staleness"] for entry in rounds) and all(entry["late"] == [] for entry in rounds)
+    total = sum(entry["simulated_seconds"] for entry in rounds)
+    assert results["metrics"]["simulated_seconds/total"] == pytest.approx(total) and total > 0
+    assert results["metrics"]["late/total"] == 0
+    lines = [line.split(",") for line in (tmp_path / "out" / "metrics.csv").read_text().splitlines()]
+    assert lines[0][-1] == "simulated_time"
+    assert float(lines[-1][-1]) == pytest.approx(total)
+    assert f"Rehearsed deployment: {total:.1f} s, 0 late uploads." in (tmp_path / "out" / "report.md").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "by the clock of the rehearsed deployment" in page and "seconds since the beginning" in page
+    kept = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["trainer"]["strategy"]["init_args"][
+        "schedule"
+    ]
+    assert kept["class_path"].endswith("FedBuff") and kept["init_args"]["staleness_exponent"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            {"init_args": {"buffer_size": 0, "speeds": {"seconds_per_sample": 1}}},
+            "Expected `buffer_size` to be at least",
+        ),
+        ({"init_args": {"buffer_size": 9, "speeds": {"seconds_per_sample": 1}}}, "at most the stream's 4 clients"),
+        ({"init_args": {"buffer_size": 2, "speeds": {"spread": 1}}}, "Expected `seconds_per_sample` of every client"),
+        (
+            {"init_args": {"buffer_size": 2, "speeds": {"seconds_per_sample": -1}}},
+            "`seconds_per_sample` to be a finite",
+        ),
+        ({"init_args": {"buffer_size": 2, "speeds": {"seconds_per_sampel": 1}}}, "seconds_per_sampel"),
+        (
+            {"class_path": "lightning_fcl.Deadline", "init_args": {"seconds": -1, "speeds": {"seconds_per_sample": 1}}},
+            "Expected `seconds` to be above 0 but got -1",
+        ),
+    ],
+)
+def test_validate_refuses_what_does_not_fit(recipe, error_of, schedule, message):
+    words = [word for word in recipe(**schedule) if word != "--config"]
+    assert message in error_of(["validate", *words])
+
+
+def test_validate_takes_what_fits(recipe, capsys):
+    main(["validate", *[word for word in recipe() if word != "--config"]])
+    assert "All of it fits." in capsys.readouterr().out
