@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_fcl import FederatedStrategy
+from lightning_fcl import FedBuff, FederatedStrategy, Speeds
 from lightning_fcl.callbacks import (
     EWC,
     GEM,
@@ -192,3 +192,13 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
         methods = [FLwF2T(), Replay(max_size=10)]
         bits, found, *_ = ranks(number, make_task(), stream(), methods, ckpt_path=path, **options)
         assert (bits, found["rounds"]) == (whole, record["rounds"])
+
+
+def test_a_rehearsed_deployment(ranks, make_task, make_stream):
+    """Clients that arrive in a round train from the versions that they have, on whatever process."""
+    found = []
+    for number in (1, 2):
+        stream = make_stream(clients=6, experiences=2, rounds_per_experience=3)
+        schedule = FedBuff(Speeds(0.01, spread=1.0), buffer_size=3)
+        found.append(ranks(number, make_task(), stream, schedule=schedule, cohort_size=1)[:2])
+    assert found[0] == found[1]
