@@ -1,0 +1,74 @@
+"""Who trains where: even loads, and clients that come back to what they keep."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.simulation.placement import Placement
+
+
+class Several:
+    """Ranks of which this process plays one: what the others would say is given."""
+
+    def __init__(self, number, rank, said=()):
+        self.number, self.rank, self._said = number, rank, list(said)
+
+    def share(self, value):
+        others = self._said.pop(0) if self._said else [type(value)()] * (self.number - 1)
+        return [*others[: self.rank], value, *others[self.rank :]]
+
+
+def places(number, samples, store=None):
+    """The cohorts of each rank, a client each."""
+    clients = list(samples)
+    ranks = [Placement(Several(number, rank), clients, store or ClientStore()) for rank in range(number)]
+    return [placement.place([[client] for client in clients], samples) for placement in ranks]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_uneven_clients_make_even_loads(number, seed):
+    """Clients of 1 to 10 times as many samples: no rank has more than 1.18 times its share, .85 of it is used."""
+    draw = np.random.default_rng(seed)
+    samples = {str(client): int(size) for client, size in enumerate(draw.integers(10, 101, size=20))}
+    mine = places(number, samples)
+    assert sorted(cohort for cohorts in mine for cohort in cohorts) == list(range(20))
+    loads = [sum(samples[str(cohort)] for cohort in cohorts) for cohorts in mine]
+    assert max(loads) * 0.85 <= sum(loads) / number
+
+
+def test_measured_seconds_count_more_than_samples():
+    """A client whose samples take ten times as long has a rank to itself."""
+    samples = dict.fromkeys("abcd", 10)
+    first = Placement(Several(2, 0, [[{}], [{}]]), list(samples), ClientStore("disk"))
+    first.place([[c] for c in samples], samples)
+    first._pace = {"a": 1.0, "b": 0.1, "c": 0.1, "d": 0.1}
+    assert first.place([[c] for c in samples], samples) == [0]
+    assert first.hosts("a") and not any(map(first.hosts, "bcd"))
+
+
+def test_clients_come_back_to_what_they_keep():
+    """As long as the ranks have about as much to do; else what they keep moves along."""
+    samples = dict.fromkeys("abcd", 10)
+    kept = {client: {"model": {"head": torch.tensor([float(number)])}} for number, client in enumerate(samples)}
+    store = ClientStore()
+    for client, state in kept.items():
+        store[client] = state
+    placement = Placement(Several(2, 0), list(samples), store)
+    assert sorted(store) == ["a", "c"]  # the other rank has the others
+    placement._pace = dict.fromkeys(samples, 1.0)
+    assert placement.place([["d"], ["c"], ["b"], ["a"]], samples) == [1, 3]  # c and a, though d came first
+
+    placement._pace = {"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    placement.place([["a"], ["b"], ["c"], ["d"]], samples)
+    assert sorted(store) == ["a"]  # c has left, with its head
+    assert placement.hosts("a") and not placement.hosts("c")
+
+
+def test_a_client_arrives_with_what_it_keeps():
+    arriving = {"b": {"model": {"head": torch.ones(1)}}}
+    store = ClientStore()
+    placement = Placement(Several(2, 0, [[arriving]]), ["a", "b"], store)
+    assert placement.place([["b"], ["a"]], {"a": 1, "b": 9}) == [0]
+    assert store["b"]["model"]["head"] == 1
