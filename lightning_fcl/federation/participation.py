@@ -11,7 +11,7 @@ from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.randomness import Keys, keyed
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +31,32 @@ def participants(
     Raises:
         ValueError: If no client has data in the round.
     """
-    clients, present = plan.clients, plan.train[round].keys() - set(absent)
+    clients, there = plan.clients, plan.train[round].keys()
+    present = there - set(absent) if absent else there
     if not present:
         gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
         raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
     number = round_half_up(participation * len(clients)) if isinstance(participation, float) else participation
     if number >= len(clients) == len(present):
         return list(clients), []
-    lots = keys_of(seed, clients, round, "participation")
-    drawn = np.argsort(lots, kind="stable")
-    chosen = [clients[i] for i in np.sort(drawn[: max(1, number)])]
+    lots = keyed(plan.name_keys, seed, round, "participation")
+    chosen = [clients[i] for i in _lowest(lots, max(1, number))]
     training = [client for client in chosen if client in present]
     skipped = [client for client in chosen if client not in present and client not in absent]
-    return training or [next(clients[i] for i in drawn if clients[i] in present)], skipped
+    if training:
+        return training, skipped
+    return [next(clients[i] for i in np.argsort(lots, kind="stable").tolist() if clients[i] in present)], skipped
+
+
+def _lowest(lots: Keys, number: int) -> list[int]:
+    """Where the lowest lots are, ascending; of equal ones, the first. Many lots are not put in order for a few."""
+    if number >= len(lots):
+        return list(range(len(lots)))
+    found = np.flatnonzero(lots <= np.partition(lots, number - 1)[number - 1])
+    if len(found) > number:
+        found = np.sort(np.argsort(lots, kind="stable")[:number])
+    places: list[int] = found.tolist()
+    return places
 
 
 class Participation:
