@@ -10,7 +10,20 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUNS = {
     "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
     "run": (
-        "--quick --repeats 1 --out . --workloads digits-100 drawn-1000 --engines ours loop loop-two".split(),
+        [
+            "--quick",
+            "--repeats",
+            "1",
+            "--out",
+            ".",
+            "--workloads",
+            "digits-100",
+            "drawn-1000",
+            "--engines",
+            "ours",
+            "loop",
+            "loop-two",
+        ],
         ["| 100 clients x 15 digits, MLP 64-32-10 | loop, two processes |"],
     ),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),

@@ -105,7 +105,7 @@ def test_reports_say_what_was_measured(tmp_path):
     document = tmp_path / "page.md"
     document.write_text("before\n<!-- a: begin -->\nold\n<!-- a: end -->\nafter\n")
     report.fill(document, "a", "new")
-    report.fill(document, "a", "newer")
+    report.fill(document, "a", "newer\n")
     assert document.read_text() == "before\n<!-- a: begin -->\n\nnewer\n\n<!-- a: end -->\nafter\n"
     with pytest.raises(ValueError, match="marks of `b`"):
         report.fill(document, "b", "")

@@ -92,6 +92,7 @@ class Gradient:
             self.x.cpu(),
             self.y.cpu(),
             np.arange(self.clients).repeat(self.sizes),
+            classes=[str(label) for label in range(self.classes)],  # else those that are there would be renumbered
             scenario=ClassIncremental(experiences=1, rounds_per_experience=rounds),
             split=Split(test=0.0),
             batch_size=self.batch_size,
