@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 
 from suite import workloads
-from suite.marks import Marks
+from suite.marks import Marks, forget_peak
 
 
 def main(name, engine, rounds, marks, state, device, quick=""):
@@ -23,6 +23,7 @@ def main(name, engine, rounds, marks, state, device, quick=""):
     workload = workloads.make(name, bool(quick))
     if root == os.getpid():
         marks.add("data")
+        forget_peak()
     module = import_module(f"suite.engines.{engine}")
     if reason := module.refuses(workload):
         raise SystemExit(f"refused: {reason}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,19 +81,26 @@ def measured(workload, engine, python, device="cpu", quick=False):
     with tempfile.TemporaryDirectory() as folder:
         marks, state, errors = (Path(folder) / name for name in ("marks", "state", "errors"))
         command = [python, "-m", "suite.measure", workload, ENGINES[engine], rounds, marks, state, device]
-        error, most = _watched([*map(str, command), *(["quick"] if quick else [])], workload, quick, errors)
+        error, taken = _watched([*map(str, command), *(["quick"] if quick else [])], workload, quick, errors)
         if error:
             return {"error": error}
         lines = [json.loads(line) for line in marks.read_text().splitlines()]
         result = told(lines, rounds)
         made = workloads.make(workload, quick)
-        result["memory"] = max(most, max(line["most"] for line in lines)) - made.nbytes / 2**20
+        result["memory"] = _most(lines, taken) - made.nbytes / 2**20
         if made.drawn is None:
             learnt = load_file(state)
             result["differs"] = difference(STATES[workload], learnt) if workload in STATES else None
             if engine == "loop":
                 STATES[workload] = learnt
         return result
+
+
+def _most(lines, taken):
+    """The most MiB, once the data were there: what making them took is forgotten."""
+    there = next(line["time"] for line in lines if line["name"] == "data")
+    known = [*((line["time"], line["most"]) for line in lines), *taken]
+    return max(mib for when, mib in known if when > there)
 
 
 def told(lines, rounds):
@@ -120,7 +128,7 @@ def difference(expected, found):
 
 
 def _watched(command, workload, quick, errors):
-    """Run a command; what it said if it failed, and the most MiB that it and its children took together."""
+    """Run a command; what it said if it failed, and the MiB that it and its children took together, by time."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
@@ -132,18 +140,18 @@ def _watched(command, workload, quick, errors):
         process = subprocess.Popen(
             command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
         )
-    taken, ended = [0.0], threading.Event()
+    taken, ended = [], threading.Event()
 
     def watch():
         while not ended.wait(0.5):
-            taken.append(memory(process.pid))
+            taken.append((time.monotonic(), memory(process.pid)))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         code = process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        return f"not done after {LIMIT} s", 0.0
+        return f"not done after {LIMIT} s", []
     finally:
         ended.set()
         watcher.join()
@@ -152,5 +160,5 @@ def _watched(command, workload, quick, errors):
         process.wait()
     if code:
         lines = [line.strip() for line in errors.read_text().splitlines() if line.strip()]
-        return (lines[-1] if lines else f"exit {code}"), 0.0
-    return None, max(taken)
+        return (lines[-1] if lines else f"exit {code}"), []
+    return None, taken
