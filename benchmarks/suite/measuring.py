@@ -115,6 +115,7 @@ def told(lines, rounds):
     if "planned" in at:
         result["setup"] = at["planned"]["time"] - at["planning"]["time"]
         result["first"] = at["begin"]["time"] - at["planned"]["time"]
+        result["grown"] = at["last"]["most"] - at["planning"]["most"]
     return result
 
 

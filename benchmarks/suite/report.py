@@ -79,15 +79,15 @@ def scale(found):
         fine = [run for run in content["engines"].get("ours", []) if "round" in run]
         if not workload.startswith("drawn-") or not fine:
             continue
-        setup, first, seconds, memory = (
-            statistics.median([run[name] for run in fine]) for name in ("setup", "first", "round", "memory")
+        setup, first, seconds, memory, grown = (
+            statistics.median([run[name] for run in fine]) for name in ("setup", "first", "round", "memory", "grown")
         )
         base = base or memory
         clients = int(workload.removeprefix("drawn-"))
         cells = [f"{clients:,}", f"{setup:.2f} s", f"{first:.2f} s", f"{1000 * seconds:.1f} ms"]
-        rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}"])
-    head = ["clients", "set-up", "start to the first round", "a round", "peak memory beside the data", "by the first"]
-    return _markdown(head, "rrrrrr", rows)
+        rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}", f"{grown:,.0f} MiB"])
+    head = ["clients", "set-up", "start to the first round", "a round", "peak memory beside the data"]
+    return _markdown([*head, "by the first", "more than before the set-up"], "rrrrrrr", rows)
 
 
 def _markdown(head, sides, rows):

@@ -91,7 +91,7 @@ def test_reports_say_what_was_measured(tmp_path):
         "loop-two": [run(0.1), run(0.2)],
         "pfl": [{"error": "refused: a | b"}],
     }
-    drawn = {"ours": [run(0.01, setup=0.5, first=1.0)]}
+    drawn = {"ours": [run(0.01, setup=0.5, first=1.0, grown=7.0)]}
     for name, measured in {"har": engines, "drawn-1000": drawn}.items():
         content = {"workload": name, "quick": False, "machine": machine, "engines": measured}
         (tmp_path / f"suite-{name}.json").write_text(json.dumps(content))
@@ -101,7 +101,7 @@ def test_reports_say_what_was_measured(tmp_path):
     assert "| ours | 100.0 ms (100.0 to 100.0) | 0.38 (0.25 to 0.50) | 100.0 ms | 100 MiB | 2.00 s | 2e-07 |" in rows[2]
     assert "| loop, two processes |" in rows[4] and "0.50 (0.50 to 0.50)" in rows[4]
     assert "| pfl 0.6 | a / b |" in rows[5]
-    assert report.scale(found).splitlines()[2] == "| 1,000 | 0.50 s | 1.00 s | 10.0 ms | 100 MiB | 1.00 |"
+    assert report.scale(found).splitlines()[2] == "| 1,000 | 0.50 s | 1.00 s | 10.0 ms | 100 MiB | 1.00 | 7 MiB |"
     document = tmp_path / "page.md"
     document.write_text("before\n<!-- a: begin -->\nold\n<!-- a: end -->\nafter\n")
     report.fill(document, "a", "new")
