@@ -136,3 +136,25 @@ def test_others_do_what_the_loop_does(name, engine):
         assert found == {"error": "refused: its algorithms train by gradients"}
         return
     assert found["differs"] < 1e-4 and 0 < found["round"] < time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_measurement_ends_with_the_one_who_measures(tmp_path):
+    from suite.marks import processes
+
+    command = [sys.executable, str(FOLDER / "run.py"), "--quick", "--out", str(tmp_path), "--repeats", "50"]
+    command += ["--workloads", "digits-100", "--engines", "loop-two"]
+    measuring = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        started = set()
+        while len(started) < 2 and time.monotonic() < end:  # the measurement and one of its own
+            time.sleep(0.2)
+            started = processes(measuring.pid) - {measuring.pid}
+    finally:
+        measuring.kill()
+        measuring.wait()
+    assert len(started) >= 2
+    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not left
