@@ -18,14 +18,16 @@ from pathlib import Path
 from suite import report
 from suite.environments import python_of
 from suite.measuring import ENGINES, machine, measured
-from suite.workloads import WORKLOADS
+from suite.workloads import CURVES, WORKLOADS
+
+CURVED = ["loop", "ours", "ours-two-ranks"]  # engines of the curves
 
 
 def main():
     """Measure, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--engines", nargs="*", choices=list(ENGINES), help="default: all; of curves ours and the loop")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU when there is one")
     parser.add_argument("--quick", action="store_true", help="sizes that say nothing about speed, to try it out")
@@ -37,8 +39,9 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     about = machine(options.device)
     for workload in [] if options.report else options.workloads:
-        pythons = {engine: python_of(ENGINES[engine], options.out) for engine in options.engines}
-        results = {engine: [] for engine in options.engines}
+        engines = options.engines or (CURVED if workload.startswith(CURVES) else list(ENGINES))
+        pythons = {engine: python_of(ENGINES[engine], options.out) for engine in engines}
+        results = {engine: [] for engine in engines}
         for _ in range(options.repeats):  # A B A B
             for engine, python in pythons.items():
                 if results[engine] and "error" in results[engine][-1]:

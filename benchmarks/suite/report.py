@@ -18,7 +18,6 @@ SAYS = {
     **{f"drawn-{n}": f"100 drawn of {n:,} clients x 15 digits" for n in (1000, 10000, 100000)},
     **{f"width-{n}": f"100 clients x 15 digits, MLP 64-{n:,}-10" for n in (32, 128, 512, 2048)},
 }
-CURVES = ("drawn-", "width-")
 
 
 def read(out):

@@ -1,6 +1,7 @@
 """`Trainer(strategy="federated")`."""
 
 import logging
+import os
 import warnings
 
 from lightning.pytorch.callbacks import Callback
@@ -44,6 +45,9 @@ def run(workload, rounds, marks, out, device="cpu"):
     options = {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": DEVICES}
     trainer = workload.trainer(rounds, Clock(workload, marks, out), **options)
     stream = workload.stream(rounds)
+    if marks.root != os.getpid():  # another rank, whose stream is planned in the fit
+        trainer.fit(workload.task(), datamodule=stream)
+        return
     marks.add("planning")
     stream.setup("fit")
     marks.add("planned")

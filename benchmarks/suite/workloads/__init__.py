@@ -16,6 +16,8 @@ WORKLOADS = {
     **{f"width-{n}": (digits.make, {"clients": 100, "width": n}, 10) for n in (32, 128, 512, 2048)},
 }
 
+CURVES = ("drawn-", "width-")  # how their names begin
+
 
 def make(name, quick=False):
     """A workload."""
