@@ -98,7 +98,7 @@ def test_reports_say_what_was_measured(tmp_path):
     found = report.read(tmp_path)
     rows = report.table(found).splitlines()
     assert len(rows) == 6
-    assert "| ours | 100.0 ms (100.0 to 100.0) | 0.38 (0.25 to 0.50) | 100.0 ms | 100 MiB | 2.00 s | 2e-07 |" in rows[2]
+    assert "| ours | 100.0 ms (100.0 to 100.0) | 0.38 (0.25 to 0.50) | 100.0 ms | 100 MiB | 2.00 s | 2e-07 |" in rows[3]
     assert "| loop, two processes |" in rows[4] and "0.50 (0.50 to 0.50)" in rows[4]
     assert "| pfl 0.6 | a / b |" in rows[5]
     assert report.scale(found).splitlines()[2] == "| 1,000 | 0.50 s | 1.00 s | 10.0 ms | 100 MiB | 1.00 | 7 MiB |"
