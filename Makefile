@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks clean
+.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -69,11 +69,14 @@ zoo: .venv/ready ## the networks of zoo/models.yaml, trained by their recipes an
 
 benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else should run
 	$(BIN)/python benchmarks/round_overhead.py
-	$(BIN)/python benchmarks/many_clients.py
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/fedvit_step.py
 	$(BIN)/python benchmarks/level_with_avalanche.py --out runs/benchmarks
+
+BENCH ?= --write
+bench: .venv/ready ## all engines in turns: seconds a round, memory, start-up; nothing else should run. BENCH="--workloads har --repeats 2"
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
 	rm -rf .venv runs site

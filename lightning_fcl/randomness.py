@@ -54,7 +54,21 @@ def keys_of(seed: int, clients: Sequence[str], *parts: str | int) -> Keys:
         >>> bool(keys_of(0, ["a", "b"], 7)[1] == keys_of(0, ["b"], 7)[0] != keys_of(0, ["b"], 8)[0])
         True
     """
-    names = np.fromiter(map(_name_key, clients), dtype=np.uint64, count=len(clients))
+    return keyed(np.fromiter(map(_remembered, clients), dtype=np.uint64, count=len(clients)), seed, *parts)
+
+
+def name_keys(clients: Sequence[str]) -> Keys:
+    """A number of each client's name, shape (clients,): what `keys_of` adds to its other arguments.
+
+    Example:
+        >>> bool((keyed(name_keys(["a", "b"]), 0, 7) == keys_of(0, ["a", "b"], 7)).all())
+        True
+    """
+    return np.fromiter(map(_name_key, clients), dtype=np.uint64, count=len(clients))
+
+
+def keyed(names: Keys, seed: int, *parts: str | int) -> Keys:
+    """`keys_of` for clients whose `name_keys` are known."""
     return _mixed(names + np.uint64(seed_of(seed, *parts)))
 
 
@@ -78,9 +92,11 @@ def numbers(keys: Keys, count: int, start: int = 0) -> Keys:
     return _mixed(keys[:, None] + counter)
 
 
-@lru_cache(maxsize=2**20)
 def _name_key(client: str) -> int:
     return int.from_bytes(hashlib.sha256(client.encode()).digest()[:8], "little")
+
+
+_remembered = lru_cache(maxsize=2**20)(_name_key)
 
 
 def _mixed(value: Keys) -> Keys:

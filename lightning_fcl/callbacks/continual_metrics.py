@@ -198,12 +198,14 @@ class ContinualMetrics(Callback):
     ) -> None:
         """Add a round to the record, and log what models came to on the whole test set."""
         plan = need_stream(trainer).plan
-        experiences = {client: plan.experiences[client][trainer.current_epoch] for client in plan.clients}
+        experiences = {client: numbers[trainer.current_epoch] for client, numbers in plan.experiences.items()}
+        experiences["server"] = max(experiences.values())
+        before = self.record["rounds"][-1]["experience"] if self.record["rounds"] else {}
         now = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
-                "experience": {**experiences, "server": max(experiences.values())},
+                "experience": before if before == experiences else experiences,  # of many clients, kept once
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._own} if self.when == "both" else {}),
                 "upload_bytes": dict(happened.upload_bytes),

@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
-from lightning_fcl.data.scenarios import IntArray, Plan, Pool, Scenario, split
+from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
 from lightning_fcl.errors import did_you_mean
 
 
@@ -119,7 +119,14 @@ def draw(
         train, validation, test = division.parts(samples, rng)
         pool = replace(pool, train=train, validation=validation, test=test)
     if not scenario.own_clients:
-        owner = samples.owner[pool.train] if samples.owner is not None else None
-        parts = (partition or IID()).divide(y[pool.train], owner, rng)
-        pool = replace(pool, clients={client: pool.train[rows] for client, rows in parts.items()})
+        pool = replace(pool, clients=_divided(samples, pool, partition or IID(), rng))
     return scenario.plan(pool, seed)
+
+
+def _divided(samples: Samples, pool: Pool, partition: Partition, rng: np.random.Generator) -> dict[str, IntArray]:
+    """The training samples of each client, all in one array: of many clients, copies would take most of the memory."""
+    owner = samples.owner[pool.train] if samples.owner is not None else None
+    parts = partition.divide(pool.y[pool.train], owner, rng)
+    counts = np.fromiter(map(len, parts.values()), dtype=np.int64, count=len(parts))
+    rows = np.concatenate(list(parts.values())) if parts else EMPTY
+    return views(list(parts), pool.train[rows], counts)

@@ -294,7 +294,7 @@ class FederatedStream(L.LightningDataModule):
             self.num_classes,
             last,
             len(indices),
-            self.plan.samples[client],
+            self.plan.samples_of(client),
             new_classes=new,
             old_classes=old,
             task_classes=self.plan.classes_of_task(client, numbers[round]),

@@ -183,7 +183,7 @@ class FedBuff(Schedule):
     def _waiting(self, round: int, present: Collection[str], under_way: Collection[str]) -> list[int]:
         """The places of those who may start with a round's state, the first to start last."""
         clients = self.deployment.plan.clients
-        order = lots(clients, round, self.deployment.participation.seed)[::-1].tolist()
+        order = lots(self.deployment.plan, round, self.deployment.participation.seed)[::-1].tolist()
         return [place for place in order if clients[place] in present and clients[place] not in under_way]
 
     def _fill(self, flights: list[Flight], waiting: list[int], round: int, now: int) -> None:

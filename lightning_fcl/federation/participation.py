@@ -13,7 +13,7 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import keys_of
+from lightning_fcl.randomness import Keys, keyed
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def number_of(participation: float | int, clients: int) -> int:
     return max(1, round_half_up(participation * clients) if isinstance(participation, float) else participation)
 
 
-def lots(clients: Sequence[str], round: int, seed: int) -> NDArray[np.int64]:
+def lots(plan: Plan, round: int, seed: int) -> NDArray[np.int64]:
     """The clients' places in the order in which a round's lots prefer them, shape (clients,)."""
-    return np.argsort(keys_of(seed, clients, round, "participation"), kind="stable")
+    return np.argsort(keyed(plan.name_keys, seed, round, "participation"), kind="stable")
 
 
 def participants(
@@ -48,18 +48,32 @@ def participants(
     Raises:
         ValueError: If no client has data in the round.
     """
-    clients, present = plan.clients, plan.train[round].keys() - set(absent)
+    clients, there = plan.clients, plan.train[round].keys()
+    present = there - set(absent) if absent else there
     if not present:
         gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
         raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
     number = number_of(participation, len(clients))
     if number >= len(clients) == len(present):
         return list(clients), []
-    drawn = lots(clients, round, seed)
-    chosen = [clients[i] for i in np.sort(drawn[:number])]
+    mixed = keyed(plan.name_keys, seed, round, "participation")
+    chosen = [clients[i] for i in _lowest(mixed, number)]
     training = [client for client in chosen if client in present]
     skipped = [client for client in chosen if client not in present and client not in absent]
-    return training or [next(clients[i] for i in drawn if clients[i] in present)], skipped
+    if training:
+        return training, skipped
+    return [next(clients[i] for i in np.argsort(mixed, kind="stable").tolist() if clients[i] in present)], skipped
+
+
+def _lowest(lots: Keys, number: int) -> list[int]:
+    """Where the lowest lots are, ascending; of equal ones, the first. Many lots are not put in order for a few."""
+    if number >= len(lots):
+        return list(range(len(lots)))
+    found = np.flatnonzero(lots <= np.partition(lots, number - 1)[number - 1])
+    if len(found) > number:
+        found = np.sort(np.argsort(lots, kind="stable")[:number])
+    places: list[int] = found.tolist()
+    return places
 
 
 class Participation:

@@ -101,7 +101,7 @@ class Replay(Method):
         data = stream.take(stream.plan.base)
         for client in stream.plan.clients:
             generator = torch.Generator().manual_seed(seed_of(federation.seed, client, "base session"))
-            client_round = ClientRound(client, round=0, stream_samples=stream.plan.samples[client])
+            client_round = ClientRound(client, round=0, stream_samples=stream.plan.samples_of(client))
             known = not federation.hosts(client) or federation.memory(client, self.section)
             if not known:  # else of an earlier fit, which this one goes on from
                 federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))

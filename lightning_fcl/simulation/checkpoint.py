@@ -10,7 +10,6 @@ from lightning_fcl.federation.aggregation import hparams_of
 from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.loader import fingerprint
 
 FORMAT = 1
 """The version of what a federation keeps in a checkpoint."""
@@ -43,7 +42,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasHparams) else {},
         "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
-        "data": fingerprint(stream.plan),
+        "data": stream.plan.fingerprint,
         "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
         "local_epochs": federation.local_epochs,
         "accumulate_grad_batches": steps.every if steps is not None else module.trainer.accumulate_grad_batches,

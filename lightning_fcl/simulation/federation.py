@@ -309,7 +309,7 @@ class Federation:
         Raises:
             ValueError: If there is no such client.
         """
-        if self._module is None or self._stream is None or client not in self.plan.clients:
+        if self._module is None or self._stream is None or client not in self.plan.experiences:
             known = ", ".join(self.plan.clients) if self._stream is not None else "none before a fit"
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
         state = server if server is not None else self._waiting

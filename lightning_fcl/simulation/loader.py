@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_fcl.data.batches import Request, batches, joined, number_of, read
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
-from lightning_fcl.data.scenarios import IntArray, Plan
+from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.simulation.placement import Placement
@@ -278,13 +277,3 @@ def _own_samples(stream: FederatedStream, rows: Sequence[IntArray], row: int) ->
 
 def _read_once(readers: Sequence[Callable[[], Any]], row: int) -> Any:
     return readers[row]()
-
-
-def fingerprint(plan: Plan) -> str:
-    """A short name of a plan: the same plan has the same one, on every machine."""
-    digest = hashlib.sha256()
-    for current in plan.train:
-        for client, indices in current.items():
-            digest.update(client.encode())
-            digest.update(indices.astype("<i8").tobytes())
-    return digest.hexdigest()[:16]

@@ -12,4 +12,5 @@ from lightning_fcl.data.scenarios.scenario import Plan as Plan
 from lightning_fcl.data.scenarios.scenario import Pool as Pool
 from lightning_fcl.data.scenarios.scenario import Scenario as Scenario
 from lightning_fcl.data.scenarios.scenario import split as split
+from lightning_fcl.data.scenarios.scenario import views as views
 from lightning_fcl.data.scenarios.scenario import with_history as with_history

@@ -76,14 +76,9 @@ class ClassIncremental(Scenario):
         else:
             order = _order_of("", pool.clients, self.class_order, pool.classes, "class_order")
             everyone = np.concatenate(list(pool.clients.values()))
-            tasks = dict.fromkeys(pool.clients, _class_experiences(pool.y[everyone], self.experiences, order, seed))
-            groups = next(iter(tasks.values()))
-            experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)  # of each class
-            for number, group in enumerate(groups):
-                experience[list(group)] = number
-            for client, indices in pool.clients.items():
-                rows = np.sort(indices)
-                parts[client] = [rows[experience[pool.y[rows]] == number] for number in range(len(groups))]
+            groups = _class_experiences(pool.y[everyone], self.experiences, order, seed)
+            tasks = dict.fromkeys(pool.clients, groups)
+            parts = _parts(pool, everyone, groups)
         return _plan(self, pool, parts, tasks, np.asarray(pool.y), True, rng)
 
 
@@ -175,6 +170,19 @@ def _class_experiences(y: IntArray, experiences: int | Sequence[int], order: Seq
     ]
 
 
+def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[IntArray]]:
+    """Each client's samples of each experience, ascending; `everyone` has those of the clients one after the other."""
+    experience = np.empty(max(map(max, groups)) + 1, dtype=np.int64)  # of each class
+    for number, group in enumerate(groups):
+        experience[list(group)] = number
+    sizes = np.fromiter(map(len, pool.clients.values()), dtype=np.int64, count=len(pool.clients))
+    part = np.arange(len(sizes)).repeat(sizes) * len(groups) + experience[pool.y[everyone]]
+    rows = everyone[np.lexsort((everyone, part))]
+    ends = np.bincount(part, minlength=len(sizes) * len(groups)).cumsum().tolist()
+    pieces = [rows[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+    return {client: pieces[n * len(groups) : (n + 1) * len(groups)] for n, client in enumerate(pool.clients)}
+
+
 def _domain_experiences(indices: IntArray, group: IntArray, order: Sequence[int]) -> tuple[list[IntArray], Groups]:
     """The samples and the domain of each experience, in an order."""
     present = np.unique(group[indices]).tolist()
@@ -194,17 +202,17 @@ def _plan(
 ) -> Plan:
     """Each client's experiences, spread over rounds."""
     each = scenario.rounds_per_experience
-    shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
     last = max(len(own) for own in parts.values())
-    if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds
-        whole = [_round(scenario, shuffled, number, 0) for number in range(last)]
-        train = [dict(current) for current in whole for _ in range(each)]
+    if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds, which share them
+        whole = [_round(scenario, parts, number, 0) for number in range(last)]
+        train = [current for current in whole for _ in range(each)]
     else:
+        shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
         train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
     return Plan(
         train=with_history(train, scenario.history),
         experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
-        tasks={client: tuple(own) for client, own in tasks.items()},
+        tasks=_tuples(tasks),
         groups=groups,
         test=pool.test,
         validation=pool.validation,
@@ -215,14 +223,14 @@ def _plan(
 
 def _round(
     scenario: ClassIncremental | DomainIncremental,
-    shuffled: Mapping[str, Sequence[IntArray]],
+    dealt: Mapping[str, Sequence[IntArray]],
     experience: int,
     within: int,
 ) -> dict[str, IntArray]:
     """The samples of every client in a round of an experience."""
     number = scenario.samples_per_round
     current = {}
-    for client, parts in shuffled.items():
+    for client, parts in dealt.items():
         whole = parts[experience] if experience < len(parts) else EMPTY
         samples = whole if number is None else whole[within * number : (within + 1) * number]
         if number is not None and len(samples) < number and len(whole):
@@ -231,8 +239,14 @@ def _round(
                 f"experience {experience} of client {client}, which has {len(whole)}, but got {number}."
             )
         if len(samples):
-            current[client] = np.sort(samples)
+            current[client] = samples if (samples[1:] >= samples[:-1]).all() else np.sort(samples)
     return current
+
+
+def _tuples(tasks: Mapping[str, Groups]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Each client's tasks; those that clients share stay one object."""
+    made = {id(own): tuple(own) for own in tasks.values()}
+    return {client: made[id(own)] for client, own in tasks.items()}
 
 
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.randomness import Keys, name_keys
 
 IntArray = npt.NDArray[np.int64]
 History = Literal["round", "seen", "all"]
@@ -61,8 +64,8 @@ class Plan:
         if round not in self._classes:
             new: set[int] = set()
             old: set[int] = set()
-            for client, parts in self.tasks.items():
-                number = self.experiences[client][round]
+            for parts, numbers in self._ways:
+                number = numbers[round]
                 new.update(parts[number])
                 old.update(group for groups in parts[:number] for group in groups)
             self._classes[round] = tuple(sorted(new - old)), tuple(sorted(old))
@@ -70,8 +73,13 @@ class Plan:
 
     @cached_property
     def _classes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What `classes` has found: it goes through all clients, and every client of a round asks."""
+        """What `classes` has found: every client of a round asks."""
         return {}
+
+    @cached_property
+    def _ways(self) -> set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
+        """The tasks and experiences that there are, each once, of however many clients."""
+        return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
         """The classes among which a sample of a client's experience is classified, if it is told which experience.
@@ -92,16 +100,46 @@ class Plan:
         labels = [label for block in blocks for label in block]
         return blocks if len(set(labels)) == len(labels) else ()
 
-    @property
+    @cached_property
     def clients(self) -> tuple[str, ...]:
         """The clients' ids, in order."""
         return tuple(self.experiences)
 
     @cached_property
+    def name_keys(self) -> Keys:
+        """A number of each client's name, shape (clients,), of which `lightning_fcl.randomness.keyed` makes keys."""
+        return name_keys(self.clients)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short name of the plan: the same plan has the same one, on every machine. Every checkpoint has it."""
+        digest = hashlib.sha256()
+        said: dict[int, bytes] = {}  # of rounds that share their samples
+        for current in self.train:
+            if id(current) not in said:
+                parts = ((client.encode(), rows.astype("<i8").tobytes()) for client, rows in current.items())
+                said = {id(current): b"".join(chain.from_iterable(parts))}
+            digest.update(said[id(current)])
+        return digest.hexdigest()[:16]
+
+    @cached_property
     def samples(self) -> dict[str, int]:
         """The number of different samples that each client sees in all rounds."""
-        seen = {client: [current[client] for current in self.train if client in current] for client in self.clients}
-        return {client: len(np.unique(np.concatenate(rows))) if rows else 0 for client, rows in seen.items()}
+        return {client: self.samples_of(client) for client in self.clients}
+
+    def samples_of(self, client: str) -> int:
+        """The number of different samples that a client sees in all rounds."""
+        if client not in self._samples:
+            # Rounds of one experience share their arrays: each is looked at once.
+            seen = {id(current[client]): current[client] for current in self.train if client in current}
+            rows = list(seen.values())
+            self._samples[client] = len(np.unique(np.concatenate(rows))) if rows else 0
+        return self._samples[client]
+
+    @cached_property
+    def _samples(self) -> dict[str, int]:
+        """What `samples_of` has counted."""
+        return {}
 
     @property
     def rounds(self) -> int:
@@ -176,7 +214,20 @@ def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntAr
         raise ValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
     part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
     chosen = np.sort(np.concatenate(part)) if part else EMPTY
-    return np.setdiff1d(np.arange(len(y)), chosen), chosen
+    rest = np.ones(len(y), dtype=np.bool_)
+    rest[chosen] = False
+    return np.flatnonzero(rest), chosen
+
+
+def views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
+    """Each client's samples, where they lie one client after the other in one array: no client has a copy.
+
+    Example:
+        >>> views(["a", "b"], np.array([4, 5, 7]), np.array([1, 2]))
+        {'a': array([4]), 'b': array([5, 7])}
+    """
+    first = [0, *np.cumsum(counts).tolist()]
+    return {client: rows[first[n] : first[n + 1]] for n, client in enumerate(clients)}
 
 
 def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:

@@ -6,10 +6,26 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 RUNS = {
     "round_overhead": (["--quick"], ["100 x 15 digits", "bare vmap", "1,000 x 15, one batch"]),
-    "many_clients": (["--clients", "20"], ["20 clients: set-up"]),
+    "run": (
+        [
+            "--quick",
+            "--repeats",
+            "1",
+            "--out",
+            ".",
+            "--workloads",
+            "digits-100",
+            "drawn-1000",
+            "--engines",
+            "ours",
+            "loop",
+            "loop-two",
+        ],
+        ["| 100 clients x 15 digits, MLP 64-32-10 | loop, two processes |"],
+    ),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
     "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),

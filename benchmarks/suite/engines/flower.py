@@ -1,0 +1,87 @@
+"""Flower's simulation: a Message-API app with `FedAvg`, its clients in Ray's actors, one for each processor.
+
+What a client does is the work of the hand-written loop; the arrays travel as Flower sends them.
+"""
+
+import os
+from functools import cache
+
+import torch
+from safetensors.torch import save_file
+
+from suite import workloads
+
+NAME = "Flower's simulation"
+REQUIREMENTS = ["flwr[simulation]==1.41.*"]
+
+
+def refuses(workload):
+    """Why not."""
+    return "clients are drawn" if workload.drawn else None
+
+
+@cache
+def _workload(name, quick, device):
+    """The data of an actor, made once."""
+    torch.set_num_threads(1)
+    made = workloads.make(name, quick)
+    return made.to(device) if device != "cpu" else made
+
+
+def _client(name, quick, device):
+    """The app of the clients."""
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        workload = _workload(name, quick, device)
+        server = {n: value.to(device) for n, value in message.content["arrays"].to_torch_state_dict().items()}
+        state, weight = workload.local(server, int(context.node_config["partition-id"]))
+        arrays = ArrayRecord({n: value.detach().cpu() for n, value in state.items()})
+        return Message(
+            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": weight})}), reply_to=message
+        )
+
+    return app
+
+
+def run(workload, rounds, marks, out, device="cpu"):
+    """One simulation."""
+    os.environ["FLWR_TELEMETRY_ENABLED"] = os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from flwr.app import ArrayRecord
+    from flwr.serverapp import ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    class Server(FedAvg):
+        """FedAvg, and what a workload's server makes of the mean."""
+
+        state = workload.initial()
+
+        def aggregate_train(self, server_round, replies):
+            replies = list(replies)
+            total = sum(reply.content["metrics"]["num-examples"] for reply in replies if reply.has_content())
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            self.state = workload.end(self.state, arrays.to_torch_state_dict(), total)
+            return ArrayRecord(self.state), metrics
+
+    # Else the first round takes those nodes that happen to be there already.
+    everybody = {"min_train_nodes": workload.clients, "min_available_nodes": workload.clients}
+    strategy = Server(fraction_evaluate=0.0, **everybody)
+    server = ServerApp()
+
+    @server.main()
+    def main(grid, context):
+        def tick(round, arrays):
+            marks.round() if round else marks.begin()
+
+        result = strategy.start(grid, ArrayRecord(strategy.state), num_rounds=rounds, evaluate_fn=tick)
+        last = result.arrays.to_torch_state_dict()
+        save_file({name: value.cpu().contiguous() for name, value in last.items()}, out)
+
+    share = {"num_cpus": 1, "num_gpus": 0.5 if device == "cuda" else 0.0}
+    client = _client(os.environ["SUITE_WORKLOAD"], bool(os.environ.get("SUITE_QUICK")), device)
+    run_simulation(server, client, workload.clients, backend_config={"client_resources": share})

@@ -1,0 +1,44 @@
+"""The loop that everyone writes first."""
+
+import torch
+from safetensors.torch import save_file
+
+NAME = "loop"
+
+
+def refuses(workload):
+    """It trains everything."""
+    return None
+
+
+def zeros(state):
+    """Nothing added up yet."""
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+def add(sums, workload, server, clients):
+    """Add what some clients send, in place; the sum of their weights."""
+    total = 0
+    for client in clients:
+        state, weight = workload.local(server, client)
+        for name, value in state.items():
+            sums[name].add_(value, alpha=weight)
+        total += weight
+    return total
+
+
+def run(workload, rounds, marks, out, device="cpu"):
+    """Client after client."""
+    if device != "cpu":
+        workload.to(device)
+    server, generator = workload.initial(), torch.Generator().manual_seed(0)
+    marks.begin()
+    for _ in range(rounds):
+        clients = range(workload.clients)
+        if workload.drawn:
+            clients = torch.randperm(workload.clients, generator=generator)[: workload.drawn].tolist()
+        sums = zeros(server)
+        total = add(sums, workload, server, clients)
+        server = workload.end(server, {name: value / total for name, value in sums.items()}, total)
+        marks.round()
+    save_file({name: value.cpu().contiguous() for name, value in server.items()}, out)

@@ -1,0 +1,184 @@
+"""Measurements as a table and plots, and into the documents."""
+
+import json
+import statistics
+from pathlib import Path
+
+from suite.measuring import ENGINES, name_of
+
+ROOT = Path(__file__).parents[2]
+SAYS = {
+    "digits-100": "100 clients x 15 digits, MLP 64-32-10",
+    "digits-1000": "1,000 clients x 15 digits",
+    "digits-10000": "10,000 clients x 15 digits",
+    "har": "20 clients x 600 windows, HAR-CNN, 5.6 M parameters",
+    "har-uneven": "20 clients, ten of them with 60 windows, HAR-CNN",
+    "esn": "100 clients x 4 sequences, reservoir of 300 units",
+    "vit": "8 clients x 64 images, 6-layer ViT, 2.7 M parameters",
+    **{f"drawn-{n}": f"100 drawn of {n:,} clients x 15 digits" for n in (1000, 10000, 100000)},
+    **{f"width-{n}": f"100 clients x 15 digits, MLP 64-{n:,}-10" for n in (32, 128, 512, 2048)},
+}
+
+
+def read(out):
+    """What has been measured: workload -> its file's content, in the order of the tables."""
+    found = {path: json.loads(path.read_text()) for path in Path(out).glob("suite-*.json")}
+    known = {content["workload"]: content for content in found.values()}
+    return {name: known[name] for name in SAYS if name in known}
+
+
+def middle(values):
+    """The median, with the lowest and the highest."""
+    return statistics.median(values), min(values), max(values)
+
+
+def ratios(engines, engine):
+    """An engine's seconds by the loop's, measurement by measurement as they were taken in turns."""
+    pairs = zip(engines.get(engine, []), engines.get("loop", []), strict=False)
+    return [a["round"] / b["round"] for a, b in pairs if "round" in a and "round" in b]
+
+
+def _row(workload, engine, runs, engines):
+    cells = [SAYS[workload], name_of(engine)]
+    fine = [run for run in runs if "round" in run]
+    if not fine:
+        return [*cells, runs[0]["error"].removeprefix("refused: ").replace("|", "/"), *[""] * 5]
+    seconds, low, high = middle([run["round"] for run in fine])
+    compared = ratios(engines, engine)
+    ratio = "{:.2f} ({:.2f} to {:.2f})".format(*middle(compared)) if compared and engine != "loop" else ""
+    differs = [run["differs"] for run in fine if run.get("differs") is not None]
+    return [
+        *cells,
+        f"{1000 * seconds:,.1f} ms ({1000 * low:,.1f} to {1000 * high:,.1f})",
+        ratio,
+        f"{1000 * statistics.median([run['cpu'] for run in fine]):,.1f} ms",
+        f"{statistics.median([run['memory'] for run in fine]):,.0f} MiB",
+        f"{statistics.median([run['start'] for run in fine]):.2f} s",
+        f"{max(differs):.0e}" if differs else "",
+    ]
+
+
+def table(found):
+    """The Markdown table of all engines."""
+    head = ["workload", "engine", "a round", "by the loop's", "processor", "peak memory", "start", "differs"]
+    rows = [
+        _row(workload, engine, content["engines"][engine], content["engines"])
+        for workload, content in found.items()
+        if not workload.startswith("drawn-")
+        for engine in ENGINES
+        if content["engines"].get(engine)
+    ]
+    return _markdown(head, "llrrrrrr", rows)
+
+
+def scale(found):
+    """The Markdown table of a hundred clients drawn of many, through our Trainer."""
+    rows, base = [], None
+    for workload, content in found.items():
+        fine = [run for run in content["engines"].get("ours", []) if "round" in run]
+        if not workload.startswith("drawn-") or not fine:
+            continue
+        setup, first, seconds, memory, grown = (
+            statistics.median([run[name] for run in fine]) for name in ("setup", "first", "round", "memory", "grown")
+        )
+        base = base or memory
+        clients = int(workload.removeprefix("drawn-"))
+        cells = [f"{clients:,}", f"{setup:.2f} s", f"{first:.2f} s", f"{1000 * seconds:.1f} ms"]
+        rows.append([*cells, f"{memory:,.0f} MiB", f"{memory / base:.2f}", f"{grown:,.0f} MiB"])
+    head = ["clients", "set-up", "start to the first round", "a round", "peak memory beside the data"]
+    return _markdown([*head, "by the first", "more than before the set-up"], "rrrrrrr", rows)
+
+
+def _markdown(head, sides, rows):
+    line = [{"l": "---", "r": "---:"}[side] for side in sides]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, line, *rows)) + "\n"
+
+
+def about(found):
+    """One sentence on the machine."""
+    machine = next(iter(found.values()))["machine"]
+    where = machine["gpu"] or f"{machine['cores']} cores of an {machine['processor']}"
+    sizes = " Sizes are those of a trial: the numbers say nothing." if any(c["quick"] for c in found.values()) else ""
+    return f"Measured on {where}, torch {machine['torch']}, one thread a process; median (lowest to highest).{sizes}\n"
+
+
+def plot(found, path):
+    """Curves with the number of clients, the engines' processes, and the size of the model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    clients = [name for name in found if name.startswith("digits-")]
+    _curves(axes[0, 0], found, clients, "clients, all in each round", "round", "seconds a round")
+    _curves(axes[0, 1], found, [n for n in found if n.startswith("drawn-")], "clients, 100 drawn", "memory", "peak MiB")
+    _curves(axes[1, 0], found, [n for n in found if n.startswith("width-")], "hidden units", "round", "seconds a round")
+    _ranks(axes[1, 1], found)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curves(axis, found, names, label, key, unit):
+    """One line an engine."""
+    for number, engine in enumerate(ENGINES):
+        points = []
+        for name in names:
+            fine = [run[key] for run in found[name]["engines"].get(engine, []) if key in run]
+            if fine:
+                points.append((int(name.rpartition("-")[2]), statistics.median(fine)))
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", color=f"C{number}", label=name_of(engine))
+    axis.set(xscale="log", xlabel=label, ylabel=unit, yscale="log" if key == "round" else "linear")
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=8)
+    if key == "memory":
+        axis.set_ylim(bottom=0)
+
+
+def _ranks(axis, found):
+    """How much faster two processes are than one, ours and by hand."""
+    names = [name for name in ("har", "har-uneven", "esn", "vit") if name in found]
+    pairs = {"Trainer": ("ours", "ours-two-ranks"), "by hand": ("loop", "loop-two")}
+    for number, (label, (one, two)) in enumerate(pairs.items()):
+        for place, name in enumerate(names):
+            engines = found[name]["engines"]
+            runs = zip(engines.get(one, []), engines.get(two, []), strict=False)
+            gains = [a["round"] / b["round"] for a, b in runs if "round" in a and "round" in b]
+            if gains:
+                bars = axis.bar(place + 0.4 * number - 0.2, statistics.median(gains), 0.36, color=f"C{2 * number}")
+                bars.set_label(label if label not in axis.get_legend_handles_labels()[1] else "")
+    axis.set_xticks(range(len(names)), names)
+    axis.axhline(2, color="grey", linestyle=":")
+    axis.set(ylabel="one process by two: times faster", ylim=(0, 2.3))
+    if axis.containers:
+        axis.legend(frameon=False, fontsize=8)
+
+
+def write(out, documents=False):
+    """The table and the plots below ``out``; into the documents, too, if asked."""
+    found = read(out)
+    if not found:
+        raise SystemExit(f"Expected measurements below {out} but there are none. Run it without `--report`.")
+    text = f"{about(found)}\n{table(found)}"
+    (Path(out) / "suite.md").write_text(f"{text}\n{scale(found)}")
+    plot(found, Path(out) / "suite.png")
+    print(text)
+    if documents:
+        if any(content["quick"] for content in found.values()):
+            raise SystemExit("Expected measurements at full size for the documents but got some of `--quick`.")
+        fill(ROOT / "benchmarks" / "README.md", "suite", f"{text}\n![Curves](suite.png)\n")
+        plot(found, ROOT / "benchmarks" / "suite.png")
+        fill(ROOT / "docs" / "scale.md", "drawn", f"{about(found)}\n{scale(found)}")
+
+
+def fill(path, name, text):
+    """Put a text between a document's marks."""
+    before, mark, rest = path.read_text().partition(f"<!-- {name}: begin -->\n")
+    _, end, after = rest.partition(f"<!-- {name}: end -->")
+    if not mark or not end:
+        raise ValueError(f"Expected the marks of `{name}` in {path} but they are not there.")
+    path.write_text(f"{before}{mark}\n{text}\n{end}{after}")

@@ -1,0 +1,55 @@
+"""A reservoir of 300 units on 100 clients with 4 random sequences of 200 steps; sums for a ridge regression go up."""
+
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.models import EchoStateNetwork
+from suite.workloads.gradient import Gradient
+
+CLASSES, BETA = 4, 1.0
+
+
+def make(quick=False):
+    """Time does not depend on values."""
+    clients, steps, units = (4, 20, 16) if quick else (100, 200, 300)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * clients, steps, 6, generator=generator)
+    y = torch.randint(CLASSES, (4 * clients,), generator=generator)
+    reservoir = EchoStateNetwork(6, units, leaking_rate=0.5, seed=0).requires_grad_(False)
+    return Sums(x, y, [4] * clients, reservoir, CLASSES, 4)
+
+
+class Sums(Gradient):
+    """Each round adds A = Y S^T and B = S S^T of all clients to the server's, which solves W (B + beta I) = A."""
+
+    by_gradients = False
+
+    def initial(self):
+        """Nothing is known."""
+        units = self.model.features
+        shapes = {"A": (self.classes, units), "B": (units, units), "weight": (self.classes, units)}
+        return {name: torch.zeros(shape, dtype=torch.float64, device=self.x.device) for name, shape in shapes.items()}
+
+    def local(self, server, client):
+        """A client's sums; each counts as one."""
+        x, y = self.samples(client)
+        states = self.model(x)
+        wanted = F.one_hot(y, self.classes).double()[:, None].expand(-1, states.shape[1], -1).flatten(0, 1)
+        states = states.double().flatten(0, 1)
+        return {"A": wanted.T @ states, "B": states.T @ states, "weight": torch.zeros_like(server["weight"])}, 1
+
+    def end(self, server, mean, total):
+        """All that has been added up, and its readout."""
+        a, b = (server[name] + mean[name] * total for name in ("A", "B"))
+        regularised = b + BETA * torch.eye(len(b), dtype=b.dtype, device=b.device)
+        return {"A": a, "B": b, "weight": torch.linalg.solve(regularised, a, left=False)}
+
+    def task(self):
+        """The LightningModule."""
+        from lightning_fcl import ReservoirClassifier
+
+        return ReservoirClassifier(self.model, self.classes, BETA, min_samples=0)
+
+    def state_of(self, task):
+        """The server's state in it."""
+        return {name: getattr(task.readout, name).detach().cpu() for name in ("A", "B", "weight")}

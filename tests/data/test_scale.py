@@ -1,0 +1,78 @@
+"""Many clients: what they share is kept once, and a few of them are drawn as before."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.partition import Natural
+from lightning_fcl.data.scenarios import ClassIncremental, Pool
+from lightning_fcl.data.split import Split
+from lightning_fcl.federation.participation import participants
+from lightning_fcl.randomness import keys_of
+
+
+@pytest.fixture
+def plan():
+    """300 owners who come in no order, of whom some have one sample."""
+    owner = np.random.default_rng(0).integers(0, 300, size=1000)
+    stream = FederatedStream.from_arrays(
+        torch.zeros(1000, 1),
+        torch.arange(1000) % 4,
+        owner,
+        scenario=ClassIncremental(2, rounds_per_experience=3),
+        split=Split(test=0.0),
+    )
+    stream.setup("fit")
+    return stream.plan
+
+
+def test_rounds_of_an_experience_are_kept_once(plan):
+    first, second = plan.train[:3], plan.train[3:]
+    assert all(current is first[0] for current in first) and all(current is second[0] for current in second)
+    samples = [rows for current in (first[0], second[0]) for rows in current.values()]
+    assert samples[0].base is not None and all(rows.base is samples[0].base for rows in samples)
+    assert len({id(tasks) for tasks in plan.tasks.values()}) == len({id(n) for n in plan.experiences.values()}) == 1
+
+
+def test_what_is_dealt_at_once_is_what_each_client_would_get():
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 6, size=500)
+    owner = rng.integers(0, 40, size=500)
+    clients = Natural().divide(y, owner, rng)
+    assert {name: rows.tolist() for name, rows in clients.items()} == {
+        str(name): np.flatnonzero(owner == name).tolist() for name in np.unique(owner)
+    }
+    mixed = {client: rng.permutation(rows) for client, rows in clients.items()}  # a partition of one's own may be
+    plan = ClassIncremental([1, 2, 3], class_order=range(6)).plan(Pool(y, clients=mixed, classes=tuple("abcdef")))
+    for current, group in zip(plan.train, ([0], [1, 2], [3, 4, 5]), strict=True):
+        expected = {client: rows[np.isin(y[rows], group)].tolist() for client, rows in clients.items()}
+        assert {client: rows.tolist() for client, rows in current.items()} == {c: r for c, r in expected.items() if r}
+
+
+@pytest.mark.parametrize("number", [1, 7, 299, 5000])
+def test_the_lowest_lots_are_drawn(plan, number):
+    for round in range(plan.rounds):
+        lots = keys_of(5, plan.clients, round, "participation")
+        drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
+        training, skipped = participants(plan, round, number, seed=5)
+        assert set(training) | set(skipped) == drawn
+        assert set(training) == drawn & plan.train[round].keys()
+
+
+def test_a_plan_has_the_name_that_it_had_where_rounds_had_copies(plan):
+    digest = hashlib.sha256()
+    for current in plan.train:
+        for client, indices in current.items():
+            digest.update(client.encode())
+            digest.update(indices.astype("<i8").tobytes())
+    assert plan.fingerprint == digest.hexdigest()[:16]
+
+
+def test_samples_are_counted_once_where_rounds_have_the_same(plan):
+    for client in plan.clients:
+        everything = np.concatenate([current[client] for current in plan.train if client in current])
+        assert plan.samples_of(client) == plan.samples[client] == len(np.unique(everything))
+    assert sum(plan.samples.values()) == 1000
