@@ -296,8 +296,11 @@ class _Rounds(Callback):
 
     def __init__(self, strategy: FederatedStrategy) -> None:
         self.strategy = strategy
-        self.federation = strategy.federation
         self.began = False  # whether this fit has
+
+    @property
+    def federation(self) -> Federation:
+        return self.strategy.federation
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.began = True
@@ -305,12 +308,8 @@ class _Rounds(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         federation = self.federation
-        place = {
-            "format": FORMAT,
-            "fingerprint": fingerprint_of(federation),
-            "between_rounds": federation.between_rounds,
-        }
-        return {**place, **federation.server.state_dict()}
+        place = {"format": FORMAT, "fingerprint": fingerprint_of(federation)}
+        return {**place, "between_rounds": federation.between_rounds, **federation.server.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.federation.server.load_state_dict(state_dict)

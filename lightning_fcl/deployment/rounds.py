@@ -1,0 +1,324 @@
+"""The server's rounds: a Trainer's epochs whose uploads come from nodes."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.orders import Batching
+from lightning_fcl.data.stream import FederatedStream, StreamLoader
+from lightning_fcl.deployment.link import Link, Members
+from lightning_fcl.deployment.node import MODEL, SERVER, digest
+from lightning_fcl.deployment.outline import outline_of
+from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_size
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.protocol import Batch, ListensToRounds
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.limits import check_stream, there
+from lightning_fcl.simulation.loader import BatchContext
+from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.strategy import FederatedStrategy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a server deals with its nodes.
+
+    Args:
+        clients_at_least: Clients whose answers a round needs.
+        round_seconds: Seconds after which a round no longer waits for the others.
+        join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
+        message_bytes: Bytes that the tensors of a message may have.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+
+    clients_at_least: int = 1
+    round_seconds: float = 600.0
+    join_seconds: float = 600.0
+    message_bytes: int = BYTES
+
+    def __post_init__(self) -> None:
+        at_least(1, clients_at_least=self.clients_at_least, message_bytes=self.message_bytes)
+        at_least(0, round_seconds=self.round_seconds, join_seconds=self.join_seconds)
+
+
+@dataclass
+class Identity(Callback):
+    """Keeps in checkpoints which federation this is: nodes keep what they remember by it."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its name."""
+        return {"name": self.name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as the federation that wrote a checkpoint."""
+        self.name = str(state_dict["name"])
+
+
+class _Elsewhere:
+    """A `LocalTrainer` that trains nobody: nodes do."""
+
+    clients_at_once = 1
+    stacked = False
+    optimizer = None
+
+    def begin(self, start: Start) -> None:
+        """Nothing."""
+
+    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+        """No loss: nothing is learnt here."""
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        """No step: see `_NoSteps`."""
+
+    def finish(self) -> Trained:
+        """Nobody has trained."""
+        return Trained({}, [])
+
+    def abort(self) -> None:
+        """Nothing."""
+
+
+class _NoSteps(LocalSteps):
+    """Takes no step: there is no gradient."""
+
+    def next(
+        self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
+    ) -> Callable[[], object]:
+        """The closure, as of a batch after which no step is due."""
+        self.complete = False
+        return closure
+
+
+class RemoteFederation(Federation):
+    """A federation whose clients train elsewhere, behind the same strategy.
+
+    Args:
+        strategy: The recipe's strategy, whose federation this one stands in for.
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        terms: How the server deals with them.
+
+    Raises:
+        ValueError: If the strategy simulates what machines do by themselves.
+    """
+
+    def __init__(self, strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> None:
+        given = strategy.federation
+        if given.participation.swarm is not None:
+            raise ValueError(
+                "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by "
+                f"themselves, but got {given.participation.swarm.hparams()}. Leave it out."
+            )
+        super().__init__(
+            given.server,
+            given.participation,
+            given.local_epochs,
+            given.rules,
+            1,
+            given.keep_optimizer,
+            lambda: strategy.seed,
+        )
+        self.server.compression = None  # uploads come as the server decodes them
+        self.link, self.recipe, self.terms = link, recipe, terms
+        self.identity = Identity()
+        self.members = Members(link, recipe, terms.join_seconds)
+        self.skipped: list[str] = []
+
+    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RemoteLoader:  # type: ignore[override]
+        """Take what the server knows of the stream; what comes back yields one empty batch a round, when it is over.
+
+        Raises:
+            ValueError: If stream, methods and module do not go together, or with a deployment.
+        """
+        self._stream, self._optimizer = loader.stream, optimizer
+        self.participation.seed = self.seed
+        trainer = self.module.trainer
+        self.methods = methods_of(trainer)
+        check_stream(trainer, self.stream)
+        for method in self.methods:
+            if isinstance(method, ListensToRounds) or (method.ends_undrawn and self.participation.clients != 1.0):
+                raise ValueError(
+                    f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
+                    "at all clients when a round is done: no server can. Simulate it, with `lightning-fcl fit`."
+                )
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ContinualMetrics):
+                if callback.training:
+                    raise ValueError(
+                        "Expected `training=False` of `ContinualMetrics` in a deployment but got True: the server has no "
+                        "training samples. Leave it out."
+                    )
+                callback.clients = "none"  # whose models, with what is their own, never come here
+        named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
+        self.server.check_clients(self.plan.clients, named)
+        self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
+        self.trainer = _Elsewhere()
+        self.local_steps = _NoSteps(there(self.local_steps, "a fit").every, [], lambda scheduler: None)
+        remote = RemoteLoader(self)
+        self.loader = remote  # type: ignore[assignment]
+        return remote
+
+    # A round.
+
+    def gather(self) -> None:
+        """Send the server's state to the clients of the round, and take in what they answer."""
+        round = self.round
+        self.server.begin_round(self.module, self.rules, self.extra)
+        self.between_rounds = self.round_done = False
+        drawn, skipped = self.participation.draw(self.plan, round)
+        held = self._held()
+        needed = min(self.terms.clients_at_least, len(drawn))
+        nodes = self.members.reach(drawn, needed, self._head(round) | {"held": sorted(held)}, digest(held))
+        away = [client for client in drawn if client not in nodes]
+        self.record.dropped |= {client: self.members.why_not(client) for client in away}
+        parcels = {}
+        for client, node in nodes.items():
+            state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
+            head = {**self._head(round), "kind": "train", "outline": outline_of(self.stream, client).plain()}
+            parcels[node] = Parcel(head, state)
+            self.record.download(client, parcels[node].nbytes)
+        clients = {node: client for client, node in nodes.items()}
+        waiting = self.terms.round_seconds, self.terms.join_seconds
+        usable = 0
+        answered = set()
+        for node, answer in self.link.ask(parcels, *waiting, lambda: usable >= needed):
+            answered.add(clients[node])
+            usable += self._take(clients[node], round, answer, skipped)
+        for client in nodes.keys() - answered:
+            self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
+        if usable < needed:
+            raise RuntimeError(
+                f"Expected uploads of at least {needed} clients in round {round} but got {usable}: "
+                f"{'; '.join(f'{client}: {why}' for client, why in self.record.dropped.items()) or 'nobody answered'}. "
+                "Start the server again when they are there: it goes on from its newest checkpoint."
+            )
+        self.skipped = skipped
+
+    def client_rounds(self, round: int) -> list[ClientRound]:
+        """None: nodes end their clients' rounds."""
+        return []
+
+    def _head(self, round: int) -> dict[str, Any]:
+        return {
+            "kind": "hello",
+            "version": __version__,
+            "recipe": self.recipe,
+            "federation": self.identity.name,
+            "round": round,
+            "max_epochs": self.module.trainer.max_epochs,
+            "message_bytes": self.terms.message_bytes,
+            "optimizer": [_plain(group) for group in self.optimizer.param_groups],
+        }
+
+    def _held(self) -> State:
+        """The entries from which clients start and which do not travel."""
+        known = self.server.reductions
+        return {
+            name: value for name, value in self.server.state.items() if not (known[name].down or known[name].up)
+        }
+
+    def _download(self) -> State:
+        state = {name: value for name, value in self.server.state.items() if self.server.reductions[name].down}
+        extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
+        return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
+
+    def _take(self, client: str, round: int, answer: Parcel, skipped: list[str]) -> bool:
+        """Take in a client's answer; whether there was one that counts."""
+        head, who = answer.head, f"client {client}"
+        try:
+            if "refused" in head:
+                raise RefusedError(str(head["refused"]))
+            if int(head["samples"]) == 0:
+                skipped.append(client)
+                return True
+            check_size(answer, self.terms.message_bytes, who)
+            known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
+            resizes = frozenset(name for name in known if self.server.reductions[name].resizes)
+            check_entries(answer.state, known, resizes, who, finite=False)  # the server drops whoever diverges
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            self._drop(client, str(error))
+            return False
+        samples, rehearsed = int(head["samples"]), int(head.get("rehearsed", 0))
+        part = ClientRounds(round, [client], np.array([samples]), self._part(client, round), np.array([rehearsed]))
+        state = {name: value[None].to(self.module.device) for name, value in answer.state.items()}
+        (taken,) = self.server.upload(part, state)
+        if taken:
+            self.record.upload_bytes[client] = answer.nbytes
+            self.record.diverged += [client] * bool(head.get("diverged"))
+        return taken
+
+    def _part(self, client: str, round: int) -> Callable[[str], Any]:
+        return lambda name: self.stream.client_round(client, round)
+
+    def _drop(self, client: str, why: str) -> None:
+        self.record.dropped[client] = why
+        log.warning("Round %d: nothing of client %s: %s", self.round, client, why)
+
+
+class RemoteLoader:
+    """One batch a round, empty: when it comes, the uploads are there."""
+
+    def __init__(self, federation: RemoteFederation) -> None:
+        self._federation = federation
+        stream = federation.stream
+        self.batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        self.contexts: deque[BatchContext] = deque()
+        self.skipped: Sequence[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        federation = self._federation
+        if federation.round >= federation.plan.rounds:
+            return
+        federation.gather()
+        self.skipped = federation.skipped
+        nobody = ClientRounds.of([])
+        self.contexts.append(BatchContext(nobody, lambda row: None, first=False, last=False, last_of_round=True))
+        yield [torch.empty(0), torch.empty(0, dtype=torch.long)]
+
+
+def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """How an optimizer's group stands, without its parameters."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if isinstance(value, int | float | str | tuple | None) and name != "params"
+    }
+
+
+def deploy(strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> RemoteFederation:
+    """Let a strategy's clients be nodes."""
+    federation = RemoteFederation(strategy, link, recipe, terms)
+    strategy.federation = federation
+    return federation
