@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,31 +18,27 @@ from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
 from lightning_fcl.deployment.recipe import read_recipe
 from lightning_fcl.errors import require
 
-require("flwr", "runs federations on real machines", extra="flower")
-
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
-from flwr.clientapp import ClientApp  # noqa: E402
-from flwr.serverapp import Grid, ServerApp  # noqa: E402
+if TYPE_CHECKING:
+    from flwr.app import Array, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
 
 log = logging.getLogger(__name__)
 
 RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
 
+_FOR = "runs federations on real machines", "flower"
+
 _POLL = 0.05  # seconds between two looks for answers
 
 
 def record_of(parcel: Parcel) -> RecordDict:
-    """A parcel as Flower sends it: arrays of numbers, and text.
-
-    Example:
-        >>> import torch
-        >>> record = record_of(Parcel({"kind": "train"}, {"w": torch.ones(2)}))
-        >>> parcel_of(record, limit=1000).state["w"]
-        tensor([1., 1.])
-    """
-    arrays = {name: Array(array) for name, array in parcel.arrays().items()}
-    return RecordDict({"parcel": ConfigRecord({"text": parcel.text()}), "arrays": ArrayRecord(arrays)})
+    """A parcel as Flower sends it: arrays of numbers, and text."""
+    app = require("flwr.app", *_FOR)
+    arrays = app.ArrayRecord({name: app.Array(array) for name, array in parcel.arrays().items()})
+    record: RecordDict = app.RecordDict({"parcel": app.ConfigRecord({"text": parcel.text()}), "arrays": arrays})
+    return record
 
 
 def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
@@ -55,7 +51,7 @@ def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
     Raises:
         RefusedError: If it is larger, or something else.
     """
-    config, arrays = record.config_records.get("parcel"), record.array_records.get("arrays", ArrayRecord())
+    config, arrays = record.config_records.get("parcel"), record.array_records.get("arrays") or {}
     text = config.get("text") if config is not None else None
     if not isinstance(text, str):
         raise RefusedError("Expected a message of lightning-fcl but got another app's.")
@@ -103,8 +99,9 @@ class GridLink:
     ) -> Iterator[tuple[int, Parcel]]:
         """Send a parcel to each of some nodes, and yield their answers as they come."""
         began, ttl = time.monotonic(), seconds + longest + 60
+        message_of = require("flwr.app", *_FOR).Message
         messages = [
-            Message(record_of(parcel), node, "train" if parcel.state else "query", ttl=ttl)
+            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=ttl)
             for node, parcel in parcels.items()
         ]
         waiting = {number for number in self._grid.push_messages(messages) if number}
@@ -135,19 +132,23 @@ def client_app(folder: Path) -> ClientApp:
     Args:
         folder: Where the recipe is.
     """
-    app, nodes = ClientApp(), dict[tuple[str, str], Node]()
+    app: ClientApp = require("flwr.clientapp", *_FOR).ClientApp()
+    nodes: dict[tuple[str, str], Node] = {}
     sys.path.append(str(folder))  # classes of the recipe that lie beside it
 
     def answer(message: Message, context: Context) -> Message:
-        client, data, memories = _own(context)
+        reply: Message = require("flwr.app", *_FOR).Message(record_of(answered(message, context)), reply_to=message)
+        return reply
+
+    def answered(message: Message, context: Context) -> Parcel:
+        try:
+            client, data, memories = _own(context)
+            parcel = parcel_of(message.content, int(context.run_config.get("message-bytes", BYTES)))
+        except RefusedError as error:
+            return Parcel({"refused": str(error)})
         if (client, data) not in nodes:
             nodes[client, data] = Node(read_recipe(folder / RECIPE), client, data, memories)
-        limit = int(context.run_config.get("message-bytes", BYTES))
-        try:
-            parcel = parcel_of(message.content, limit)
-        except RefusedError as error:
-            return Message(record_of(Parcel({"refused": str(error), "client": client})), reply_to=message)
-        return Message(record_of(nodes[client, data].answer(parcel)), reply_to=message)
+        return nodes[client, data].answer(parcel)
 
     app.query()(answer)
     app.train()(answer)
@@ -186,7 +187,7 @@ def server_app(folder: Path) -> ServerApp:
     Args:
         folder: Where the recipe is.
     """
-    app = ServerApp()
+    app: ServerApp = require("flwr.serverapp", *_FOR).ServerApp()
     sys.path.append(str(folder))
 
     @app.main()

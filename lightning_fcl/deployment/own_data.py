@@ -183,14 +183,9 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         The files, the server's first.
 
     Raises:
-        ValueError: If the samples are read from a data set when they are asked for.
+        ValueError: If the samples are no arrays.
     """
     stream.setup("fit")
-    if not isinstance(stream.samples.x, torch.Tensor):
-        raise ValueError(
-            "Expected samples in memory to write a split but these are read from a data set when they are asked for. "
-            "Give the nodes DataModules."
-        )
     folder.mkdir(parents=True, exist_ok=True)
     plan = stream.plan
     part = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])
@@ -206,13 +201,17 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 
 def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArray[Any]) -> Path:
     samples = stream.samples
-    assert isinstance(samples.x, torch.Tensor)
-    found = {"x": samples.x[torch.from_numpy(rows)].numpy(), "y": samples.targets[rows], **columns}
+    if not len(rows):
+        raise ValueError(f"Expected samples to write to {path} but there are none. Raise `test` of the split.")
+    pair = samples.stored(rows)
+    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
+        raise ValueError("Expected samples and targets that are arrays to write a split. Give nodes DataModules instead.")
+    found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
     if samples.classes:
         found |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}
     if samples.group is not None:
         found["group"] = samples.group[rows].astype(str)
-    if samples.scale is not None:
+    if samples.scale is not None and samples.pixels is not None:
         found |= {name: part.numpy() for name, part in zip(("mean", "std"), samples.scale, strict=True)}
     with replacing(path) as part_file, part_file.open("wb") as file:
         np.savez(file, **found)

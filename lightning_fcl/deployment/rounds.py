@@ -168,12 +168,8 @@ class RemoteFederation(Federation):
                 )
         for callback in callbacks_of(trainer):
             if isinstance(callback, ContinualMetrics):
-                if callback.training:
-                    raise ValueError(
-                        "Expected `training=False` of `ContinualMetrics` in a deployment but got True: the server has no "
-                        "training samples. Leave it out."
-                    )
-                callback.clients = "none"  # whose models, with what is their own, never come here
+                # Clients' models, with what is their own, and their samples never come here.
+                callback.clients, callback.training = "none", False
         named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
         self.server.check_clients(self.plan.clients, named)
         self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
