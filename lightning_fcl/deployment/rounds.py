@@ -29,8 +29,10 @@ from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_e
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import Batch, ListensToRounds
 from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_stream, there
 from lightning_fcl.simulation.loader import BatchContext
@@ -123,17 +125,10 @@ class RemoteFederation(Federation):
         recipe: The recipe's fingerprint.
         terms: How the server deals with them.
 
-    Raises:
-        ValueError: If the strategy simulates what machines do by themselves.
     """
 
     def __init__(self, strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> None:
         given = strategy.federation
-        if given.participation.swarm is not None:
-            raise ValueError(
-                "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by "
-                f"themselves, but got {given.participation.swarm.hparams()}. Leave it out."
-            )
         super().__init__(
             given.server,
             given.participation,
@@ -160,12 +155,7 @@ class RemoteFederation(Federation):
         trainer = self.module.trainer
         self.methods = methods_of(trainer)
         check_stream(trainer, self.stream)
-        for method in self.methods:
-            if isinstance(method, ListensToRounds) or (method.ends_undrawn and self.participation.clients != 1.0):
-                raise ValueError(
-                    f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks "
-                    "at all clients when a round is done: no server can. Simulate it, with `lightning-fcl fit`."
-                )
+        check_deployable(self.participation, self.methods)
         for callback in callbacks_of(trainer):
             if isinstance(callback, ContinualMetrics):
                 # Clients' models, with what is their own, and their samples never come here.
@@ -311,6 +301,29 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if isinstance(value, int | float | str | tuple | None) and name != "params"
     }
+
+
+def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
+    """Refuse what can only be simulated.
+
+    Args:
+        participation: Who takes part.
+        methods: The methods.
+
+    Raises:
+        ValueError: If the federation is a swarm, or a method looks at all clients.
+    """
+    if participation.swarm is not None:
+        raise ValueError(
+            "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by themselves, "
+            f"but got {participation.swarm.hparams()}. Leave it out."
+        )
+    for method in methods:
+        if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
+            raise ValueError(
+                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
+                "all of them when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
+            )
 
 
 def deploy(strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> RemoteFederation:
