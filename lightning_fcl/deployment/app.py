@@ -34,7 +34,7 @@ from lightning_fcl.deployment.flower import server_app
 app = server_app(Path(__file__).parent)
 '''
 
-_PROJECT = """# A Flower app of lightning-fcl: `flwr run` takes it as it is. The recipe {fingerprint} is beside this file.
+_PROJECT = """# A Flower app of lightning-fcl, for `flwr run`. The recipe, {fingerprint}, is beside this file.
 
 [build-system]
 requires = ["hatchling"]
@@ -60,7 +60,7 @@ clientapp = "client_app:app"
 # Each can be set for a run: flwr run . --run-config 'clients-at-least=3'.
 [tool.flwr.app.config]
 out = "runs/{name}"  # folder of results and checkpoints, at the server; from the newest checkpoint there it goes on
-data = ""  # what the server tests on, as an .npz file; "": the recipe's own data, without those of clients
+data = ""  # what the server tests on, an .npz file; "": the recipe's own data, without those of clients
 clients = ""  # their names, "a,b,c", if `data` is set, and in Flower's simulation
 data-folder = ""  # Flower's simulation: where the clients' files are, by their names
 memories = ""  # Flower's simulation: where clients keep what they remember; "": in the user's cache

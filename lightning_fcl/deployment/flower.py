@@ -92,7 +92,8 @@ class GridLink:
 
     def nodes(self) -> Iterable[int]:
         """The nodes that are connected now."""
-        return self._grid.get_node_ids()
+        found: Iterable[int] = self._grid.get_node_ids()
+        return found
 
     def ask(
         self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
@@ -126,8 +127,8 @@ class GridLink:
 def client_app(folder: Path) -> ClientApp:
     """The app of a node.
 
-    Its node config names the ``client``, where its ``data`` are, and perhaps the folder of its ``memories``. In Flower's
-    simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
+    Its node config names the ``client``, where its ``data`` are, and perhaps the folder of its ``memories``. In
+    Flower's simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
 
     Args:
         folder: Where the recipe is.
@@ -166,7 +167,7 @@ def _own(context: Context) -> tuple[str, str, str | None]:
     if not client:
         raise RefusedError(
             "Expected a node config that names the client and its data but got "
-            f"{dict(node)}. Start the node with --node-config 'client=\"a\" data=\"a.npz\"'."
+            f'{dict(node)}. Start the node with --node-config \'client="a" data="a.npz"\'.'
         )
     data = str(node.get("data") or Path(str(run.get("data-folder", ""))) / f"{client}.npz")
     memories = node.get("memories") or run.get("memories") or None

@@ -48,7 +48,7 @@ class Members:
         self._recipe = recipe
         self._seconds = seconds
         self._clients: dict[int, str] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
         self._held = ""
 
@@ -76,7 +76,7 @@ class Members:
                 log.info("Waiting for %d of the clients %s.", needed, ", ".join(wanted))
                 told = True
             if time.monotonic() > ends:
-                reasons = "; ".join(dict.fromkeys(self._refused.values()))
+                reasons = "; ".join(dict.fromkeys(why for _, why in self._refused.values()))
                 raise RuntimeError(
                     f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._seconds:g} s but got "
                     f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
@@ -106,7 +106,7 @@ class Members:
                     "node config."
                 )
         except RefusedError as error:
-            self._refused[node] = str(error)
+            self._refused[node] = client, str(error)
             log.warning("Refused node %d (client %s): %s", node, client or "unknown", error)
             return
         self._clients[node] = client
@@ -116,5 +116,4 @@ class Members:
 
     def why_not(self, client: str) -> str:
         """Why a client is not among those that are there."""
-        about = [why for why in self._refused.values() if f"client {client} " in why or f"client {client}:" in why]
-        return about[0] if about else "not connected"
+        return next((why for who, why in self._refused.values() if who == client), "not connected")

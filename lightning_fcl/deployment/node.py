@@ -107,7 +107,11 @@ def memories(folder: Path, client: str, round: int) -> Path:
     Raises:
         RefusedError: If they are those of a later round.
     """
-    now, before, note = ClientStore("disk", folder / "now"), ClientStore("disk", folder / "before"), folder / "round.json"
+    now, before, note = (
+        ClientStore("disk", folder / "now"),
+        ClientStore("disk", folder / "before"),
+        folder / "round.json",
+    )
     begun = int(json.loads(note.read_text())["round"]) if note.exists() else -1
     if round < begun:
         raise RefusedError(
@@ -184,7 +188,7 @@ class LocalFit:
         server.extra = extra
         self.federation.server = server
         self._own.groups = head["optimizer"]
-        progress = self.trainer.fit_loop.epoch_progress.current
+        progress: Any = self.trainer.fit_loop.epoch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = round
         self.trainer.fit_loop.max_epochs = int(head["max_epochs"])
         self.trainer.fit(module, datamodule=self.parts.stream)

@@ -55,8 +55,8 @@ class NodeServer(FederatedServer):
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]
         if missing:
             raise RefusedError(
-                f"Expected the server to send `{'`, `'.join(missing[:3])}` of this recipe's model but it did not. Deploy "
-                "one recipe everywhere."
+                f"Expected the server to send `{'`, `'.join(missing[:3])}` of this recipe's model but it did not. "
+                "Deploy one recipe everywhere."
             )
 
     def _new_messages(self) -> Messages:

@@ -70,7 +70,7 @@ def read_data(where: str | Path) -> OwnData:
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise RefusedError(
-            f'Expected the data of this node at {where} but {error}. Name an .npz file, a folder of images, or a '
+            f"Expected the data of this node at {where} but {error}. Name an .npz file, a folder of images, or a "
             'DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
         ) from error
 
@@ -205,7 +205,9 @@ def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArr
         raise ValueError(f"Expected samples to write to {path} but there are none. Raise `test` of the split.")
     pair = samples.stored(rows)
     if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
-        raise ValueError("Expected samples and targets that are arrays to write a split. Give nodes DataModules instead.")
+        raise ValueError(
+            "Expected samples and targets that are arrays to write a split. Give nodes DataModules instead."
+        )
     found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
     if samples.classes:
         found |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}

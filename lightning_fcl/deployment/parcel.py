@@ -112,8 +112,8 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
     """
     if head.get("version") != __version__:
         raise RefusedError(
-            f"Expected {sender} to run lightning-fcl {__version__} but it runs {head.get('version')}: what they compute "
-            "may differ. Install one version everywhere."
+            f"Expected {sender} to run lightning-fcl {__version__} but it runs {head.get('version')}: what they "
+            "compute may differ. Install one version everywhere."
         )
     if head.get("recipe") != recipe:
         raise RefusedError(

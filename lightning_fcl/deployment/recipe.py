@@ -148,7 +148,7 @@ def _made(spec: Any, hint: Any = None) -> Any:
 
 def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        hints = get_type_hints(kind.__init__ if isinstance(kind, type) else kind)
+        hints = get_type_hints(vars(kind).get("__init__", kind) if isinstance(kind, type) else kind)
     except (NameError, TypeError):  # of names that only type checkers import
         hints = {}
     return {name: _made(value, hints.get(name)) for name, value in given.items()}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -21,7 +20,7 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching
-from lightning_fcl.data.stream import FederatedStream, StreamLoader
+from lightning_fcl.data.stream import StreamLoader
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
 from lightning_fcl.deployment.outline import outline_of
@@ -173,49 +172,55 @@ class RemoteFederation(Federation):
 
     def gather(self) -> None:
         """Send the server's state to the clients of the round, and take in what they answer."""
-        round = self.round
         self.server.begin_round(self.module, self.rules, self.extra)
         self.between_rounds = self.round_done = False
-        drawn, skipped = self.participation.draw(self.plan, round)
-        held = self._held()
-        needed = min(self.terms.clients_at_least, len(drawn))
-        nodes = self.members.reach(drawn, needed, self._head(round) | {"held": sorted(held)}, digest(held))
-        away = [client for client in drawn if client not in nodes]
-        self.record.dropped |= {client: self.members.why_not(client) for client in away}
-        parcels = {}
-        for client, node in nodes.items():
-            state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
-            head = {**self._head(round), "kind": "train", "outline": outline_of(self.stream, client).plain()}
-            parcels[node] = Parcel(head, state)
-            self.record.download(client, parcels[node].nbytes)
-        clients = {node: client for client, node in nodes.items()}
-        waiting = self.terms.round_seconds, self.terms.join_seconds
-        usable = 0
-        answered = set()
-        for node, answer in self.link.ask(parcels, *waiting, lambda: usable >= needed):
-            answered.add(clients[node])
-            usable += self._take(clients[node], round, answer, skipped)
-        for client in nodes.keys() - answered:
+        drawn, self.skipped = self.participation.draw(self.plan, self.round)
+        held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
+        hello = {**self._head(), "kind": "hello", "held": sorted(held)}
+        nodes = self.members.reach(drawn, needed, hello, digest(held))
+        self.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
+        parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
+        self._receive({node: client for client, node in nodes.items()}, parcels, needed)
+
+    def _sent_to(self, client: str, node: int, held: State) -> Parcel:
+        """What a client gets: the server's state, and what never travels where it has that otherwise."""
+        state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
+        parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
+        self.record.download(client, parcel.nbytes)
+        return parcel
+
+    def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
+        """Take in answers, until all have come, or enough when the round's time is over.
+
+        Raises:
+            RuntimeError: If too few have come that are usable.
+        """
+        usable: list[str] = []
+        silent = set(clients.values())
+        seconds = self.terms.round_seconds, self.terms.join_seconds
+        for node, answer in self.link.ask(parcels, *seconds, lambda: len(usable) >= needed):
+            silent.discard(clients[node])
+            if self._take(clients[node], answer):
+                usable.append(clients[node])
+        for client in sorted(silent):
             self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
-        if usable < needed:
+        if len(usable) < needed:
+            reasons = "; ".join(f"{client}: {why}" for client, why in self.record.dropped.items())
             raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {round} but got {usable}: "
-                f"{'; '.join(f'{client}: {why}' for client, why in self.record.dropped.items()) or 'nobody answered'}. "
-                "Start the server again when they are there: it goes on from its newest checkpoint."
+                f"Expected uploads of at least {needed} clients in round {self.round} but got {len(usable)} "
+                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
-        self.skipped = skipped
 
     def client_rounds(self, round: int) -> list[ClientRound]:
         """None: nodes end their clients' rounds."""
         return []
 
-    def _head(self, round: int) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
         return {
-            "kind": "hello",
             "version": __version__,
             "recipe": self.recipe,
             "federation": self.identity.name,
-            "round": round,
+            "round": self.round,
             "max_epochs": self.module.trainer.max_epochs,
             "message_bytes": self.terms.message_bytes,
             "optimizer": [_plain(group) for group in self.optimizer.param_groups],
@@ -224,24 +229,25 @@ class RemoteFederation(Federation):
     def _held(self) -> State:
         """The entries from which clients start and which do not travel."""
         known = self.server.reductions
-        return {
-            name: value for name, value in self.server.state.items() if not (known[name].down or known[name].up)
-        }
+        return {name: value for name, value in self.server.state.items() if not (known[name].down or known[name].up)}
 
     def _download(self) -> State:
         state = {name: value for name, value in self.server.state.items() if self.server.reductions[name].down}
         extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
         return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
 
-    def _take(self, client: str, round: int, answer: Parcel, skipped: list[str]) -> bool:
+    def _take(self, client: str, answer: Parcel) -> bool:
         """Take in a client's answer; whether there was one that counts."""
-        head, who = answer.head, f"client {client}"
+        head, who, round = answer.head, f"client {client}", self.round
         try:
             if "refused" in head:
                 raise RefusedError(str(head["refused"]))
-            if int(head["samples"]) == 0:
-                skipped.append(client)
+            samples, rehearsed = int(head["samples"]), int(head.get("rehearsed", 0))
+            if samples == 0:
+                self.skipped.append(client)
                 return True
+            if samples < 0 or rehearsed < 0:
+                raise RefusedError(f"Expected {who} to have trained on at least 1 sample but got {samples}.")
             check_size(answer, self.terms.message_bytes, who)
             known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
             resizes = frozenset(name for name in known if self.server.reductions[name].resizes)
@@ -249,17 +255,19 @@ class RemoteFederation(Federation):
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             self._drop(client, str(error))
             return False
-        samples, rehearsed = int(head["samples"]), int(head.get("rehearsed", 0))
-        part = ClientRounds(round, [client], np.array([samples]), self._part(client, round), np.array([rehearsed]))
+        part = ClientRounds(
+            round,
+            [client],
+            np.array([samples]),
+            lambda name: self.stream.client_round(name, round),
+            np.array([rehearsed]),
+        )
         state = {name: value[None].to(self.module.device) for name, value in answer.state.items()}
         (taken,) = self.server.upload(part, state)
         if taken:
             self.record.upload_bytes[client] = answer.nbytes
             self.record.diverged += [client] * bool(head.get("diverged"))
         return taken
-
-    def _part(self, client: str, round: int) -> Callable[[str], Any]:
-        return lambda name: self.stream.client_round(client, round)
 
     def _drop(self, client: str, why: str) -> None:
         self.record.dropped[client] = why

@@ -98,9 +98,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
     stream.samples = replace(samples, collate_fn=stream.collate_fn or samples.collate_fn)
 
 
-def pattern(
-    scenario: ClassIncremental | DomainIncremental, data: OwnData, clients: Sequence[str], seed: int
-) -> Plan:
+def pattern(scenario: ClassIncremental | DomainIncremental, data: OwnData, clients: Sequence[str], seed: int) -> Plan:
     """A plan in which clients have tasks and no samples.
 
     Args:
@@ -110,16 +108,16 @@ def pattern(
         seed: Seed of the scenario's draws.
     """
     samples = data.samples
-    domains, group = (), None
-    if samples.group is not None:
-        domains, group = np.unique(samples.group, return_inverse=True)
+    named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
+    domains, group = np.unique(named, return_inverse=True)
     number = max(len(samples.classes), len(domains), 1)
     each = np.arange(number)
     y = np.concatenate([each % max(len(samples.classes), 1), samples.labels])
-    of_all = None if group is None else np.concatenate([each % len(domains), group])
+    of_all = None if samples.group is None else np.concatenate([each % len(domains), group])
+    names = () if samples.group is None else tuple(map(str, domains))
     part = data.part if data.part is not None else np.full(len(samples), "test")
     test, validation = (np.flatnonzero(part == name) + number for name in ("test", "validation"))
-    pool = Pool(y, EMPTY, test, validation, dict.fromkeys(clients, each), of_all, samples.classes, tuple(map(str, domains)))
+    pool = Pool(y, EMPTY, test, validation, dict.fromkeys(clients, each), of_all, samples.classes, names)
     plan = replace(scenario, samples_per_round=None).plan(pool, seed)
     return replace(
         plan,

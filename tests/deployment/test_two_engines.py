@@ -9,7 +9,7 @@ import torch
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.federation.client_store import ClientStore
 
-WAVES = '''
+WAVES = """
 import lightning.pytorch as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +20,7 @@ class Waves(L.LightningDataModule):
         time = torch.arange(20.0)[None, :, None] * (y[:, None, None] + 1) / 5
         noise = torch.randn(240, 20, 3, generator=torch.Generator().manual_seed(0))
         return DataLoader(TensorDataset(time.sin() + noise / 4, y), batch_size=16)
-'''
+"""
 
 
 def strategy(**arguments):
@@ -52,7 +52,9 @@ OWN_HEAD = {"model.3.*": "none"}
 
 CASES = {
     "averaging": {},
-    "distillation and replay": {"trainer": {"callbacks": [method("FLwF2T", alpha=0.2, beta=0.3), method("Replay", max_size=30)]}},
+    "distillation and replay": {
+        "trainer": {"callbacks": [method("FLwF2T", alpha=0.2, beta=0.3), method("Replay", max_size=30)]}
+    },
     "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
     "own head": {
         "trainer": {
@@ -87,11 +89,17 @@ CASES = {
     },
     "sums of a reservoir": {
         "model": RESERVOIR,
-        "data": {"data": {"class_path": "waves.Waves"}, "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}}},
+        "data": {
+            "data": {"class_path": "waves.Waves"},
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
+        },
     },
     "weights of a reservoir": {
         "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
-        "data": {"data": {"class_path": "waves.Waves"}, "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}}},
+        "data": {
+            "data": {"class_path": "waves.Waves"},
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
+        },
     },
 }
 
@@ -133,7 +141,17 @@ def record_of(fit):
 
 def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same):
     """Scenarios that deal samples out one by one have a server that knows them."""
-    one = rehearsal({"data": {"scenario": {"class_path": "FLwFScenario", "init_args": {"samples_per_round": 20, "test_per_class": 10, "pretrain_per_class": 5}}, "partition": None}})
+    one = rehearsal(
+        {
+            "data": {
+                "scenario": {
+                    "class_path": "FLwFScenario",
+                    "init_args": {"samples_per_round": 20, "test_per_class": 10, "pretrain_per_class": 5},
+                },
+                "partition": None,
+            }
+        }
+    )
     simulated = one.simulate()
     deployed = one.serve(wire([one.node(client) for client in one.clients]), "recipe", clients_at_least=3)
     assert same(simulated.model, deployed.model)
