@@ -192,7 +192,7 @@ class LocalFit:
         progress.ready = progress.started = progress.processed = progress.completed = round
         self.trainer.fit_loop.max_epochs = int(head["max_epochs"])
         self.trainer.fit(module, datamodule=self.parts.stream)
-        record, sent = server.record, server.outbox.sent
+        record, sent = server.record, server.upload_to_send()
         if sent is None:
             why = record.dropped.get(plan.clients[0], "it has none")
             raise RefusedError(f"Expected an upload of client {plan.clients[0]} but {why}.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from lightning_fcl.deployment.changes import changes
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.federation.aggregation import Aggregator, Rules, State
 from lightning_fcl.federation.client_store import ClientStore
@@ -58,6 +59,13 @@ class NodeServer(FederatedServer):
                 f"Expected the server to send `{'`, `'.join(missing[:3])}` of this recipe's model but it did not. "
                 "Deploy one recipe everywhere."
             )
+
+    def upload_to_send(self) -> State | None:
+        """What the client sends: what has changed of what it has got; None: it has nothing to send."""
+        if self.outbox.sent is None:
+            return None
+        start = {name: self.reductions[name].start(self.state[name]) for name in self.outbox.sent}
+        return changes(self.outbox.sent, start)
 
     def _new_messages(self) -> Messages:
         messages = super()._new_messages()

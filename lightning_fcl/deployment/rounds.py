@@ -21,6 +21,7 @@ from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.stream import StreamLoader
+from lightning_fcl.deployment.changes import restored
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
 from lightning_fcl.deployment.outline import outline_of
@@ -251,7 +252,9 @@ class RemoteFederation(Federation):
             check_size(answer, self.terms.message_bytes, who)
             known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
             resizes = frozenset(name for name in known if self.server.reductions[name].resizes)
-            check_entries(answer.state, known, resizes, who, finite=False)  # the server drops whoever diverges
+            start = {name: self.server.reductions[name].start(value) for name, value in known.items()}
+            upload = restored(answer.state, start)
+            check_entries(upload, known, resizes, who, finite=False)  # the server drops whoever diverges
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             self._drop(client, str(error))
             return False
@@ -262,7 +265,7 @@ class RemoteFederation(Federation):
             lambda name: self.stream.client_round(name, round),
             np.array([rehearsed]),
         )
-        state = {name: value[None].to(self.module.device) for name, value in answer.state.items()}
+        state = {name: value[None].to(self.module.device) for name, value in upload.items()}
         (taken,) = self.server.upload(part, state)
         if taken:
             self.record.upload_bytes[client] = answer.nbytes
