@@ -64,7 +64,9 @@ def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
         plain = name.removesuffix(_MASK)
         known, values = start.get(plain), sent.get(plain + _VALUES)
         if known is None or values is None:
-            raise RefusedError(f"Expected all that has changed of `{plain}`, which was sent to clients, but got a part.")
+            raise RefusedError(
+                f"Expected all that has changed of `{plain}`, which was sent to clients, but got a part."
+            )
         changed = _unpacked(value, known.numel())
         if changed is None or values.dim() != 1 or len(values) != int(changed.sum()) or values.dtype != known.dtype:
             raise RefusedError(f"Expected what has changed of `{plain}` to fit its {known.numel()} numbers.")

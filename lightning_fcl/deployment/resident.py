@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -53,10 +55,28 @@ class _Forks:
         return child
 
 
+def end_with_parent(patience: float = 10.0) -> None:
+    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone.
+
+    Args:
+        patience: Seconds that it has to end by itself.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _be_client(words: Sequence[str]) -> None:
     """Answer one message, and end."""
     code = 1
     try:
+        end_with_parent()
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = list(words)

@@ -10,6 +10,7 @@ import numpy as np
 from packaging.requirements import Requirement
 
 import lightning_fcl
+from lightning_fcl.deployment.node import Node
 
 FOLDER = Path(lightning_fcl.__file__).parents[1]
 NAMED = [line for line in (FOLDER / "requirements-client.txt").read_text().splitlines() if line[:1].isalpha()]
@@ -23,17 +24,21 @@ from pathlib import Path
 from lightning_fcl.deployment.flower import client_app, parcel_of, record_of
 from lightning_fcl.deployment.parcel import Parcel
 from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 import numpy as np
+
+TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as Flower sets them in its process
 
 app = client_app(Path(HERE))
 config = {"client": "1", "data": DATA, "memories": HERE + "/device"}
 for file in sorted(Path(HERE).glob("sent-*")):
-    text, arrays = file.read_text(), dict(np.load(file.with_suffix(".npz").with_stem(file.stem.replace("sent", "arrays"))))
-    parcel = Parcel.of_arrays(text, arrays)
+    arrays = dict(np.load(Path(HERE) / f"{file.name.replace('sent', 'arrays')}.npz"))
+    parcel = Parcel.of_arrays(file.read_text(), arrays)
     message = Message(record_of(parcel), 7, "train" if parcel.state else "query")
     reply = app(message, Context(1, 7, config, RecordDict(), {}))
     answer = parcel_of(reply.content)
-    print(answer.head.get("refused", ""), sorted(answer.head), {name: str(v.sum().item()) for name, v in answer.state.items()})
+    sums = {name: str(value.sum().item()) for name, value in answer.state.items()}
+    print(answer.head.get("refused", ""), sorted(answer.head), sums)
 print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
 """
 
@@ -84,8 +89,7 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     assert done.returncode == 0, done.stderr
     *answers, loaded = done.stdout.splitlines()
     assert loaded == "loaded []"
-    again = one.node("1")
-    again._folder = tmp_path / "again"
+    again = Node(one.recipe, "1", str(one.folder / "data" / "1.npz"), tmp_path / "again")
     for answer, parcel in zip(answers, sent, strict=True):
         here = again.answer(parcel)
         assert re.sub(r"^ ", "", answer).startswith(str(sorted(here.head)))
