@@ -1,4 +1,4 @@
-"""A deployment's server and nodes as Flower apps: the only module that knows Flower (1.41, Message API)."""
+"""A deployment's server and nodes as Flower apps, by its Message API."""
 
 from __future__ import annotations
 
@@ -136,6 +136,7 @@ def client_app(folder: Path) -> ClientApp:
     app: ClientApp = require("flwr.clientapp", *_FOR).ClientApp()
     nodes: dict[tuple[str, str], Node] = {}
     sys.path.append(str(folder))  # classes of the recipe that lie beside it
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
 
     def answer(message: Message, context: Context) -> Message:
         reply: Message = require("flwr.app", *_FOR).Message(record_of(answered(message, context)), reply_to=message)

@@ -40,7 +40,7 @@ class Node:
         recipe: The recipe, as `read_recipe` gives it.
         client: The client's name.
         data: Where its data are: see `read_data`.
-        folder: Where it keeps what it remembers, one folder a federation; default: in the user's cache.
+        folder: Where it keeps what it remembers, a folder for each federation and client; default: in the user's cache.
 
     Example:
         >>> from lightning_fcl.deployment.parcel import Parcel
@@ -92,8 +92,8 @@ class Node:
         take_data(fit.parts.stream, read_data(self._data), outline)
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
-        folder = memories(self._folder / quote(str(head["federation"]), safe=""), self.client, round)
-        return fit.round(parcel, folder)
+        own = self._folder / quote(str(head["federation"]), safe="") / quote(self.client, safe="")
+        return fit.round(parcel, memories(own, self.client, round))
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

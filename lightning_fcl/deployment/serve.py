@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,7 @@ def serve(
                 take_server_data(self.datamodule, read_data(data), clients)
             super().before_fit()
 
+    warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
     newest = newest_checkpoint(out / "checkpoints")
     going_on = ["--ckpt_path", str(newest)] if newest is not None else []
     if newest is not None:

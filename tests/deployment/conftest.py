@@ -109,8 +109,8 @@ class Rehearsal:
             write_split(stream, self.folder / "data")
 
     def node(self, client, recipe=None):
-        data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories" / client
-        return Node(recipe or self.recipe, client, str(data), memories)
+        data = self.folder / "data" / f"{client}.npz"
+        return Node(recipe or self.recipe, client, str(data), self.folder / "memories")  # clients may share a machine
 
     def app(self):
         """The recipe as a Flower app."""
@@ -124,7 +124,7 @@ class Rehearsal:
 
     def config(self, client):
         """The node config of a client."""
-        data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories" / client
+        data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories"
         return f'client="{client}" data="{data}" memories="{memories}"'
 
     def weights(self):
@@ -183,9 +183,9 @@ class Machines:
             command = [str(self.bin / words[0]), *map(str, words[1:])]
             self.running[name] = subprocess.Popen(command, start_new_session=True, **options)
 
-    def link(self):
+    def link(self, *more):
         off = "--disable-runtime-dependency-installation"
-        state = ["--database", self.folder / "link.db", off]
+        state = [*(more or ("--database", self.folder / "link.db")), off]
         self.start("link", "flower-superlink", *self.words, "--port", self.port, *state)
         self.wait_for(self._listens)
 
@@ -207,15 +207,15 @@ class Machines:
         assert not check or ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
         return ended
 
-    def connect(self):
+    def connect(self, more=""):
         """Write where `flwr` finds the SuperLink, and whom it trusts."""
         connection = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\n'
         trusted = "insecure = true" if "--insecure" in self.trust else f'root-certificates = "{self.trust[-1]}"'
         (self.folder / "flwr").mkdir(exist_ok=True)
-        (self.folder / "flwr" / "config.toml").write_text(f"{connection}{trusted}\n")
+        (self.folder / "flwr" / "config.toml").write_text(f"{connection}{trusted}\n{more}\n")
 
-    def run(self, app, **settings):
-        self.connect()
+    def run(self, app, options="", **settings):
+        self.connect(options)
         said = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items())
         self.flwr("run", app, "here", "--run-config", said)
 

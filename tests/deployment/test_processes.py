@@ -34,7 +34,7 @@ def ended(one):
 
 def begun(one, client, round):
     """Whether a client has begun a round."""
-    notes = list((one.folder / "memories" / client).glob("*/round.json"))
+    notes = list((one.folder / "memories").glob(f"*/{client}/round.json"))
     return bool(notes) and json.loads(notes[0].read_text())["round"] >= round
 
 
@@ -50,6 +50,17 @@ def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(rehear
     for client in one.clients:
         at.node(client, one.config(client))
     at.run(one.app(), **one.settings(), clients_at_least=3)
+    at.wait_for(lambda: ended(one))
+    assert equal(simulated.model, one.weights())
+
+
+def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
+    pytest.importorskip("ray")
+    one, at = rehearsal(REPLAY), machines()
+    simulated = one.simulate()
+    at.link("--simulation")
+    more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "clients_at_least": 3}
+    at.run(one.app(), "options.num-supernodes = 3", **one.settings(), **more)
     at.wait_for(lambda: ended(one))
     assert equal(simulated.model, one.weights())
 

@@ -126,7 +126,7 @@ def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, s
     assert [one["dropped"] for one in here] == [{}] * len(here)
     assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]
     for client in one.clients:
-        kept = ClientStore("disk", next((one.folder / "memories" / client).glob("*/now")))[client]
+        kept = ClientStore("disk", next((one.folder / "memories").glob(f"*/{client}/now")))[client]
         remembered = simulated.trainer.strategy.server.store[client]
         assert kept.keys() == remembered.keys()
         for section, memory in remembered.items():
