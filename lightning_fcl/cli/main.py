@@ -33,6 +33,7 @@ COMMANDS = {
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
     "device-report": ("device", "what a microcontroller would need to run a recipe, without training"),
     "export": ("export", "a run's model as ONNX:        lightning-fcl export runs/fit"),
+    "deploy": ("deploy", "a recipe on real machines, over Flower: lightning-fcl deploy flower quickstart --out app"),
     "zoo": ("zoo", "published networks: list, verify, predict with, or publish"),
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),

@@ -278,13 +278,13 @@ def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-def run(arguments: Sequence[str]) -> FederatedCLI:
-    """Run ``fit`` or ``test`` with the words of a command line.
+def run(arguments: Sequence[str], kind: type[FederatedCLI] | None = None) -> FederatedCLI:
+    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own.
 
     Raises:
         ValueError: If a recipe or an argument is not understood.
     """
-    return _cli({"fit": _Fit, "test": _Test}[arguments[0]], arguments)
+    return _cli(kind or {"fit": _Fit, "test": _Test}[arguments[0]], arguments)
 
 
 def _bounded(text: str) -> Any:

@@ -125,9 +125,6 @@ class Federation:
         self.participation.check_rounds(self.plan.rounds)
         self.server.store.keep_pixels(self.stream.samples.pixels)
         self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
-        if self._placement is None or self._placement.ranks is not self.ranks:
-            steps = self.module.trainer.global_step
-            self._placement = Placement(self.ranks, self.plan.clients, self.server.store, steps)
         request = TrainerRequest(
             None if self.cohort_size == "auto" else self.cohort_size,
             [type(method).__name__ for method in self.methods if shapes_loss(method, {})],
@@ -161,7 +158,10 @@ class Federation:
     @property
     def placement(self) -> Placement:
         """Whose clients train where."""
-        return there(self._placement, "a fit")
+        if self._placement is None or self._placement.ranks is not self.ranks:
+            steps = self.module.trainer.global_step
+            self._placement = Placement(self.ranks, self.plan.clients, self.server.store, steps)
+        return self._placement
 
     def kept(self) -> Mapping[str, ClientState]:
         """What all clients keep, on all ranks."""

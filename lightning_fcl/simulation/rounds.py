@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
@@ -18,18 +17,30 @@ RESTORED = "was being restored"
 """The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
+class RunsFederation(Protocol):
+    """A strategy behind which there is a federation."""
+
+    federation: Federation
+
+    def use_optimizer(self) -> None:
+        """Let Lightning step the optimizer of the clients at hand."""
+
+
 class Rounds(Callback):
     """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints.
 
     Args:
-        federation: The federation.
-        use_optimizer: Lets Lightning step the optimizer of the clients at hand.
+        strategy: The strategy.
     """
 
-    def __init__(self, federation: Federation, use_optimizer: Callable[[], None]) -> None:
-        self.federation = federation
+    def __init__(self, strategy: RunsFederation) -> None:
+        self.strategy = strategy
         self.began = False  # whether this fit has
-        self._use_optimizer = use_optimizer
+
+    @property
+    def federation(self) -> Federation:
+        """The federation."""
+        return self.strategy.federation
 
     @property
     def state_key(self) -> str:
@@ -65,7 +76,7 @@ class Rounds(Callback):
     ) -> None:
         """Perhaps other clients begin."""
         steps.next_batch(self.federation)
-        self._use_optimizer()
+        self.strategy.use_optimizer()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -75,7 +86,7 @@ class Rounds(Callback):
             steps.idle(self.federation)
         else:
             steps.end_batch(self.federation)
-        self._use_optimizer()
+        self.strategy.use_optimizer()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the server's model."""
@@ -99,4 +110,4 @@ class Rounds(Callback):
     def _settle(self) -> None:
         self.federation.restore_server()
         if self.federation.loaded:
-            self._use_optimizer()
+            self.strategy.use_optimizer()

@@ -116,7 +116,7 @@ class FederatedStrategy(RanksStrategy):
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
         self._seed = seed
-        self._rounds = Rounds(self.federation, self.use_optimizer)
+        self._rounds = Rounds(self)
 
     @property
     def seed(self) -> int:

@@ -1,0 +1,59 @@
+"""`lightning-fcl deploy`: a recipe as a Flower app, its clients' data as files, and the process that answers."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+WHAT = """A recipe on real machines, over Flower.
+
+  lightning-fcl deploy flower quickstart --out app      writes a Flower app, for `flwr run app`
+  lightning-fcl deploy split quickstart --out shares    writes what each client of the recipe would have, a file each
+  lightning-fcl deploy executor --runtime-api-address 127.0.0.1:9094 --insecure
+                                                        answers for a SuperNode that was started with
+                                                        --isolation process; takes flower-superexec's arguments
+"""
+
+
+def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Write an app or a split, or stay and answer.
+
+    Raises:
+        ValueError: If the recipe cannot be deployed, or the folder holds something else.
+    """
+    if words[1:2] == ["executor"]:
+        from lightning_fcl.deployment.resident import stay
+
+        stay(words[2:])
+        return
+    parser.description = WHAT
+    parser.add_argument("what", choices=("flower", "split", "executor"))
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
+    parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
+    parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
+    options, more = parser.parse_known_args(words[1:])
+    out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
+    kind = "*.toml" if options.what == "flower" else "*.npz"
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
+        raise ValueError(f"Expected a folder of its own at {out} but it holds something else. Choose another by --out.")
+    from lightning_fcl.running.fit import resolve
+    from lightning_fcl.running.named import recipe_words
+
+    recipe = resolve(["fit", *recipe_words(options.recipes), *more])
+    if options.what == "flower":
+        from lightning_fcl.deployment.app import write_app
+
+        files = write_app(recipe, out, Path(options.recipes[-1]).stem, options.publisher)
+    else:
+        files = _split(options.recipes, more, out)
+    print("\n".join(map(str, files)))
+
+
+def _split(recipes: Sequence[str], more: Sequence[str], out: Path) -> list[Path]:
+    from lightning_fcl.deployment.own_data import write_split
+    from lightning_fcl.running.fit import read_parts
+    from lightning_fcl.running.named import together
+
+    configs, words = together(recipes)
+    return write_split(read_parts(configs, [*words, *more]).datamodule, out)

@@ -1,0 +1,95 @@
+"""Uploads as what has changed: a bit for each number, and the numbers that are others than those the client got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.federation.aggregation import State
+
+_MASK, _VALUES = "|changed", "|values"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
+    """A state with entries of which little has changed in fewer bytes.
+
+    Args:
+        state: What is to be sent.
+        start: What the receiver has, by name; entries of other names or shapes are sent as they are.
+
+    Example:
+        >>> start = {"w": torch.zeros(64)}
+        >>> sent = changes({"w": torch.eye(8).flatten() * 3}, start)
+        >>> {name: value.nbytes for name, value in sent.items()}
+        {'w|changed': 8, 'w|values': 32}
+        >>> torch.equal(restored(sent, start)["w"].view(8, 8), torch.eye(8) * 3)
+        True
+    """
+    found: State = {}
+    for name, value in state.items():
+        known = start.get(name)
+        value = value.detach().contiguous()
+        if known is None or known.shape != value.shape or known.dtype != value.dtype or value.is_complex():
+            found[name] = value
+            continue
+        changed = (_bits(value) != _bits(known.to(value.device))).flatten()
+        values = value.flatten()[changed]
+        mask = _packed(changed)
+        less = values.nbytes + mask.nbytes < value.nbytes
+        found |= {name + _MASK: mask, name + _VALUES: values} if less else {name: value}
+    return found
+
+
+def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
+    """The state of which `changes` has made what was sent.
+
+    Args:
+        sent: What has come.
+        start: What the receiver has.
+
+    Raises:
+        RefusedError: If the two do not go together.
+    """
+    found: State = {}
+    for name, value in sent.items():
+        if name.endswith(_VALUES):
+            continue
+        if not name.endswith(_MASK):
+            found[name] = value
+            continue
+        plain = name.removesuffix(_MASK)
+        known, values = start.get(plain), sent.get(plain + _VALUES)
+        if known is None or values is None:
+            raise RefusedError(
+                f"Expected all that has changed of `{plain}`, which was sent to clients, but got a part."
+            )
+        changed = _unpacked(value, known.numel())
+        if changed is None or values.dim() != 1 or len(values) != int(changed.sum()) or values.dtype != known.dtype:
+            raise RefusedError(f"Expected what has changed of `{plain}` to fit its {known.numel()} numbers.")
+        whole = known.detach().cpu().flatten().clone()
+        whole[changed] = values
+        found[plain] = whole.view(known.shape)
+    return found
+
+
+def _bits(value: Tensor) -> Tensor:
+    """Numbers by their bits: 0 and -0 differ, and a NaN is itself."""
+    return value.contiguous().view(_BITS[value.element_size()])
+
+
+def _packed(flags: Tensor) -> Tensor:
+    eights = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8, device=flags.device)
+    eights[: len(flags)] = flags
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (eights.view(-1, 8) * powers).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpacked(mask: Tensor, number: int) -> Tensor | None:
+    if mask.dtype != torch.uint8 or mask.shape != (-(-number // 8),):
+        return None
+    flags = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return flags.flatten()[:number].bool()

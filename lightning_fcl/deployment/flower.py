@@ -1,0 +1,215 @@
+"""A deployment's server and nodes as Flower apps, by its Message API."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
+from lightning_fcl.deployment.recipe import read_recipe
+from lightning_fcl.errors import require
+
+if TYPE_CHECKING:
+    from flwr.app import Array, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+log = logging.getLogger(__name__)
+
+RECIPE = "recipe.yaml"
+"""The recipe beside an app's files."""
+
+_FOR = "runs federations on real machines", "flower"
+
+_POLL = 0.05  # seconds between two looks for answers
+
+
+def record_of(parcel: Parcel) -> RecordDict:
+    """A parcel as Flower sends it: arrays of numbers, and text."""
+    app = require("flwr.app", *_FOR)
+    arrays = app.ArrayRecord({name: app.Array(array) for name, array in parcel.arrays().items()})
+    record: RecordDict = app.RecordDict({"parcel": app.ConfigRecord({"text": parcel.text()}), "arrays": arrays})
+    return record
+
+
+def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
+    """What Flower has brought, as a parcel.
+
+    Args:
+        record: What has come.
+        limit: Bytes that its arrays may have, each with a head of its own.
+
+    Raises:
+        RefusedError: If it is larger, or something else.
+    """
+    config, arrays = record.config_records.get("parcel"), record.array_records.get("arrays") or {}
+    text = config.get("text") if config is not None else None
+    if not isinstance(text, str):
+        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
+    size = sum(max(len(array.data) - 256, 0) for array in arrays.values())
+    if size > limit:
+        raise RefusedError(
+            f"Expected at most {limit} bytes but got {size}. Raise `message-bytes` of the run's configuration if the "
+            "model is that large."
+        )
+    return Parcel.of_arrays(text, {name: _read(name, array) for name, array in arrays.items()})
+
+
+def _read(name: str, array: Array) -> NDArray[Any]:
+    """The numbers of an array, whose head may promise no more than there is."""
+    file = BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(file)
+        head = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = head(file)
+        if dtype.hasobject or fortran:
+            raise ValueError(f"an array of {dtype}, stored by columns: {fortran}")
+        return np.frombuffer(array.data, dtype, offset=file.tell()).reshape(shape)
+    except (ValueError, KeyError) as error:
+        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {error}.") from error
+
+
+class GridLink:
+    """The way to the nodes over Flower.
+
+    Args:
+        grid: What Flower hands to a ServerApp.
+        limit: Bytes that an answer may have.
+    """
+
+    def __init__(self, grid: Grid, limit: int) -> None:
+        self._grid = grid
+        self._limit = limit
+
+    def nodes(self) -> Iterable[int]:
+        """The nodes that are connected now."""
+        found: Iterable[int] = self._grid.get_node_ids()
+        return found
+
+    def ask(
+        self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
+    ) -> Iterator[tuple[int, Parcel]]:
+        """Send a parcel to each of some nodes, and yield their answers as they come."""
+        began, ttl = time.monotonic(), seconds + longest + 60
+        message_of = require("flwr.app", *_FOR).Message
+        messages = [
+            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=ttl)
+            for node, parcel in parcels.items()
+        ]
+        waiting = {number for number in self._grid.push_messages(messages) if number}
+        while waiting:
+            for message in self._grid.pull_messages(waiting):
+                waiting.discard(message.metadata.reply_to_message_id)
+                yield message.metadata.src_node_id, self._parcel(message)
+            spent = time.monotonic() - began
+            if spent > seconds + longest or (spent > seconds and enough()):
+                return
+            time.sleep(_POLL)
+
+    def _parcel(self, message: Message) -> Parcel:
+        try:
+            if message.has_error():
+                raise RefusedError(f"Expected an answer but Flower says: {message.error.reason}")
+            return parcel_of(message.content, self._limit)
+        except RefusedError as error:
+            return Parcel({"refused": str(error)})
+
+
+def client_app(folder: Path) -> ClientApp:
+    """The app of a node.
+
+    Its node config names the ``client``, where its ``data`` are, and perhaps the folder of its ``memories``. In
+    Flower's simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
+
+    Args:
+        folder: Where the recipe is.
+    """
+    app: ClientApp = require("flwr.clientapp", *_FOR).ClientApp()
+    nodes: dict[tuple[str, str], Node] = {}
+    sys.path.append(str(folder))  # classes of the recipe that lie beside it
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # else each round says that there is no GPU
+
+    def answer(message: Message, context: Context) -> Message:
+        reply: Message = require("flwr.app", *_FOR).Message(record_of(answered(message, context)), reply_to=message)
+        return reply
+
+    def answered(message: Message, context: Context) -> Parcel:
+        try:
+            client, data, memories = _own(context)
+            parcel = parcel_of(message.content, int(context.run_config.get("message-bytes", BYTES)))
+        except RefusedError as error:
+            return Parcel({"refused": str(error)})
+        if (client, data) not in nodes:
+            nodes[client, data] = Node(read_recipe(folder / RECIPE), client, data, memories)
+        return nodes[client, data].answer(parcel)
+
+    app.query()(answer)
+    app.train()(answer)
+    return app
+
+
+def _own(context: Context) -> tuple[str, str, str | None]:
+    """The client, its data and where it keeps its memories."""
+    node, run = context.node_config, context.run_config
+    names = _names(run.get("clients", ""))
+    number = node.get("partition-id")
+    client = str(node.get("client", ""))
+    if not client and isinstance(number, int) and number < len(names):
+        client = names[number]
+    if not client:
+        raise RefusedError(
+            "Expected a node config that names the client and its data but got "
+            f'{dict(node)}. Start the node with --node-config \'client="a" data="a.npz"\'.'
+        )
+    data = str(node.get("data") or Path(str(run.get("data-folder", ""))) / f"{client}.npz")
+    memories = node.get("memories") or run.get("memories") or None
+    return client, data, None if memories is None else str(memories)
+
+
+def _names(said: object) -> list[str]:
+    return [name.strip() for name in str(said).split(",") if name.strip()]
+
+
+def server_app(folder: Path) -> ServerApp:
+    """The app of the server.
+
+    The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
+    it goes on; ``data``, what it tests on, and the names of the ``clients``, if these are not the recipe's; and
+    ``clients-at-least``, ``round-seconds``, ``join-seconds`` and ``message-bytes``, which `Terms` explains.
+
+    Args:
+        folder: Where the recipe is.
+    """
+    app: ServerApp = require("flwr.serverapp", *_FOR).ServerApp()
+    sys.path.append(str(folder))
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        from lightning_fcl.deployment.resident import end_with_parent
+        from lightning_fcl.deployment.rounds import Terms
+        from lightning_fcl.deployment.serve import serve
+
+        end_with_parent()
+        said = context.run_config
+        terms = Terms(
+            int(said.get("clients-at-least", 1)),
+            float(said.get("round-seconds", 600.0)),
+            float(said.get("join-seconds", 600.0)),
+            int(said.get("message-bytes", BYTES)),
+        )
+        logging.getLogger("lightning_fcl").setLevel(logging.INFO)
+        data = str(said.get("data", "")) or None
+        out = Path(str(said.get("out", "runs/deployed")))
+        link = GridLink(grid, terms.message_bytes)
+        serve(folder / RECIPE, link, out, terms, data, _names(said.get("clients", "")))
+
+    return app

@@ -1,0 +1,119 @@
+"""The way to the nodes, and who is there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 60.0
+"""Seconds that a node has to say who it is."""
+
+
+class Link(Protocol):
+    """Sends parcels to nodes, by their numbers, and brings their answers."""
+
+    def nodes(self) -> Iterable[int]:
+        """The nodes that are connected now."""
+
+    def ask(
+        self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
+    ) -> Iterator[tuple[int, Parcel]]:
+        """Send a parcel to each of some nodes, and yield their answers as they come.
+
+        Args:
+            parcels: For each node what it gets.
+            seconds: It waits so long for all of them,
+            longest: and then until there is `enough`, but no longer than this.
+            enough: Whether what has come is enough.
+        """
+
+
+class Members:
+    """Which client is on which node: a node is asked once who it is.
+
+    Args:
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        seconds: How long the server waits for clients.
+    """
+
+    def __init__(self, link: Link, recipe: str, seconds: float) -> None:
+        self._link = link
+        self._recipe = recipe
+        self._seconds = seconds
+        self._clients: dict[int, str] = {}
+        self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
+        self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
+        self._held = ""
+
+    def reach(self, wanted: Iterable[str], needed: int, hello: Mapping[str, Any], held: str) -> dict[str, int]:
+        """The nodes of clients that are there: as soon as there are enough, all that are.
+
+        Args:
+            wanted: The clients.
+            needed: How many of them it takes.
+            hello: What a node that is new is asked.
+            held: The digest of what never travels, as the server has it.
+
+        Raises:
+            RuntimeError: If so many do not come in time.
+        """
+        wanted, ends, told = list(wanted), time.monotonic() + self._seconds, False
+        if held != self._held:
+            self._held, self._clients, self.alike = held, {}, set()
+        while True:
+            there = self._present(hello)
+            found = {client: there[client] for client in wanted if client in there}
+            if len(found) >= needed:
+                return found
+            if not told:
+                log.info("Waiting for %d of the clients %s.", needed, ", ".join(wanted))
+                told = True
+            if time.monotonic() > ends:
+                reasons = "; ".join(dict.fromkeys(why for _, why in self._refused.values()))
+                raise RuntimeError(
+                    f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._seconds:g} s but got "
+                    f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
+                    "`clients-at-least` of the run's configuration."
+                )
+            time.sleep(0.2)
+
+    def _present(self, hello: Mapping[str, Any]) -> dict[str, int]:
+        connected = set(self._link.nodes())
+        self._clients = {node: client for node, client in self._clients.items() if node in connected}
+        self._refused = {node: why for node, why in self._refused.items() if node in connected}
+        new = connected - self._clients.keys() - self._refused.keys()
+        asked = {node: Parcel(hello) for node in sorted(new)}
+        for node, answer in self._link.ask(asked, HELLO_SECONDS, 0, lambda: True) if asked else ():
+            self._welcome(node, answer)
+        return {client: node for node, client in self._clients.items()}
+
+    def _welcome(self, node: int, answer: Parcel) -> None:
+        client = str(answer.head.get("client", ""))
+        try:
+            if "refused" in answer.head:
+                raise RefusedError(str(answer.head["refused"]))
+            check_same(answer.head, self._recipe, f"client {client}")
+            if client in self._clients.values():
+                raise RefusedError(
+                    f"Expected one node for each client but got two for {client}. Give each its own `client` in the "
+                    "node config."
+                )
+        except RefusedError as error:
+            self._refused[node] = client, str(error)
+            log.warning("Refused node %d (client %s): %s", node, client or "unknown", error)
+            return
+        self._clients[node] = client
+        if answer.head.get("held") == self._held:
+            self.alike.add(node)
+        log.info("Client %s is on node %d.", client, node)
+
+    def why_not(self, client: str) -> str:
+        """Why a client is not among those that are there."""
+        return next((why for who, why in self._refused.values() if who == client), "not connected")

@@ -1,0 +1,245 @@
+"""A node: one client's training, on its own data, with what it remembers on its own disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_fcl import __version__
+from lightning_fcl.deployment.node_server import NodeServer
+from lightning_fcl.deployment.outline import Outline
+from lightning_fcl.deployment.own_data import read_data, take_data
+from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_same, check_size
+from lightning_fcl.deployment.recipe import build, fingerprint
+from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.simulation.federation import Federation
+
+log = logging.getLogger(__name__)
+
+MODEL, SERVER = "model/", "server/"
+"""What names of tensors begin with: of the model, and of what a server keeps for methods."""
+
+
+class Node:
+    """Answers a server's messages: it trains one client on this machine's own data.
+
+    Args:
+        recipe: The recipe, as `read_recipe` gives it.
+        client: The client's name.
+        data: Where its data are: see `read_data`.
+        folder: Where it keeps what it remembers, a folder for each federation and client; default: in the user's cache.
+
+    Example:
+        >>> from lightning_fcl.deployment.parcel import Parcel
+        >>> node = Node({"model": {}, "data": {}, "trainer": {}, "seed_everything": 0}, "a", "a.npz")
+        >>> node.answer(Parcel({"kind": "hello", "version": "0.0.1"})).head["refused"][:60]
+        'Expected the server to run lightning-fcl ...
+    """
+
+    def __init__(self, recipe: Mapping[str, Any], client: str, data: str, folder: str | Path | None = None) -> None:
+        self.client = client
+        self._recipe = recipe
+        self._data = data
+        self._folder = Path(folder) if folder is not None else cache_folder() / "nodes"
+        self._print = fingerprint(recipe)
+        self._training: LocalFit | None = None
+
+    def answer(self, parcel: Parcel) -> Parcel:
+        """The answer to a message; a refusal, where it is none of this federation, or training has failed."""
+        head = {"version": __version__, "recipe": self._print, "client": self.client}
+        try:
+            check_same(parcel.head, self._print, "the server")
+            answers = {"hello": self._hello, "train": self._train}
+            if parcel.head.get("kind") not in answers:
+                raise RefusedError(f"Expected a message to say hello or to train but got {parcel.head.get('kind')!r}.")
+            more, state = answers[parcel.head["kind"]](parcel)
+            return Parcel({**head, **more}, state)
+        except Exception as error:  # whatever fails here, the server has to know, and goes on with others
+            if not isinstance(error, RefusedError):
+                log.exception("Client %s could not answer.", self.client)
+            said = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+            return Parcel({**head, "refused": said})
+
+    def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
+        read_data(self._data)  # who has none says so now
+        return {"held": self._fit.held(parcel.head.get("held", []))}, {}
+
+    @property
+    def _fit(self) -> LocalFit:
+        if self._training is None:
+            self._training = LocalFit(self._recipe)
+        return self._training
+
+    def _train(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
+        head, outline = parcel.head, Outline.of_plain(parcel.head["outline"])
+        if outline.client != self.client:
+            raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
+        check_size(parcel, int(head.get("message_bytes", BYTES)), "the server")
+        fit, round = self._fit, int(head["round"])
+        take_data(fit.parts.stream, read_data(self._data), outline)
+        if self.client not in fit.parts.stream.plan.train[round]:
+            return {"samples": 0}, {}
+        own = self._folder / quote(str(head["federation"]), safe="") / quote(self.client, safe="")
+        return fit.round(parcel, memories(own, self.client, round))
+
+
+def memories(folder: Path, client: str, round: int) -> Path:
+    """Where a client's memories are, as they were before a round: also where the round is trained again.
+
+    Args:
+        folder: The client's folder for a federation.
+        client: The client.
+        round: The round that is to be trained.
+
+    Raises:
+        RefusedError: If they are those of a later round.
+    """
+    now, before, note = (
+        ClientStore("disk", folder / "now"),
+        ClientStore("disk", folder / "before"),
+        folder / "round.json",
+    )
+    begun = int(json.loads(note.read_text())["round"]) if note.exists() else -1
+    if round < begun:
+        raise RefusedError(
+            f"Expected a round from {begun} on, which is the last that client {client} has begun, but got {round}: the "
+            "server has gone back further than one round. Start it from its newest checkpoint."
+        )
+    if round == begun:
+        now[client] = before[client]
+    else:
+        before[client] = now[client]
+        write_whole(note, json.dumps({"round": round}))
+    return folder / "now"
+
+
+class LocalFit:
+    """The Trainer of a node: each round is an epoch of it, in a fit of its own.
+
+    Args:
+        recipe: The recipe.
+    """
+
+    def __init__(self, recipe: Mapping[str, Any]) -> None:
+        self.parts = build(recipe)
+        self._recipe_server = self.federation.server
+        self._initial = {name: value.detach().clone() for name, value in entries(self.parts.module).items()}
+        self.federation.cohort_size = 1
+        self._own = _OneRound(self.federation)
+        self.trainer = L.Trainer(
+            strategy=self.parts.strategy,
+            callbacks=[*self.parts.callbacks, self._own],
+            max_epochs=-1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            **self.parts.trainer,
+        )
+
+    @property
+    def federation(self) -> Federation:
+        """The federation of one."""
+        return self.parts.strategy.federation
+
+    def held(self, names: Sequence[str]) -> str:
+        """A digest of some entries as they are here from the start: of those that never travel.
+
+        Raises:
+            RefusedError: If the model has no such entry.
+        """
+        strange = [name for name in names if name not in self._initial]
+        if strange:
+            raise RefusedError(f"Expected names of the recipe's model but got `{strange[0]}`. Deploy one recipe.")
+        return digest({name: self._initial[name] for name in names})
+
+    def round(self, parcel: Parcel, folder: Path) -> tuple[dict[str, Any], State]:
+        """Train a round: what is said beside the upload, and the upload.
+
+        Args:
+            parcel: The server's message.
+            folder: Where the client keeps its memories.
+        """
+        head, state = parcel.head, parcel.state
+        plan, round = self.parts.stream.plan, int(head["round"])
+        module = self.parts.module
+        load_entries(module, self._initial)
+        received = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
+        known = {name: value for name, value in entries(module).items() if name in received}
+        check_entries(received, known, frozenset(received), "the server")
+        load_entries(module, {**entries(module), **received})
+        extra = {name.removeprefix(SERVER): value for name, value in state.items() if name.startswith(SERVER)}
+        server = NodeServer(self._recipe_server, folder, received.keys() | extra.keys())
+        server.extra = extra
+        self.federation.server = server
+        self._own.groups = head["optimizer"]
+        progress: Any = self.trainer.fit_loop.epoch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = round
+        self.trainer.fit_loop.max_epochs = int(head["max_epochs"])
+        self.trainer.fit(module, datamodule=self.parts.stream)
+        record, sent = server.record, server.upload_to_send()
+        if sent is None:
+            why = record.dropped.get(plan.clients[0], "it has none")
+            raise RefusedError(f"Expected an upload of client {plan.clients[0]} but {why}.")
+        trained = self._own.trained
+        said = {"samples": trained[0], "rehearsed": trained[1], "diverged": bool(record.diverged)}
+        return said, {name: value.cpu() for name, value in sent.items()}
+
+
+class _OneRound(Callback):
+    """Ends a node's fit after one round, before anything is brought together: that is the server's part."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.groups: list[dict[str, Any]] = []
+        self.trained = (0, 0)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The server's schedules say how the optimizer stands in this round."""
+        for group, values in zip(self.federation.optimizer.param_groups, self.groups, strict=True):
+            group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        context = self.federation.context
+        if context is not None:
+            parts = context.client_rounds
+            self.trained = int(parts.samples[0]), int(parts.trained[0] - parts.samples[0])
+            self.federation.context = replace(context, last_of_round=False)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.federation.last_batch:
+            self.federation.round_done, self.federation.training = True, None
+            trainer.should_stop = True
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """A short name of some tensors: others have another.
+
+    Example:
+        >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(3)})
+        False
+    """
+    found = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())
+        found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]

@@ -1,0 +1,220 @@
+"""The data of one machine: a file, a folder of images or a DataModule, with labels by the names of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from urllib.parse import quote
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from lightning_fcl.data.batches import joined
+from lightning_fcl.data.datasets.files import read_npz
+from lightning_fcl.data.samples import Samples, samples_of
+from lightning_fcl.data.scenarios import EMPTY, IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.deployment.outline import Outline, client_plan
+from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import replacing
+
+_MEND = "Write it with `numpy.savez(path, x=..., y=...)`, or `lightning-fcl deploy split`."
+
+
+@dataclass(frozen=True, eq=False)
+class OwnData:
+    """The data of one machine.
+
+    Args:
+        samples: The samples; their targets are numbers of their own ``classes``.
+        rounds: Whether each sample is of each round, shape (n, rounds); None: their classes or domains say so.
+        part: What each sample is for, ``"test"`` or ``"validation"``, shape (n,), on a server; None: ``"test"``.
+    """
+
+    samples: Samples
+    rounds: NDArray[np.bool_] | None = None
+    part: NDArray[Any] | None = None
+
+
+def read_data(where: str | Path) -> OwnData:
+    """The data of one machine.
+
+    Args:
+        where: An ``.npz`` file with ``x``, shape (n, ...), and ``y``, shape (n,), names of classes, or numbers that are
+            none; and perhaps ``group``, the names of domains, ``classes``, all names in their order, ``mean`` and
+            ``std`` of uint8 images, ``rounds`` and ``part``, as `OwnData` has them. Or a folder with a folder of images
+            for each class. Or a LightningDataModule, as in ``"my_data:Sensors"``.
+
+    Raises:
+        RefusedError: If there are no such data.
+    """
+    path = Path(where)
+    try:
+        if path.suffix == ".npz":
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path.resolve()}")
+            return _read_file(path)
+        if path.is_dir():
+            return OwnData(_read_images(path))
+        if ":" in str(where):
+            made = resolve_name(str(where))
+            if isinstance(made, type) and issubclass(made, L.LightningDataModule):
+                return OwnData(samples_of(made()))
+        raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise RefusedError(
+            f"Expected the data of this node at {where} but {error}. Name an .npz file, a folder of images, or a "
+            'DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
+        ) from error
+
+
+def _read_file(path: Path) -> OwnData:
+    with np.load(path, allow_pickle=False) as archive:
+        there = {name: archive[name].ndim for name in archive.files}
+    if "x" not in there or "y" not in there:
+        raise ValueError(f"it holds {', '.join(there) or 'nothing'}, not `x` and `y`. {_MEND}")
+    free: dict[str, tuple[int | str, ...]] = {
+        "x": ("n", *(f"x{i}" for i in range(1, there["x"]))),
+        "y": ("n", *(f"y{i}" for i in range(1, there["y"]))),
+        "group": ("n",),
+        "classes": ("classes",),
+        "mean": tuple(f"mean{i}" for i in range(there.get("mean", 0))),
+        "std": tuple(f"std{i}" for i in range(there.get("std", 0))),
+        "rounds": ("n", "rounds"),
+        "part": ("n",),
+    }
+    kinds = {"x": "iuf", "y": "iufU", "group": "iuU", "classes": "U", "mean": "f", "std": "f", "part": "U"}
+    kinds["rounds"] = "biu"
+    known = {name: ("biufU" if name == "y" else kinds[name], free[name]) for name in free if name in there}
+    read = read_npz(path, {name: (kind, shape) for name, (kind, shape) in known.items() if name != "y"}, _MEND)
+    with np.load(path, allow_pickle=False) as archive:
+        read["y"] = archive["y"]
+    return _of_arrays(read)
+
+
+def _of_arrays(read: Mapping[str, NDArray[Any]]) -> OwnData:
+    x, y = torch.from_numpy(np.ascontiguousarray(read["x"])), read["y"]
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"it holds {len(x)} samples and {len(y)} targets. {_MEND}")
+    if x.is_floating_point() and not torch.isfinite(x).all():
+        raise ValueError("`x` holds numbers that are not finite. Mend or drop these samples")
+    classes = tuple(map(str, read["classes"])) if "classes" in read else ()
+    if y.dtype.kind == "U":
+        classes = classes or tuple(np.unique(y).tolist())
+        y = numbers_of(y, classes, "its data")
+    elif y.dtype.kind in "biu" and y.ndim == 1:
+        raise ValueError("`y` holds numbers, which may be others elsewhere: write the names of classes, as text")
+    scale = (torch.from_numpy(read["mean"]), torch.from_numpy(read["std"])) if {"mean", "std"} <= {*read} else None
+    samples = Samples(x, y, classes, group=read.get("group"), scale=scale)
+    rounds = read["rounds"].astype(bool) if "rounds" in read else None
+    return OwnData(samples, rounds, read.get("part"))
+
+
+def _read_images(folder: Path) -> Samples:
+    """A folder of images for each class, scaled to [0, 1]."""
+    torchvision = require("torchvision", "reads folders of images")
+    found = torchvision.datasets.ImageFolder(folder, transform=torchvision.transforms.functional.to_tensor)
+    x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
+    return replace(samples_of(TensorDataset(x, y)), x=x, targets=y.numpy(), classes=tuple(found.classes))
+
+
+def numbers_of(names: NDArray[Any], classes: Sequence[str], whose: str) -> IntArray:
+    """The number of each name among the classes.
+
+    Raises:
+        RefusedError: If there is a name that is none of them.
+
+    Example:
+        >>> numbers_of(np.array(["walk", "sit"]), ["sit", "walk"], "client a")
+        array([1, 0])
+    """
+    number = {name: i for i, name in enumerate(classes)}
+    unknown = sorted({str(name) for name in names.tolist()} - number.keys())
+    if unknown:
+        raise RefusedError(
+            f"Expected the labels of {whose} among {', '.join(classes)} but got {', '.join(unknown[:5])}. Leave these "
+            "samples out, or name the classes at the server."
+        )
+    return np.array([number[str(name)] for name in names.tolist()], dtype=np.int64)
+
+
+def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
+    """Let a stream be that of a node: its own samples, and the rounds that the server has told.
+
+    Args:
+        stream: The recipe's stream; its own data are not read.
+        data: The node's.
+        outline: What the server has told.
+
+    Raises:
+        RefusedError: If the data do not fit the outline.
+    """
+    samples, whose = data.samples, f"client {outline.client}"
+    targets: IntArray = samples.targets
+    if bool(samples.classes) != bool(outline.classes):
+        raise RefusedError(
+            f"Expected targets of {whose} that are {'classes' if outline.classes else 'numbers'}, as the server's are, "
+            "but got others."
+        )
+    if samples.classes:
+        targets = numbers_of(np.array(samples.classes)[samples.targets], outline.classes, whose)
+    groups = targets if outline.of_classes else np.zeros(len(samples), dtype=np.int64)
+    if not outline.of_classes and outline.groups and samples.group is not None:
+        groups = numbers_of(samples.group.astype(str), outline.groups, whose)
+    stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
+    stream.samples = replace(samples, targets=targets, classes=outline.classes)
+
+
+def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
+    """Write what each client of a stream would have, and what its server tests on, each to a file of its own.
+
+    Args:
+        stream: The stream.
+        folder: Where ``server.npz`` and the clients' files come, by their names.
+
+    Returns:
+        The files, the server's first.
+
+    Raises:
+        ValueError: If the samples are no arrays.
+    """
+    stream.setup("fit")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = stream.plan
+    part = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])
+    tested = np.concatenate([plan.test, plan.validation])
+    files = [_write(stream, folder / "server.npz", tested, part=part)]
+    for client in plan.clients:
+        rows = [current.get(client, EMPTY) for current in plan.train]
+        own = np.unique(np.concatenate(rows))
+        rounds = np.stack([np.isin(own, some) for some in rows], axis=1)
+        files.append(_write(stream, folder / f"{quote(client, safe=' ')}.npz", own, rounds=rounds))
+    return files
+
+
+def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArray[Any]) -> Path:
+    samples = stream.samples
+    if not len(rows):
+        raise ValueError(f"Expected samples to write to {path} but there are none. Raise `test` of the split.")
+    pair = samples.stored(rows)
+    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, torch.Tensor) for one in pair)):
+        raise ValueError(
+            "Expected samples and targets that are arrays to write a split. Give nodes DataModules instead."
+        )
+    found = {"x": pair[0].numpy(), "y": pair[1].numpy(), **columns}
+    if samples.classes:
+        found |= {"y": np.array(samples.classes)[samples.targets[rows]], "classes": np.array(samples.classes)}
+    if samples.group is not None:
+        found["group"] = samples.group[rows].astype(str)
+    if samples.scale is not None and samples.pixels is not None:
+        found |= {name: part.numpy() for name, part in zip(("mean", "std"), samples.scale, strict=True)}
+    with replacing(path) as part_file, part_file.open("wb") as file:
+        np.savez(file, **found)
+    return path

@@ -1,0 +1,158 @@
+"""A recipe's parts made on a node, which has no parser of recipes: `lightning-fcl deploy` has written every default."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, get_args, get_origin, get_type_hints
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ProgressBar
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.simulation.strategy import FederatedStrategy
+
+_TRAINER = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+)
+"""What of a Trainer's arguments a client's training depends on."""
+
+_ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
+"""What a node takes of a recipe's stream."""
+
+_SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a node trains with.
+
+    Args:
+        module: The LightningModule.
+        stream: A stream without data.
+        strategy: The strategy.
+        callbacks: The methods, and what else acts while a client trains.
+        trainer: Further arguments of the Trainer.
+    """
+
+    module: L.LightningModule
+    stream: FederatedStream
+    strategy: FederatedStrategy
+    callbacks: list[Callback]
+    trainer: dict[str, Any]
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as `lightning-fcl deploy` has written it: with every default.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
+        raise ValueError(
+            f"Expected {path} to be a recipe that `lightning-fcl deploy` has written but it is not. Deploy it again."
+        )
+    return content
+
+
+def fingerprint(recipe: Mapping[str, Any]) -> str:
+    """A short name of what nodes do with a recipe: another one has another name.
+
+    Example:
+        >>> recipe = {"model": 1, "data": {"batch_size": 8, "data": "digits"}, "trainer": {"max_epochs": 3}}
+        >>> fingerprint(recipe) == fingerprint({**recipe, "data": {"batch_size": 8, "data": "faces"}})
+        True
+    """
+    trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
+    data = {name: recipe["data"].get(name) for name in _ELSEWHERE}
+    of = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
+    text = json.dumps({**of, "trainer": trainer, "data": data}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def build(recipe: Mapping[str, Any]) -> Parts:
+    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it.
+
+    Raises:
+        ValueError: If something in the recipe cannot be made here.
+    """
+    seed, trainer = recipe["seed_everything"], recipe["trainer"]
+    L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
+    own = {name: recipe["data"][name] for name in _ELSEWHERE if name in recipe["data"]}
+    stream = FederatedStream(**own)
+    module = _made(recipe["model"])
+    given = trainer.get("callbacks") or []
+    callbacks = [_made(one) for one in (given if isinstance(given, list) else [given])]
+    strategy = trainer.get("strategy")
+    made = _made(strategy) if isinstance(strategy, Mapping) else FederatedStrategy()
+    if not isinstance(made, FederatedStrategy) or not isinstance(module, L.LightningModule):
+        raise ValueError(f"Expected a `FederatedStrategy` and a LightningModule but got {made} and {module}.")
+    arguments = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
+    return Parts(module, stream, made, [one for one in callbacks if acts_on_nodes(one)], arguments)
+
+
+def acts_on_nodes(callback: Callback) -> bool:
+    """Whether a callback acts while a client trains: a method does, what watches or prepares a federation does not.
+
+    Example:
+        >>> from lightning_fcl.callbacks import ContinualMetrics, FedProx
+        >>> [acts_on_nodes(callback) for callback in (FedProx(mu=0.1), ContinualMetrics())]
+        [True, False]
+    """
+    if isinstance(callback, Declaration):
+        return True
+    watches = isinstance(callback, Checkpoint | EarlyStopping | ProgressBar)
+    return not watches and not type(callback).__module__.startswith("lightning_fcl.callbacks.")
+
+
+def _made(spec: Any, hint: Any = None) -> Any:
+    """What a part of a recipe stands for, and all that is in it."""
+    if isinstance(spec, Mapping) and "class_path" in spec:
+        kind = resolve_name(spec["class_path"])
+        if not isinstance(kind, type) and "return" not in getattr(kind, "__annotations__", {}):
+            raise ValueError(
+                f"Expected `class_path` to name a class, or a function that says what it makes, but got "
+                f"{spec['class_path']}."
+            )
+        arguments = _arguments(kind, spec.get("init_args") or {})
+        if isinstance(kind, type) and issubclass(kind, Optimizer | LRScheduler):
+            return partial(kind, **arguments)  # whose parameters come later
+        return kind(**arguments)
+    if isinstance(spec, Mapping):
+        kinds = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)]
+        if kinds:
+            return kinds[0](**_arguments(kinds[0], spec))
+        return {name: _made(value) for name, value in spec.items()}
+    if isinstance(spec, list):
+        made: Sequence[Any] = [_made(value) for value in spec]
+        return tuple(made) if _is_tuple(hint) else made
+    return spec
+
+
+def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(vars(kind).get("__init__", kind) if isinstance(kind, type) else kind)
+    except (NameError, TypeError):  # of names that only type checkers import
+        hints = {}
+    return {name: _made(value, hints.get(name)) for name, value in given.items()}
+
+
+def _is_tuple(hint: Any) -> bool:
+    return any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint)))

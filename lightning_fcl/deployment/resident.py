@@ -1,0 +1,92 @@
+"""A process that stays beside a SuperNode: it has imported all that a client needs, and forks for each message.
+
+Flower starts a client process anew for every message, which then imports torch and Lightning anew. This one runs
+Flower's own ``flower-superexec``, whose arguments it takes, and lets it fork where that would start a process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from lightning_fcl.errors import require
+
+_WARM = ("torch", "lightning.pytorch", "lightning_fcl.deployment.node", "lightning_fcl.deployment.flower")
+_FOR = "runs federations on real machines", "flower"
+
+
+def stay(words: Sequence[str]) -> None:
+    """Run ``flower-superexec`` with these arguments, until it is told to stop.
+
+    Args:
+        words: As in ``["--runtime-api-address", "127.0.0.1:9094", "--insecure"]``.
+    """
+    for name in ("flwr.clientapp", "flwr.app", *_WARM):
+        import_module(name)
+    os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
+    executor: Any = require("flwr.supercore.superexec.executor.subprocess_executor", *_FOR)
+    require("flwr.supernode.cli.flwr_clientapp", *_FOR)
+    executor.subprocess = _Forks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who are done
+    sys.argv = ["flower-superexec", *words]
+    require("flwr.supercore.cli.flower_superexec", *_FOR).flower_superexec()
+
+
+class _Forks:
+    """Stands in for `subprocess` where Flower starts a client."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    @staticmethod
+    def Popen(words: Sequence[str], **options: Any) -> object:  # noqa: N802  # Flower calls it so
+        """Fork for a client; anything else is a process as ever."""
+        if os.path.basename(words[0]) != "flwr-clientapp":
+            return subprocess.Popen(words, **options)
+        if (child := os.fork()) == 0:
+            _be_client(words)
+        return child
+
+
+def end_with_parent(patience: float = 10.0) -> None:
+    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone.
+
+    Args:
+        patience: Seconds that it has to end by itself.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _be_client(words: Sequence[str]) -> None:
+    """Answer one message, and end."""
+    code = 1
+    try:
+        end_with_parent()
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        sys.argv = list(words)
+        require("flwr.supernode.cli.flwr_clientapp", *_FOR).flwr_clientapp()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # nothing of the parent's is ended here

@@ -1,0 +1,349 @@
+"""The server's rounds: a Trainer's epochs whose uploads come from nodes."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fcl import __version__
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.orders import Batching
+from lightning_fcl.data.stream import StreamLoader
+from lightning_fcl.deployment.changes import restored
+from lightning_fcl.deployment.link import Link, Members
+from lightning_fcl.deployment.node import MODEL, SERVER, digest
+from lightning_fcl.deployment.outline import outline_of
+from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_size
+from lightning_fcl.errors import at_least
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.protocol import Batch, ListensToRounds
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.limits import check_stream, there
+from lightning_fcl.simulation.loader import BatchContext
+from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.strategy import FederatedStrategy
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a server deals with its nodes.
+
+    Args:
+        clients_at_least: Clients whose answers a round needs.
+        round_seconds: Seconds after which a round no longer waits for the others.
+        join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
+        message_bytes: Bytes that the tensors of a message may have.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+
+    clients_at_least: int = 1
+    round_seconds: float = 600.0
+    join_seconds: float = 600.0
+    message_bytes: int = BYTES
+
+    def __post_init__(self) -> None:
+        at_least(1, clients_at_least=self.clients_at_least, message_bytes=self.message_bytes)
+        at_least(0, round_seconds=self.round_seconds, join_seconds=self.join_seconds)
+
+
+@dataclass
+class Identity(Callback):
+    """Keeps in checkpoints which federation this is: nodes keep what they remember by it."""
+
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its name."""
+        return {"name": self.name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on as the federation that wrote a checkpoint."""
+        self.name = str(state_dict["name"])
+
+
+class _Elsewhere:
+    """A `LocalTrainer` that trains nobody: nodes do."""
+
+    clients_at_once = 1
+    stacked = False
+    optimizer = None
+
+    def begin(self, start: Start) -> None:
+        """Nothing."""
+
+    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+        """No loss: nothing is learnt here."""
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        """No step: see `_NoSteps`."""
+
+    def finish(self) -> Trained:
+        """Nobody has trained."""
+        return Trained({}, [])
+
+    def abort(self) -> None:
+        """Nothing."""
+
+
+class _NoSteps(LocalSteps):
+    """Takes no step: there is no gradient."""
+
+    def next(
+        self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
+    ) -> Callable[[], object]:
+        """The closure, as of a batch after which no step is due."""
+        self.complete = False
+        return closure
+
+
+class RemoteFederation(Federation):
+    """A federation whose clients train elsewhere, behind the same strategy.
+
+    Args:
+        strategy: The recipe's strategy, whose federation this one stands in for.
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        terms: How the server deals with them.
+
+    """
+
+    def __init__(self, strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> None:
+        given = strategy.federation
+        super().__init__(
+            given.server,
+            given.participation,
+            given.local_epochs,
+            given.rules,
+            1,
+            given.keep_optimizer,
+            lambda: strategy.seed,
+        )
+        self.server.compression = None  # uploads come as the server decodes them
+        self.link, self.recipe, self.terms = link, recipe, terms
+        self.identity = Identity()
+        self.members = Members(link, recipe, terms.join_seconds)
+        self.skipped: list[str] = []
+
+    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RemoteLoader:  # type: ignore[override]
+        """Take what the server knows of the stream; what comes back yields one empty batch a round, when it is over.
+
+        Raises:
+            ValueError: If stream, methods and module do not go together, or with a deployment.
+        """
+        self._stream, self._optimizer = loader.stream, optimizer
+        self.participation.seed = self.seed
+        trainer = self.module.trainer
+        self.methods = methods_of(trainer)
+        check_stream(trainer, self.stream)
+        check_deployable(self.participation, self.methods)
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, ContinualMetrics):
+                # Clients' models, with what is their own, and their samples never come here.
+                callback.clients, callback.training = "none", False
+        named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
+        self.server.check_clients(self.plan.clients, named)
+        self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
+        self.trainer = _Elsewhere()
+        self.local_steps = _NoSteps(there(self.local_steps, "a fit").every, [], lambda scheduler: None)
+        remote = RemoteLoader(self)
+        self.loader = remote  # type: ignore[assignment]
+        return remote
+
+    # A round.
+
+    def gather(self) -> None:
+        """Send the server's state to the clients of the round, and take in what they answer."""
+        self.server.begin_round(self.module, self.rules, self.extra)
+        self.between_rounds = self.round_done = False
+        drawn, self.skipped = self.participation.draw(self.plan, self.round)
+        held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
+        hello = {**self._head(), "kind": "hello", "held": sorted(held)}
+        nodes = self.members.reach(drawn, needed, hello, digest(held))
+        self.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
+        parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
+        self._receive({node: client for client, node in nodes.items()}, parcels, needed)
+
+    def _sent_to(self, client: str, node: int, held: State) -> Parcel:
+        """What a client gets: the server's state, and what never travels where it has that otherwise."""
+        state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
+        parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
+        self.record.download(client, parcel.nbytes)
+        return parcel
+
+    def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
+        """Take in answers, until all have come, or enough when the round's time is over.
+
+        Raises:
+            RuntimeError: If too few have come that are usable.
+        """
+        usable: list[str] = []
+        silent = set(clients.values())
+        seconds = self.terms.round_seconds, self.terms.join_seconds
+        for node, answer in self.link.ask(parcels, *seconds, lambda: len(usable) >= needed):
+            silent.discard(clients[node])
+            if self._take(clients[node], answer):
+                usable.append(clients[node])
+        for client in sorted(silent):
+            self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
+        if len(usable) < needed:
+            reasons = "; ".join(f"{client}: {why}" for client, why in self.record.dropped.items())
+            raise RuntimeError(
+                f"Expected uploads of at least {needed} clients in round {self.round} but got {len(usable)} "
+                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
+            )
+
+    def client_rounds(self, round: int) -> list[ClientRound]:
+        """None: nodes end their clients' rounds."""
+        return []
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "recipe": self.recipe,
+            "federation": self.identity.name,
+            "round": self.round,
+            "max_epochs": self.module.trainer.max_epochs,
+            "message_bytes": self.terms.message_bytes,
+            "optimizer": [_plain(group) for group in self.optimizer.param_groups],
+        }
+
+    def _held(self) -> State:
+        """The entries from which clients start and which do not travel."""
+        known = self.server.reductions
+        return {name: value for name, value in self.server.state.items() if not (known[name].down or known[name].up)}
+
+    def _download(self) -> State:
+        state = {name: value for name, value in self.server.state.items() if self.server.reductions[name].down}
+        extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
+        return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
+
+    def _take(self, client: str, answer: Parcel) -> bool:
+        """Take in a client's answer; whether there was one that counts."""
+        head, who, round = answer.head, f"client {client}", self.round
+        try:
+            if "refused" in head:
+                raise RefusedError(str(head["refused"]))
+            samples, rehearsed = int(head["samples"]), int(head.get("rehearsed", 0))
+            if samples == 0:
+                self.skipped.append(client)
+                return True
+            if samples < 0 or rehearsed < 0:
+                raise RefusedError(f"Expected {who} to have trained on at least 1 sample but got {samples}.")
+            check_size(answer, self.terms.message_bytes, who)
+            known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
+            resizes = frozenset(name for name in known if self.server.reductions[name].resizes)
+            start = {name: self.server.reductions[name].start(value) for name, value in known.items()}
+            upload = restored(answer.state, start)
+            check_entries(upload, known, resizes, who, finite=False)  # the server drops whoever diverges
+        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            self._drop(client, str(error))
+            return False
+        part = ClientRounds(
+            round,
+            [client],
+            np.array([samples]),
+            lambda name: self.stream.client_round(name, round),
+            np.array([rehearsed]),
+        )
+        state = {name: value[None].to(self.module.device) for name, value in upload.items()}
+        (taken,) = self.server.upload(part, state)
+        if taken:
+            self.record.upload_bytes[client] = answer.nbytes
+            self.record.diverged += [client] * bool(head.get("diverged"))
+        return taken
+
+    def _drop(self, client: str, why: str) -> None:
+        self.record.dropped[client] = why
+        log.warning("Round %d: nothing of client %s: %s", self.round, client, why)
+
+
+class RemoteLoader:
+    """One batch a round, empty: when it comes, the uploads are there."""
+
+    def __init__(self, federation: RemoteFederation) -> None:
+        self._federation = federation
+        stream = federation.stream
+        self.batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        self.contexts: deque[BatchContext] = deque()
+        self.skipped: Sequence[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        federation = self._federation
+        if federation.round >= federation.plan.rounds:
+            return
+        federation.gather()
+        self.skipped = federation.skipped
+        nobody = ClientRounds.of([])
+        self.contexts.append(BatchContext(nobody, lambda row: None, first=False, last=False, last_of_round=True))
+        yield [torch.empty(0), torch.empty(0, dtype=torch.long)]
+
+
+def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """How an optimizer's group stands, without its parameters."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in group.items()
+        if isinstance(value, int | float | str | tuple | None) and name != "params"
+    }
+
+
+def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
+    """Refuse what can only be simulated.
+
+    Args:
+        participation: Who takes part.
+        methods: The methods.
+
+    Raises:
+        ValueError: If the federation is a swarm, or a method looks at all clients.
+    """
+    if participation.swarm is not None:
+        raise ValueError(
+            "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by themselves, "
+            f"but got {participation.swarm.hparams()}. Leave it out."
+        )
+    if participation.schedule is not None:
+        raise ValueError(
+            f"Expected no `schedule` in a deployment, whose nodes have clocks of their own, but got "
+            f"{type(participation.schedule).__name__}. Leave it out; `round_seconds` ends a round."
+        )
+    for method in methods:
+        if isinstance(method, ListensToRounds) or (method.ends_undrawn and participation.clients != 1.0):
+            raise ValueError(
+                f"Expected methods that look at one client at a time but got `{type(method).__name__}`, which looks at "
+                "all of them when a round is done, as only a simulation can. Simulate it, with `lightning-fcl fit`."
+            )
+
+
+def deploy(strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> RemoteFederation:
+    """Let a strategy's clients be nodes."""
+    federation = RemoteFederation(strategy, link, recipe, terms)
+    strategy.federation = federation
+    return federation

@@ -1,0 +1,270 @@
+"""A recipe in a folder, its simulation, and the same as a server and nodes in this process, messages as on the wire."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import lightning_fcl
+from lightning_fcl.deployment.app import write_app
+from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.own_data import write_split
+from lightning_fcl.deployment.recipe import read_recipe
+from lightning_fcl.deployment.rounds import Terms
+from lightning_fcl.deployment.serve import serve
+from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint
+from lightning_fcl.running.fit import resolve, run
+
+if find_spec("flwr") is None:  # the extra `flower` is not installed
+    collect_ignore_glob = ["test_*"]
+
+BASE = {
+    "seed_everything": 3,
+    "trainer": {
+        "accelerator": "cpu",
+        "logger": False,
+        "strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1}},
+    },
+    "model": {
+        "class_path": "lightning_fcl.Classifier",
+        "init_args": {
+            "num_classes": 10,
+            "model": {"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [64, 16, 10]}},
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.5}},
+        },
+    },
+    "data": {
+        "data": "digits",
+        "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2, "rounds_per_experience": 2}},
+        "partition": {"class_path": "IID", "init_args": {"clients": 3}},
+        "batch_size": 64,
+    },
+}
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def over(base, more):
+    """One recipe over another."""
+    if isinstance(base, dict) and isinstance(more, dict) and "class_path" not in more:
+        return {**base, **{name: over(base.get(name), value) for name, value in more.items()}}
+    return more
+
+
+class Wire:
+    """Nodes in this process: what they are sent, and what they answer, goes through Flower's records."""
+
+    def __init__(self, nodes, limit=10**8):
+        self.reached = dict(enumerate(nodes, start=7))
+        self.limit = limit
+        self.asked = []
+
+    def nodes(self):
+        return list(self.reached)
+
+    def ask(self, parcels, seconds, longest, enough):
+        for number in reversed(parcels):  # in no order that anything may hang on
+            parcel = parcel_of(record_of(parcels[number]))
+            self.asked.append((number, parcel))
+            answer = self.reached[number].answer(parcel)
+            if answer is not None:
+                yield number, parcel_of(record_of(answer), self.limit)
+
+
+class Rehearsal:
+    """A recipe, its simulation and its deployment, in a folder."""
+
+    def __init__(self, folder, more=()):
+        self.folder = folder
+        written = folder / "given.yaml"
+        written.write_text(yaml.safe_dump(over(BASE, dict(more))))
+        self.path = folder / "recipe.yaml"
+        self.path.write_text(yaml.safe_dump(resolve(["fit", "--config", str(written)])))
+        self.recipe = read_recipe(self.path)
+
+    def simulate(self, *words):
+        """The simulation; the shares of its clients are then in files."""
+        self.simulated = run(["fit", "--config", str(self.path), "--out", str(self.folder / "simulated"), *words])
+        self.split()
+        return self.simulated
+
+    def split(self):
+        if not (self.folder / "data").exists():
+            stream = self.simulated.datamodule
+            self.clients = list(stream.plan.clients)
+            write_split(stream, self.folder / "data")
+
+    def node(self, client, recipe=None):
+        data = self.folder / "data" / f"{client}.npz"
+        return Node(recipe or self.recipe, client, str(data), self.folder / "memories")  # clients may share a machine
+
+    def app(self):
+        """The recipe as a Flower app."""
+        write_app(self.recipe, self.folder / "app", "rehearsal")
+        return self.folder / "app"
+
+    def settings(self):
+        """What a run is told of this rehearsal."""
+        data = str(self.folder / "data" / "server.npz")
+        return {"out": str(self.folder / "deployed"), "data": data, "clients": ",".join(self.clients)}
+
+    def config(self, client):
+        """The node config of a client."""
+        data, memories = self.folder / "data" / f"{client}.npz", self.folder / "memories"
+        return f'client="{client}" data="{data}" memories="{memories}"'
+
+    def weights(self):
+        """What the server's newest checkpoint holds."""
+        return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
+
+    def serve(self, link, data="server", **terms):
+        where = str(self.folder / "data" / "server.npz") if data == "server" else None
+        terms = Terms(**{"join_seconds": 1, "round_seconds": 30, **terms})
+        return serve(self.path, link, self.folder / "deployed", terms, where, self.clients if where else ())
+
+
+@pytest.fixture
+def rehearsal(tmp_path):
+    """Makes a rehearsal of a recipe."""
+    return lambda more=(): Rehearsal(tmp_path, more)
+
+
+@pytest.fixture
+def wire():
+    """Makes a link to nodes in this process."""
+    return Wire
+
+
+@pytest.fixture
+def same():
+    """Whether two modules hold the same bits."""
+
+    def equal(one, other):
+        a, b = entries(one), entries(other)
+        return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+    return equal
+
+
+class Machines:
+    """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
+
+    def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
+        self.folder, self.trust, self.running = folder, list(trust), {}
+        self.words = list(words)
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.bin = Path(sys.executable).parent
+        self.environment = os.environ | {
+            "FLWR_HOME": str(folder / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(lightning_fcl.__file__).parents[1]),
+        }
+
+    def start(self, name, *words):
+        with (self.folder / f"{name}.log").open("a") as log:
+            options = {"stdout": log, "stderr": log, "env": self.environment, "cwd": self.folder}
+            command = [str(self.bin / words[0]), *map(str, words[1:])]
+            self.running[name] = subprocess.Popen(command, start_new_session=True, **options)
+
+    def link(self, *more):
+        off = "--disable-runtime-dependency-installation"
+        state = [*(more or ("--database", self.folder / "link.db")), off]
+        self.start("link", "flower-superlink", *self.words, "--port", self.port, *state)
+        self.wait_for(self._listens)
+
+    def _listens(self):
+        with socket.socket() as there:
+            return there.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def node(self, name, config, *more):
+        port = free_port()
+        own = ["--superlink", self.address, "--port", port, "--isolation", "process"]
+        self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
+        at = ["--runtime-api-address", f"127.0.0.1:{port}"]
+        self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
+
+    def flwr(self, *words, check=True):
+        command = [str(self.bin / "flwr"), *map(str, words)]
+        options = {"capture_output": True, "text": True, "env": self.environment, "cwd": self.folder, "timeout": 120}
+        ended = subprocess.run(command, **options)
+        assert not check or ended.returncode == 0, ended.stdout + ended.stderr + self.logs()
+        return ended
+
+    def connect(self, more=""):
+        """Write where `flwr` finds the SuperLink, and whom it trusts."""
+        connection = f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "{self.address}"\n'
+        trusted = "insecure = true" if "--insecure" in self.trust else f'root-certificates = "{self.trust[-1]}"'
+        (self.folder / "flwr").mkdir(exist_ok=True)
+        (self.folder / "flwr" / "config.toml").write_text(f"{connection}{trusted}\n{more}\n")
+
+    def run(self, app, options="", **settings):
+        self.connect(options)
+        said = " ".join(f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in settings.items())
+        self.flwr("run", app, "here", "--run-config", said)
+
+    def signal(self, name, number):
+        os.killpg(self.running[name].pid, number)
+
+    def kill(self, name):
+        self.signal(name, signal.SIGKILL)
+        self.running.pop(name).wait()
+
+    def wait_for(self, there, seconds=240):
+        ends = time.monotonic() + seconds
+        while not (found := there()):
+            assert time.monotonic() < ends, self.logs()
+            time.sleep(0.1)
+        return found
+
+    def logs(self):
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
+
+    def close(self):
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            for process in self.running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        ends = time.monotonic() + 5
+        for process in self.running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, ends - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Makes processes on loopback, which end with the test."""
+    made = []
+
+    def make(*words, **options):
+        made.append(Machines(tmp_path, *words, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -1,0 +1,141 @@
+"""What `lightning-fcl deploy` writes, and what the page about it says."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import lightning_fcl
+from lightning_fcl import FederatedStream
+from lightning_fcl.cli.main import main
+from lightning_fcl.deployment.outline import Outline, client_plan, outline_of
+from lightning_fcl.deployment.own_data import read_data, write_split
+from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
+from lightning_fcl.deployment.serve import pattern
+from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.running.fit import read_parts
+
+ROOT = Path(lightning_fcl.__file__).parents[1]
+PAGE = ROOT / "docs" / "deploy.md"
+
+
+def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["deploy", "flower", "quickstart", "--out", "app", "--trainer.max_epochs", "3"])
+    files = {path.name: path.read_text() for path in (tmp_path / "app").iterdir()}
+    assert sorted(files) == ["client_app.py", "pyproject.toml", "recipe.yaml", "server_app.py"]
+    assert sorted(capsys.readouterr().out.split()) == sorted(f"app/{name}" for name in files)
+    for side in ("client", "server"):
+        lines = [line for line in files[f"{side}_app.py"].splitlines() if line and not line.startswith('"""')]
+        assert len(lines) == 3
+        exec(compile(files[f"{side}_app.py"], "app", "exec"), {"__file__": str(tmp_path / "app" / "x.py")})
+    project = tomllib.loads(files["pyproject.toml"])
+    assert project["tool"]["flwr"]["app"]["components"] == {
+        "serverapp": "server_app:app",
+        "clientapp": "client_app:app",
+    }
+    assert project["project"]["dependencies"] == [f"lightning-fcl[flower]=={lightning_fcl.__version__}"]
+    recipe = yaml.safe_load(files["recipe.yaml"])
+    assert recipe["trainer"]["max_epochs"] == 3
+    assert fingerprint(recipe) in files["pyproject.toml"]
+
+
+def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
+    """The same weights, methods and settings, from the recipe's seed."""
+    one = rehearsal({"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {}}]}})
+    L.seed_everything(3)
+    parsed, made = read_parts([one.path]), build(one.recipe)
+    start = entries(made.module)
+    assert all(torch.equal(value, start[name]) for name, value in entries(parsed.model).items())
+    assert [type(callback).__name__ for callback in made.callbacks] == ["FLwF2T"]
+    assert made.callbacks[0].hparams() == parsed.callbacks[0].hparams()
+    assert made.stream.batch_size == parsed.datamodule.batch_size
+    assert made.strategy.federation.local_epochs == parsed.strategy.federation.local_epochs
+
+
+def test_what_a_client_is_told_gives_it_the_rounds_that_the_simulation_gave_it(tmp_path):
+    """For scenarios of classes and domains, without a word in its data about rounds."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(240, 3)).astype(np.float32), np.array(["b", "a", "d", "c"])[np.arange(240) % 4]
+    group = np.array(["north", "south", "east"])[np.arange(240) % 3]
+    owner = rng.integers(0, 3, 240)
+    scenarios = (
+        lightning_fcl.data.scenarios.ClassIncremental(2, rounds_per_experience=2),
+        lightning_fcl.data.scenarios.ClassIncremental([1, 3], class_order=["d", "a", "b", "c"], history="seen"),
+        lightning_fcl.data.scenarios.DomainIncremental(domain_order=["south", "east", "north"]),
+        lightning_fcl.data.scenarios.ClassIncremental(2, order_per_client=True),
+    )
+    for number, scenario in enumerate(scenarios):
+        stream = FederatedStream.from_arrays(x, y, owner, group, scenario=scenario, seed=5)
+        write_split(stream, tmp_path / str(number))
+        told = pattern(scenario, read_data(tmp_path / str(number) / "server.npz"), stream.plan.clients, 5)
+        assert told.tasks == stream.plan.tasks and told.experiences == stream.plan.experiences
+        assert np.array_equal(np.sort(told.groups[told.test]), np.sort(stream.plan.groups[stream.plan.test]))
+        for client in stream.plan.clients:
+            outline = Outline.of_plain(yaml.safe_load(yaml.safe_dump(_lists(outline_of(stream, client).plain()))))
+            own = np.unique(np.concatenate([current.get(client, []) for current in stream.plan.train])).astype(int)
+            plan = client_plan(outline, stream.plan.groups[own], None, 5)
+            for here, there in zip(plan.train, stream.plan.train, strict=True):
+                assert np.array_equal(own[here.get(client, [])], there.get(client, []))
+            assert [plan.classes(round) for round in range(plan.rounds)] == [
+                stream.plan.classes(round) for round in range(plan.rounds)
+            ]
+
+
+def _lists(value):
+    if isinstance(value, dict):
+        return {name: _lists(one) for name, one in value.items()}
+    return [_lists(one) for one in value] if isinstance(value, tuple) else value
+
+
+def test_data_of_a_folder_of_images_and_of_a_data_module_are_read(tmp_path, monkeypatch):
+    from PIL import Image
+
+    for name, grey in (("cat", 0), ("dog", 255)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (8, 8), (grey,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
+    photos = read_data(tmp_path / "photos").samples
+    assert photos.classes == ("cat", "dog") and photos.x.shape == (6, 3, 8, 8)
+    assert photos.x[photos.targets == 1].min() == 1
+    code = """
+import lightning.pytorch as L, torch
+from torch.utils.data import DataLoader, TensorDataset
+class Sensors(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6) % 3), batch_size=2)
+"""
+    (tmp_path / "my_sensors.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_data("my_sensors:Sensors").samples.classes == ("0", "1", "2")
+
+
+def test_a_recipe_that_nobody_has_deployed_is_no_recipe_for_a_node(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: {}")
+    with pytest.raises(ValueError, match="that `lightning-fcl deploy` has written"):
+        read_recipe(tmp_path / "recipe.yaml")
+
+
+def test_rounds_of_data_that_do_not_fit_the_stream_are_refused():
+    outline = Outline("a", ("x",), ("x",), True, (0, 0), ((0,),), (), (), ((0,), ()), ((), ()))
+    with pytest.raises(RefusedError, match="a column for each of 2 rounds but got 3"):
+        client_plan(outline, np.zeros(4, int), np.ones((4, 3), bool), 0)
+
+
+def test_the_pages_commands_are_those_of_the_tests():
+    """Every program of the page, with each of its options, is started by a test."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    tested = "".join(path.read_text() for path in Path(__file__).parent.glob("*.py"))
+    for line in filter(None, blocks.splitlines()):
+        program, *words = shlex.split(line)
+        options = [word for word in words if word.startswith("--")]
+        assert program == "pip" or (f'"{program}"' in tested or program == "flwr"), program
+        missing = [option for option in options if program != "pip" and f'"{option}"' not in tested]
+        assert missing == [], line

@@ -1,0 +1,96 @@
+"""A node runs with what `requirements-client.txt` names, and what these packages bring: nothing else is installed."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import numpy as np
+from packaging.requirements import Requirement
+
+import lightning_fcl
+from lightning_fcl.deployment.node import Node
+
+FOLDER = Path(lightning_fcl.__file__).parents[1]
+NAMED = [line for line in (FOLDER / "requirements-client.txt").read_text().splitlines() if line[:1].isalpha()]
+
+ANSWERS = """
+import sys
+sys.path += [INSTALLED, PACKAGE]
+import warnings
+warnings.filterwarnings("ignore")
+from pathlib import Path
+from lightning_fcl.deployment.flower import client_app, parcel_of, record_of
+from lightning_fcl.deployment.parcel import Parcel
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+import numpy as np
+
+TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as Flower sets them in its process
+
+app = client_app(Path(HERE))
+config = {"client": "1", "data": DATA, "memories": HERE + "/device"}
+for file in sorted(Path(HERE).glob("sent-*")):
+    arrays = dict(np.load(Path(HERE) / f"{file.name.replace('sent', 'arrays')}.npz"))
+    parcel = Parcel.of_arrays(file.read_text(), arrays)
+    message = Message(record_of(parcel), 7, "train" if parcel.state else "query")
+    reply = app(message, Context(1, 7, config, RecordDict(), {}))
+    answer = parcel_of(reply.content)
+    sums = {name: str(value.sum().item()) for name, value in answer.state.items()}
+    print(answer.head.get("refused", ""), sorted(answer.head), sums)
+print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
+"""
+
+
+def brought_by(names):
+    """What pip installs with packages: the folders and files in site-packages."""
+    seen, ways, found = set(), [(name, "") for name in names], set()
+    while ways:
+        name, extra = ways.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:  # of another platform
+            continue
+        found |= {file.parts[0] for file in package.files or [] if file.parts[0] != ".."}
+        for requirement in map(Requirement, package.requires or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                ways += [(requirement.name, part) for part in ("", *requirement.extras)]
+    return found
+
+
+def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, tmp_path):
+    """To the same upload as where everything is."""
+    one = rehearsal(
+        {"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"beta": 0.3}}]}}
+    )
+    one.simulate()
+    link = wire([one.node(client) for client in one.clients])
+    one.serve(link, clients_at_least=3)
+    sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
+    for count, parcel in enumerate(sent):
+        (tmp_path / f"sent-{count}").write_text(parcel.text())
+        np.savez(tmp_path / f"arrays-{count}.npz", **parcel.arrays())
+    installed, packages = tmp_path / "installed", Path(distribution("torch").locate_file(""))
+    installed.mkdir()
+    for name in brought_by([Requirement(line).name for line in NAMED]):
+        if (packages / name).exists():
+            (installed / name).symlink_to(packages / name)
+    others = [path.name for path in packages.iterdir() if not (installed / path.name).exists()]
+    assert {"avalanche", "jsonargparse", "torchvision", "sklearn", "pandas"} <= set(others)
+    known = {"INSTALLED": installed, "PACKAGE": FOLDER, "OTHERS": others, "HERE": tmp_path}
+    known["DATA"] = one.folder / "data" / "1.npz"
+    code = "".join(f"{name} = {value if isinstance(value, list) else str(value)!r}\n" for name, value in known.items())
+    words = [sys.executable, "-I", "-S", "-c", code + ANSWERS]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *answers, loaded = done.stdout.splitlines()
+    assert loaded == "loaded []"
+    again = Node(one.recipe, "1", str(one.folder / "data" / "1.npz"), tmp_path / "again")
+    for answer, parcel in zip(answers, sent, strict=True):
+        here = again.answer(parcel)
+        assert re.sub(r"^ ", "", answer).startswith(str(sorted(here.head)))
+        assert all(f"'{name}': '{value.sum().item()}'" in answer for name, value in here.state.items())

@@ -1,0 +1,167 @@
+"""A SuperLink and SuperNodes as processes on loopback, with a process that stays beside each node."""
+
+import csv
+import datetime
+import ipaddress
+import json
+import signal
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from lightning_fcl.federation.aggregation import entries
+
+REPLAY = {
+    "trainer": {
+        "callbacks": [
+            {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"max_size": 30}},
+            {"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"alpha": 0.2, "beta": 0.3}},
+        ]
+    }
+}
+
+pytestmark = pytest.mark.slow
+
+
+def ended(one):
+    """Whether the server is done."""
+    return (one.folder / "deployed" / "results.json").exists()
+
+
+def begun(one, client, round):
+    """Whether a client has begun a round."""
+    notes = list((one.folder / "memories").glob(f"*/{client}/round.json"))
+    return bool(notes) and json.loads(notes[0].read_text())["round"] >= round
+
+
+def equal(module, state):
+    """Whether a module holds these bits."""
+    return all(torch.equal(value, state[name]) for name, value in entries(module).items())
+
+
+def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(rehearsal, machines):
+    one, at = rehearsal(REPLAY), machines()
+    simulated = one.simulate()
+    at.link()
+    for client in one.clients:
+        at.node(client, one.config(client))
+    at.run(one.app(), **one.settings(), clients_at_least=3)
+    at.wait_for(lambda: ended(one))
+    assert equal(simulated.model, one.weights())
+
+
+def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
+    pytest.importorskip("ray")
+    one, at = rehearsal(REPLAY), machines()
+    simulated = one.simulate()
+    at.link("--simulation")
+    more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "clients_at_least": 3}
+    at.run(one.app(), "options.num-supernodes = 3", **one.settings(), **more)
+    at.wait_for(lambda: ended(one))
+    assert equal(simulated.model, one.weights())
+
+
+def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_bits(rehearsal, machines):
+    """The SuperNode in the midst of a task: it goes on with its memory. The SuperLink: from its server's checkpoint."""
+    one, at = rehearsal(REPLAY), machines()
+    simulated = one.simulate()
+    at.link()
+    for client in one.clients:
+        at.node(client, one.config(client))
+    settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 20.0, "join_seconds": 120.0}
+    at.run(one.app(), **settings)
+    at.wait_for(lambda: begun(one, "1", 1))
+    at.kill("link")
+    for name in ("1", "1-stays"):
+        at.kill(name)
+    assert not ended(one)
+    at.link()
+    at.node("1", one.config("1"))
+    at.run(one.app(), **settings)
+    at.wait_for(lambda: ended(one))
+    assert equal(simulated.model, one.weights())
+
+
+def test_a_supernode_that_stalls_does_not_stop_the_round(rehearsal, machines):
+    one, at = rehearsal(REPLAY), machines()
+    one.simulate()
+    at.link()
+    for client in one.clients:
+        at.node(client, one.config(client))
+    settings = {**one.settings(), "clients_at_least": 2, "round_seconds": 8.0}
+    at.run(one.app(), **settings)
+    at.wait_for(lambda: begun(one, "2", 0))
+    at.signal("2", signal.SIGSTOP)
+    at.wait_for(lambda: ended(one))
+    with (one.folder / "deployed" / "metrics.csv").open() as file:
+        last = {row["model"]: row["upload_bytes"] for row in csv.DictReader(file) if row["round"] == "3"}
+    assert last["0"] and last["1"] and not last["2"]
+
+
+def certificates(folder, name):
+    """An authority's certificate, and a certificate and key of loopback that it has signed."""
+    now, keys = datetime.datetime.now(datetime.UTC), [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
+    names = [
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} {what}")]) for what in ("authority", "link")
+    ]
+    authority = x509.BasicConstraints(ca=True, path_length=None), True
+    loopback = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+    made = []
+    for subject, key, extension in zip(names, keys, (authority, loopback), strict=True):
+        builder = x509.CertificateBuilder(names[0], subject, key.public_key(), x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+            now + datetime.timedelta(days=1)
+        )
+        known = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        above = x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[0].public_key())
+        builder = (
+            builder.add_extension(extension[0], extension[1]).add_extension(known, False).add_extension(above, False)
+        )
+        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(Encoding.PEM))
+    secret = keys[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    files = {"ca.pem": made[0], "link.pem": made[1], "link.key": secret}
+    return [written(folder / f"{name}-{file}", content) for file, content in files.items()]
+
+
+def written(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def keys_of(folder, name):
+    """The private and the public key of a node."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return written(folder / f"{name}.key", secret), written(folder / f"{name}.pub", public)
+
+
+def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal, machines, tmp_path):
+    """Who does not trust the certificate of the SuperLink, and who has a key that nobody registered, never come in."""
+    one = rehearsal()
+    simulated = one.simulate()
+    authority, certificate, key = certificates(tmp_path, "ours")
+    other, _, _ = certificates(tmp_path, "others")
+    served = ("--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    at = machines((*served, "--enable-supernode-auth"), ("--root-certificates", authority))
+    at.link()
+    at.connect()
+    for client in one.clients:
+        secret, public = keys_of(tmp_path, client)
+        at.flwr("supernode", "register", public, "here")
+        at.node(client, one.config(client), "--auth-supernode-private-key", secret)
+    secret, _ = keys_of(tmp_path, "stranger")
+    at.node("stranger", one.config("0"), "--auth-supernode-private-key", secret)
+    at.trust = ["--root-certificates", other]
+    at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
+    at.trust = ["--root-certificates", authority]
+    at.run(one.app(), **one.settings(), clients_at_least=3)
+    at.wait_for(lambda: ended(one))
+    assert equal(simulated.model, one.weights())
+    said = {name: (tmp_path / f"{name}.log").read_text().lower() for name in ("stranger", "mistrusts", "link")}
+    assert "certificate" in said["mistrusts"] and "train message" not in said["mistrusts"]
+    assert "train message" not in said["stranger"]

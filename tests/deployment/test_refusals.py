@@ -1,0 +1,174 @@
+"""What a server and its nodes refuse, by name."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.own_data import read_data
+from lightning_fcl.deployment.parcel import Parcel, RefusedError
+
+
+@pytest.fixture
+def deployed(rehearsal):
+    """A recipe whose clients' data are in files."""
+    one = rehearsal({"trainer": {"max_epochs": 1}})
+    one.simulate()
+    return one
+
+
+def dropped(fit):
+    record = next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
+    return record["rounds"][0]["dropped"]
+
+
+def changed(node, change):
+    """A node whose answers are changed on their way."""
+    really = node.answer
+    node.answer = lambda parcel: change(really(parcel)) if parcel.state else really(parcel)
+    return node
+
+
+WRONG = {
+    "one entry more": (
+        lambda p: Parcel(p.head, {**p.state, "more": torch.zeros(1)}),
+        "entries of this recipe's model but `more` is",
+    ),
+    "another shape": (
+        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(17)}),
+        r"Expected `model.1.bias` of client 1 to be torch.float32 of shape \(16,\)",
+    ),
+    "another type": (
+        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(16, dtype=torch.float64)}),
+        "but got torch.float64",
+    ),
+    "numbers that are not finite": (
+        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.full((16,), torch.nan)}),
+        "not finite: model.1.bias",
+    ),
+    "no number of samples": (lambda p: Parcel({"client": "1"}, p.state), "samples"),
+    "a negative number of samples": (
+        lambda p: Parcel({**p.head, "samples": -1}, p.state),
+        "at least 1 sample but got -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_upload_that_is_not_the_recipes_is_left_out_by_name(case, deployed, wire):
+    change, message = WRONG[case]
+    nodes = [deployed.node("0"), changed(deployed.node("1"), change), deployed.node("2")]
+    found = dropped(deployed.serve(wire(nodes), clients_at_least=2))
+    assert found.keys() == {"1"}
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(found["1"])
+
+
+def test_an_upload_larger_than_agreed_is_refused(deployed, wire):
+    large = changed(deployed.node("1"), lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(10**6)}))
+    found = dropped(
+        deployed.serve(wire([deployed.node("0"), large, deployed.node("2")]), clients_at_least=2, message_bytes=10**5)
+    )
+    assert found["1"].startswith("Expected at most 100000 bytes of client 1 but got")
+    sent = record_of(Parcel({}, {"w": torch.zeros(1000)}))
+    with pytest.raises(RefusedError, match="Expected at most 100 bytes but got"):
+        parcel_of(sent, 100)
+
+
+def test_nothing_is_unpickled_and_no_array_is_larger_than_its_bytes():
+    record = record_of(Parcel({}, {"w": torch.zeros(3)}))
+    array = record.array_records["arrays"]["w"]
+    honest = array.data
+    for data in (
+        pickle.dumps(print),
+        honest.replace(b"(3,)", b"(9,)"),
+        honest.replace(b"<f4", b"|O8"),
+        b"PK\x03\x04" + honest,
+        honest[:-4],
+    ):
+        array.data = data
+        with pytest.raises(RefusedError, match="Expected `w` to be an array of numbers"):
+            parcel_of(record)
+
+
+def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wire, monkeypatch):
+    other = {**deployed.recipe, "model": {**deployed.recipe["model"], "init_args": {"num_classes": 11}}}
+    nodes = [deployed.node("0"), deployed.node("1", other), deployed.node("2")]
+    older = nodes[2]
+    really = older.answer
+    older.answer = lambda parcel: replace(really(parcel), head={**really(parcel).head, "version": "0.0.9"})
+    found = dropped(deployed.serve(wire(nodes), clients_at_least=1))
+    assert "Expected the server to have the recipe" in found["1"] and "Deploy one recipe everywhere" in found["1"]
+    assert "Expected client 2 to run lightning-fcl" in found["2"] and "0.0.9" in found["2"]
+    answer = nodes[0].answer(Parcel({"kind": "hello", "version": "0.0.9", "recipe": ""}))
+    assert "Expected the server to run lightning-fcl" in answer.head["refused"]
+
+
+def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
+    link = wire([deployed.node(client) for client in deployed.clients])
+    deployed.serve(link, clients_at_least=3)
+    number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
+    node = link.reached[number]
+    names = list(sent.state)
+    less = {name: value for name, value in sent.state.items() if name != names[0]}
+    longer = {**sent.state, names[0]: torch.zeros(99, 64)}
+    mad = {**sent.state, names[0]: sent.state[names[0]] * torch.inf}
+    for state, message in (
+        (less, "Expected the server to send `model.1.weight`"),
+        (longer, "of shape"),
+        (mad, "finite"),
+    ):
+        assert message in node.answer(Parcel(sent.head, state)).head["refused"]
+    strange = Parcel({**sent.head, "kind": "dance"}, sent.state)
+    assert "say hello or to train but got 'dance'" in node.answer(strange).head["refused"]
+
+
+def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
+    lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
+    nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
+    found = dropped(deployed.serve(wire(nodes), clients_at_least=2))
+    assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
+
+
+def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
+    rows = np.zeros((4, 64), np.float32)
+    files = {
+        "labels that are numbers": ({"x": rows, "y": np.arange(4)}, "`y` holds numbers"),
+        "no samples": ({"x": rows[:0], "y": np.array([], dtype="U1")}, "it holds 0 samples"),
+        "no targets": ({"x": rows}, "not `x` and `y`"),
+        "numbers that are not finite": ({"x": rows * np.nan, "y": np.array(["0"] * 4)}, "not finite"),
+    }
+    for columns, message in files.values():
+        np.savez(tmp_path / "own.npz", **columns)
+        with pytest.raises(RefusedError, match=message):
+            read_data(tmp_path / "own.npz")
+    with pytest.raises(RefusedError, match="No module named"):
+        read_data("no_such_module:Data")
+
+
+def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
+    path = deployed.folder / "data" / "1.npz"
+    columns = dict(np.load(path))
+    y = columns.pop("y")
+    columns.pop("classes")
+    y = y.astype("U9")
+    y[0] = "eleven"
+    np.savez(path, y=y, **columns)
+    found = dropped(deployed.serve(wire([deployed.node(c) for c in deployed.clients]), clients_at_least=2))
+    assert "Expected the labels of client 1 among" in found["1"] and "eleven" in found["1"]
+
+
+def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp_path):
+    words = ["deploy", "flower", "quickstart", "--out", str(tmp_path / "app")]
+    swarm = ["--trainer.strategy.swarm", "lightning_fcl.federation.swarm.Swarm"]
+    assert "Expected no `swarm` in a deployment" in error_of([*words, *swarm])
+    looks = ["--trainer.callbacks", "lightning_fcl.callbacks.FedViT"]
+    assert "only a simulation can" in error_of([*words, *looks])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    assert "holds something else" in error_of(["deploy", "flower", "quickstart", "--out", str(tmp_path / "mine")])

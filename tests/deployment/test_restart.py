@@ -1,0 +1,102 @@
+"""What goes on where it was: a server from its newest checkpoint, a node with its memory; who comes late, or leaves."""
+
+import pytest
+
+from lightning_fcl.callbacks import ContinualMetrics
+
+REPLAY = {
+    "trainer": {
+        "callbacks": [
+            {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"max_size": 30}},
+            {"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"alpha": 0.2, "beta": 0.3}},
+        ]
+    }
+}
+
+
+class LostError(Exception):
+    """The server's machine is gone."""
+
+
+def rounds_of(fit):
+    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
+
+
+@pytest.mark.parametrize("answered", [0, 1, 3])
+def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_happened(
+    answered, rehearsal, wire, same
+):
+    """Some nodes had trained already, and changed their memory: they train that round again from what was before."""
+    one = rehearsal(REPLAY)
+    simulated = one.simulate()
+    number = len(one.clients)
+
+    class Lost(wire):
+        def ask(self, parcels, *waiting):
+            for count, answer in enumerate(super().ask(parcels, *waiting)):
+                sent = parcels[answer[0]]
+                training = sent.head["round"] == 2 and bool(sent.state)
+                if training and count == answered:
+                    raise LostError
+                yield answer
+            if training and answered == number:
+                raise LostError
+
+    with pytest.raises(LostError):
+        one.serve(Lost([one.node(client) for client in one.clients]), clients_at_least=number)
+    link = wire([one.node(client) for client in one.clients])
+    deployed = one.serve(link, clients_at_least=number)
+    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    assert same(simulated.model, deployed.model)
+
+
+def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire):
+    one = rehearsal(REPLAY)
+    one.simulate()
+    nodes = [one.node(client) for client in one.clients]
+    really = nodes[1].answer
+    nodes[1].answer = lambda parcel: None if parcel.head["round"] == 1 and parcel.state else really(parcel)
+    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2))
+    stalled = one.clients[1]
+    assert [stalled in one["upload_bytes"] for one in rounds] == [True, False, True, True]
+    assert "no answer within" in rounds[1]["dropped"][stalled]
+
+
+def test_clients_join_late_and_leave(rehearsal, wire):
+    one = rehearsal()
+    one.simulate()
+    first, second, third = (one.node(client) for client in one.clients)
+
+    class Changing(wire):
+        def nodes(self):
+            round = max((parcel.head["round"] for _, parcel in self.asked), default=0)
+            self.reached = {1: first, **({2: second} if round < 2 else {}), **({3: third} if round > 0 else {})}
+            return super().nodes()
+
+    rounds = rounds_of(one.serve(Changing([]), clients_at_least=1))
+    there = [[client in one["upload_bytes"] for client in ("0", "1", "2")] for one in rounds]
+    assert there[0] == [True, True, False] and there[-1] == [True, False, True]
+    assert rounds[0]["dropped"] == {"2": "not connected"} and rounds[-1]["dropped"] == {"1": "not connected"}
+
+
+def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
+    one = rehearsal()
+    one.simulate()
+    with pytest.raises(RuntimeError, match="Expected at least 3 of the clients 0, 1, 2 within 1 s but got 0, 1"):
+        one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
+
+
+def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire):
+    """A server without its checkpoints is another federation; one that goes two rounds back is refused."""
+    one = rehearsal()
+    one.simulate()
+    nodes = [one.node(client) for client in one.clients]
+    first = one.serve(link := wire(nodes), clients_at_least=3)
+    _, train = next((number, parcel) for number, parcel in link.asked if parcel.state)
+    refused = nodes[0].answer(
+        type(train)({**train.head, "outline": {**train.head["outline"], "client": "0"}}, train.state)
+    )
+    assert "Expected a round from 3 on" in refused.head["refused"]
+    (one.folder / "deployed").rename(one.folder / "before")
+    again = one.serve(wire(nodes), clients_at_least=3)
+    assert rounds_of(first)[-1]["correct"] == rounds_of(again)[-1]["correct"]

@@ -1,0 +1,179 @@
+"""One recipe, two engines: a simulation and a deployment on the same split end in the same bits."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.federation.client_store import ClientStore
+
+WAVES = """
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Waves(L.LightningDataModule):
+    def train_dataloader(self):
+        y = torch.arange(240) % 4
+        time = torch.arange(20.0)[None, :, None] * (y[:, None, None] + 1) / 5
+        noise = torch.randn(240, 20, 3, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(time.sin() + noise / 4, y), batch_size=16)
+"""
+
+
+def strategy(**arguments):
+    return {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, **arguments}}
+
+
+def method(name, **arguments):
+    return {"class_path": f"lightning_fcl.callbacks.{name}", "init_args": arguments}
+
+
+def optimizer(name, **arguments):
+    return {"class_path": f"torch.optim.{name}", "init_args": arguments}
+
+
+RESERVOIR = {
+    "class_path": "lightning_fcl.ReservoirClassifier",
+    "init_args": {
+        "num_classes": 4,
+        "share": "statistics",
+        "beta": 0.1,
+        "reservoir": {
+            "class_path": "lightning_fcl.models.EchoStateNetwork",
+            "init_args": {"in_features": 3, "units": 30},
+        },
+    },
+}
+
+OWN_HEAD = {"model.3.*": "none"}
+
+CASES = {
+    "averaging": {},
+    "distillation and replay": {
+        "trainer": {"callbacks": [method("FLwF2T", alpha=0.2, beta=0.3), method("Replay", max_size=30)]}
+    },
+    "some clients a round, two epochs": {"trainer": {"strategy": strategy(participation=2, local_epochs=2)}},
+    "own head": {
+        "trainer": {
+            "strategy": strategy(reductions=OWN_HEAD, keep_optimizer=True),
+            "callbacks": [method("FedRep", head_epochs=1, body_epochs=2, head="model.3.*")],
+        }
+    },
+    "server optimizer": {"trainer": {"strategy": strategy(server_optimizer=optimizer("Adam", lr=0.05))}},
+    "compression": {
+        "trainer": {
+            "strategy": strategy(
+                compression={"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.2}}
+            )
+        }
+    },
+    "order statistics": {"trainer": {"strategy": strategy(reductions={"*": "median"})}},
+    "prototypes": {"trainer": {"callbacks": [method("FedProto")]}},
+    "projection, accumulation and clipping": {
+        "trainer": {"callbacks": [method("GEM", max_size=20)], "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    },
+    "uneven clients": {
+        "data": {"partition": {"class_path": "Dirichlet", "init_args": {"clients": 4, "alpha": 0.3}}},
+        "trainer": {"callbacks": [method("FedProx", mu=0.1)]},
+    },
+    "new samples in each round": {
+        "data": {
+            "scenario": {
+                "class_path": "ClassIncremental",
+                "init_args": {"experiences": 2, "rounds_per_experience": 2, "samples_per_round": 60},
+            }
+        }
+    },
+    "sums of a reservoir": {
+        "model": RESERVOIR,
+        "data": {
+            "data": {"class_path": "waves.Waves"},
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
+        },
+    },
+    "weights of a reservoir": {
+        "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
+        "data": {
+            "data": {"class_path": "waves.Waves"},
+            "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def waves(tmp_path, monkeypatch):
+    """A class of the user's own, beside the recipe."""
+    (tmp_path / "waves.py").write_text(WAVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("waves", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
+    one = rehearsal(CASES[case])
+    simulated = one.simulate()
+    deployed = one.serve(wire([one.node(client) for client in one.clients]), clients_at_least=len(one.clients))
+    assert simulated.trainer.current_epoch == deployed.trainer.current_epoch > 1
+    assert same(simulated.model, deployed.model)
+    there, here = (record_of(fit)["rounds"] for fit in (simulated, deployed))
+    assert [one["skipped"] for one in there] == [one["skipped"] for one in here]
+    assert [one["correct"]["server"] for one in there] == [one["correct"]["server"] for one in here]
+    assert [one["dropped"] for one in here] == [{}] * len(here)
+    assert [sorted(one["upload_bytes"]) for one in there] == [sorted(one["upload_bytes"]) for one in here]
+    for client in one.clients:
+        kept = ClientStore("disk", next((one.folder / "memories").glob(f"*/{client}/now")))[client]
+        remembered = simulated.trainer.strategy.server.store[client]
+        assert kept.keys() == remembered.keys()
+        for section, memory in remembered.items():
+            assert memory.keys() == kept[section].keys()
+            assert all(torch.equal(value, kept[section][name]) for name, value in memory.items())
+
+
+def record_of(fit):
+    """What `ContinualMetrics` has recorded."""
+    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
+
+
+def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same):
+    """Scenarios that deal samples out one by one have a server that knows them."""
+    one = rehearsal(
+        {
+            "data": {
+                "scenario": {
+                    "class_path": "FLwFScenario",
+                    "init_args": {"samples_per_round": 20, "test_per_class": 10, "pretrain_per_class": 5},
+                },
+                "partition": None,
+            }
+        }
+    )
+    simulated = one.simulate()
+    deployed = one.serve(wire([one.node(client) for client in one.clients]), "recipe", clients_at_least=3)
+    assert same(simulated.model, deployed.model)
+
+
+def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
+    """Whoever answers finds its own file alone: those of others, and of the server, are not there meanwhile."""
+    one = rehearsal()
+    simulated = one.simulate()
+    data, away = one.folder / "data", one.folder / "away"
+
+    class Alone(wire):
+        def ask(self, parcels, *waiting):
+            data.rename(away)
+            for number, parcel in parcels.items():
+                data.mkdir()
+                client = one.clients[number - 7]
+                shutil.copy(away / f"{client}.npz", data)
+                yield from super().ask({number: parcel}, *waiting)
+                assert [path.name for path in data.iterdir()] == [f"{client}.npz"]
+                shutil.rmtree(data)
+            away.rename(data)
+
+    deployed = one.serve(Alone([one.node(client) for client in one.clients]), clients_at_least=3)
+    assert same(simulated.model, deployed.model)
