@@ -186,7 +186,9 @@ def run_job(job: Job) -> None:
     elif _write_rest(job.out):
         return
     checkpoint = newest_checkpoint(job.out / "checkpoints")
-    more = ["--ckpt_path", str(checkpoint)] if checkpoint else []
+    # One process: runs go side by side, the result is the same on any number, and others would start this command.
+    more = ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
+    more += ["--ckpt_path", str(checkpoint)] if checkpoint else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])

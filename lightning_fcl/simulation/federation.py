@@ -255,7 +255,7 @@ class Federation:
 
     def hosts(self, client: str) -> bool:
         """Whether this process looks after a client: it alone knows what the client keeps."""
-        return self.placement.hosts(client)
+        return not self.loaded or self.placement.hosts(client)  # before a fit, each process fills its own store
 
     def drawn(self, round: int) -> list[str]:
         """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""

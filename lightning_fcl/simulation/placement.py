@@ -30,6 +30,7 @@ class Placement:
         steps: The steps that all ranks have taken.
 
     Example:
+        >>> from lightning_fcl.federation.ranks import OneRank
         >>> placement = Placement(OneRank(), ["a", "b"], ClientStore())
         >>> placement.place([["a"], ["b"]], {"a": 3, "b": 5}), placement.hosts("b")
         ([0, 1], True)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,8 +260,9 @@ def test_a_node_that_diverges_out_of_reach_begins_anew(fit, make_stream, make_ta
     stream = make_stream(rounds_per_experience=3)
     stream.setup("fit")
     poisoned, poison = stream.plan.train[0]["1"], ContinualMetrics()
-    for later in (1, 2):
-        stream.plan.train[later] = {**stream.plan.train[later], "1": poisoned[:-1]}
+    first, *later = stream.plan.train
+    rounds = first, *({**samples, "1": poisoned[:-1]} for samples in later)
+    stream.plan = replace(stream.plan, train=rounds)
     stream.samples.x[torch.from_numpy(poisoned[-1:])] = float("nan")  # in the first round alone
     task = make_task()
     fit(task, stream, [poison], swarm=Swarm(missing={"1": [0]}), seed=0, cohort_size=1, max_epochs=3)

@@ -445,6 +445,8 @@ def test_order_of_clients_does_not_matter(fit, make_task, make_stream):
         for client in sorted(current, reverse=True):
             current[client] = current.pop(client)
     plan.experiences.update({client: plan.experiences.pop(client) for client in sorted(renamed, reverse=True)})
+    for known in ("clients", "name_keys"):
+        vars(plan).pop(known, None)
     fit(mirrored, reverse, cohort_size=1, seed=0)
     assert reverse.plan.clients == ("c", "b", "a")
     assert close(task.state_dict(), mirrored.state_dict(), 1e-7)
