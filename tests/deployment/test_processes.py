@@ -28,8 +28,8 @@ pytestmark = pytest.mark.slow
 
 
 def ended(one):
-    """Whether the server is done."""
-    return (one.folder / "deployed" / "results.json").exists()
+    """Whether the server is done: this file is written last."""
+    return (one.folder / "deployed" / "files.json").exists()
 
 
 def begun(one, client, round):
