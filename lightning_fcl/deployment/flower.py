@@ -51,7 +51,8 @@ def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
     Raises:
         RefusedError: If it is larger, or something else.
     """
-    config, arrays = record.config_records.get("parcel"), record.array_records.get("arrays") or {}
+    config = record.config_records.get("parcel")
+    arrays: Mapping[str, Any] = record.array_records.get("arrays") or {}
     text = config.get("text") if config is not None else None
     if not isinstance(text, str):
         raise RefusedError("Expected a message of lightning-fcl but got another app's.")

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Piece, Weights
+from lightning_fcl.federation.limbs import NARROW, PIECE, Digits, Mark, Piece, Weights, common_mark
 from lightning_fcl.federation.ranks import Ranks
 
 
@@ -137,6 +137,32 @@ class ExactSum:
         """Add another sum."""
         self.add_digits(other.digits())
 
+    def marks(self) -> list[Mark | None]:
+        """The mark of each piece."""
+        return [piece.mark() for piece in self._pieces]
+
+    def combine(self, ranks: Ranks, marks: Sequence[Mark | None]) -> bool:
+        """Become the sum over all ranks, in units that all of them have; whether there are such."""
+        units = [mark for mark in marks if mark is not None]
+        if len(units) < len(marks):
+            return False
+        parts = zip(self._pieces, units, strict=True)
+        numbers = torch.cat([piece.whole(exponent) for piece, (exponent, _) in parts]) if units else torch.zeros(0)
+        ranks.add_up(numbers)
+        for piece, mark, whole in zip(self._pieces, units, _split(numbers, self._step), strict=False):
+            piece.become(mark, whole)
+        return True
+
+    def combine_digits(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
+        """Become the sum over all ranks, digit by digit."""
+        for piece in self._pieces:
+            piece.become((0, 0), torch.zeros(piece.size, dtype=torch.int64, device=self._device))
+        for exponent in exponents:
+            if exponent not in digits:
+                digits[exponent] = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+            ranks.add_up(digits[exponent])
+        self.add_digits(digits)
+
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape, and whether real or complex, of what is added."""
@@ -171,19 +197,20 @@ class ExactSums(dict[str, ExactSum]):
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
-        mine = {name: exact.digits() for name, exact in self.items()}
-        told = ranks.share({name: (self[name].kind, list(digits)) for name, digits in mine.items()})
+        told = ranks.share({name: (exact.kind, exact.marks()) for name, exact in self.items()})
+        rest = []
         for name in dict.fromkeys(name for part in told for name in part):
             theirs = [part[name] for part in told if name in part]
-            digits, (shape, dtype) = mine.get(name, {}), theirs[0][0]
-            device = next(iter(digits.values())).device if digits else torch.device("cpu")
-            total = ExactSum(torch.empty(shape, dtype=dtype, device=device), name)
-            for exponent in sorted({exponent for _, exponents in theirs for exponent in exponents}):
-                if exponent not in digits:
-                    digits[exponent] = torch.zeros(total.size, dtype=torch.int64, device=device)
-                ranks.add_up(digits[exponent])
-            total.add_digits(digits)
-            self[name] = total
+            shape, dtype = theirs[0][0]
+            exact = self.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
+            marks = [common_mark(of) for of in zip(*(marks for _, marks in theirs), strict=True)]
+            if not exact.combine(ranks, marks):
+                rest.append(name)
+        if rest:  # of such different sizes that one whole number for each does not hold them
+            mine = {name: self[name].digits() for name in rest}
+            digits = ranks.share({name: list(of) for name, of in mine.items()})
+            for name in rest:
+                self[name].combine_digits(ranks, mine[name], sorted({unit for part in digits for unit in part[name]}))
 
 
 def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:

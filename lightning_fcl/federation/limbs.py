@@ -13,6 +13,9 @@ from torch import Tensor
 Digits = dict[int, Tensor]
 """Whole numbers by the exponent of their unit: they stand for the sum of ``2.0**exponent * digits[exponent]``."""
 
+Mark = tuple[int, int]
+"""The exponent of a unit, and what whole numbers of it may reach."""
+
 PIECE = 1 << 17
 """How many numbers are worked on at once, in tensors that stay in a CPU's cache."""
 
@@ -183,6 +186,22 @@ class Piece:
         """The sum as digits."""
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
+    def mark(self) -> Mark | None:
+        """The unit of the sum's whole numbers and what these may reach; None: more than one limb has them."""
+        if self._digits or len(self._limbs) > 1:
+            return None
+        return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
+
+    def whole(self, exponent: int) -> Tensor:
+        """The sum in units of 2^exponent, of one limb whose unit is no smaller."""
+        if not self._limbs:
+            return torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        return self._limbs[0].value() << self._limbs[0].exponent - exponent
+
+    def become(self, mark: Mark, whole: Tensor) -> None:
+        """Be the sum of whole numbers in the units of a mark."""
+        self._limbs, self._digits = [_Limb(mark[0], whole, bound=mark[1])], {}
+
     def total(self) -> Tensor:
         """The sum, rounded to double precision."""
         if len(self._limbs) == 1 and not self._digits:  # the same as below, where it is all in 62 bits
@@ -213,3 +232,16 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
         digits[exponent] = value - (carry << _BITS)
         exponent, value = exponent + _BITS, carry
     return digits
+
+
+def common_mark(marks: Sequence[Mark | None]) -> Mark | None:
+    """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room.
+
+    Example:
+        >>> common_mark([(-50, 8), (-52, 3)]), common_mark([(-50, 8), None])
+        ((-52, 35), None)
+    """
+    used = [mark for mark in marks if mark is not None and mark[1]]
+    exponent = min((mark[0] for mark in used), default=0)
+    bound = sum(bound << unit - exponent for unit, bound in used)
+    return (exponent, bound) if None not in marks and bound <= _ROOM else None

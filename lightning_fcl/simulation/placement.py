@@ -14,6 +14,7 @@ from lightning_fcl.federation.ranks import Ranks, together
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.simulation.ranks import step_together
 
+_NOISE = 0.3  # of a usual pace
 _SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to do before a client moves elsewhere
 
 
@@ -72,7 +73,10 @@ class Placement:
     def _expected(self, names: Sequence[str], samples: Mapping[str, int]) -> float:
         """The seconds that a cohort takes, or so."""
         usual = float(np.median(list(self._pace.values()))) if self._pace else 1.0
-        return sum(samples[client] * self._pace.get(client, usual) for client in names)
+        paces = [self._pace.get(client, usual) for client in names]
+        # Clocks differ by what else a machine does: only who is clearly slower, or faster, counts as such.
+        told = [pace if abs(pace / usual - 1) > _NOISE else usual for pace in paces]
+        return sum(samples[client] * pace for client, pace in zip(names, told, strict=True))
 
     def _ranks_for(self, cohorts: Sequence[Sequence[str]], costs: Sequence[float]) -> list[int]:
         load, ranks = np.zeros(self.ranks.number), [0] * len(cohorts)
