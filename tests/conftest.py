@@ -12,6 +12,7 @@ import warnings
 import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
 from types import SimpleNamespace
 
 import lightning.pytorch as L
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.requirements import Requirement
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
@@ -40,6 +42,41 @@ def _seeded(monkeypatch):
     """No test depends on another's seed, or on that of the shell."""
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def brought():
+    """Tells all packages that pip installs for some requirements, on this platform, by name."""
+
+    def by(requirements):
+        ways = [(one.name, extra) for one in map(Requirement, requirements) for extra in ("", *one.extras)]
+        seen, found = set(), {}
+        while ways:
+            name, extra = ways.pop()
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:
+                found[name] = package = distribution(name)
+            except PackageNotFoundError:  # of another platform
+                continue
+            for one in map(Requirement, package.requires or []):
+                if one.marker is None or one.marker.evaluate({"extra": extra}):
+                    ways += [(one.name, part) for part in ("", *one.extras)]
+        return found
+
+    return by
+
+
+@pytest.fixture(scope="session")
+def brought_files(brought):
+    """Tells the folders and files in site-packages of these."""
+
+    def by(requirements):
+        files = (file for package in brought(requirements).values() for file in package.files or [])
+        return {file.parts[0] for file in files if file.parts[0] != ".."}
+
+    return by
 
 
 @pytest.fixture

@@ -47,26 +47,6 @@ def said_by(package: Distribution) -> set[str]:
     return next((families(text) for text in texts if text and families(text)), set())
 
 
-def brought() -> dict[str, Distribution]:
-    """All packages that are installed with lightning-fcl, without its extras, by name."""
-    ways = [(one.name, extra) for one in map(Requirement, PROJECT["dependencies"]) for extra in ("", *one.extras)]
-    seen: set[tuple[str, str]] = set()
-    found: dict[str, Distribution] = {}
-    while ways:
-        name, extra = ways.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        try:
-            found[name] = package = distribution(name)
-        except PackageNotFoundError:  # of another platform
-            continue
-        for one in map(Requirement, package.requires or []):
-            if one.marker is None or one.marker.evaluate({"extra": extra}):
-                ways += [(one.name, part) for part in ("", *one.extras)]
-    return found
-
-
 def test_every_dependency_is_on_the_page_and_nothing_that_is_none():
     text = (ROOT / "docs" / "licences.md").read_text()
     missing = sorted(OWN - set(page()))
@@ -88,10 +68,10 @@ def test_a_dependency_s_licence_is_what_it_says_itself(name: str):
         assert page()[name] == said
 
 
-def test_what_is_not_permissive_is_on_the_page():
+def test_what_is_not_permissive_is_on_the_page(brought):
     """Of everything that pip brings; what says nothing, too."""
     named, amiss = page(), []
-    for name, package in brought().items():
+    for name, package in brought(PROJECT["dependencies"]).items():
         said = said_by(package)
         pattern = next((one for one in named if fnmatch(name.lower().replace("_", "-"), one)), None)
         if not said & PERMISSIVE and (pattern is None or not said <= named[pattern]):

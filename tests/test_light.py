@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 import lightning_fcl
 
@@ -70,33 +69,12 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 """
 
 
-def brought_by(names: tuple[str, ...]) -> set[str]:
-    """What pip installs with packages: the folders and files in site-packages."""
-    seen: set[tuple[str, str]] = set()
-    ways = [(name, "") for name in names]
-    found: set[str] = set()
-    while ways:
-        name, extra = ways.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        try:
-            package = distribution(name)
-        except PackageNotFoundError:  # of another platform
-            continue
-        found |= {file.parts[0] for file in package.files or [] if file.parts[0] != ".."}
-        for requirement in map(Requirement, package.requires or []):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                ways += [(requirement.name, part) for part in ("", *requirement.extras)]
-    return found
-
-
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def printed(brought_files, tmp_path_factory):
     """What the code above prints where nothing else is installed."""
     folder = tmp_path_factory.mktemp("installed")
     packages = Path(distribution("torch").locate_file(""))
-    for name in brought_by(CORE):
+    for name in brought_files(CORE):
         if (packages / name).exists():
             (folder / name).symlink_to(packages / name)
     others = [path.name for path in packages.iterdir() if not (folder / path.name).exists()]

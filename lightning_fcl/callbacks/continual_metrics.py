@@ -18,8 +18,8 @@ from lightning_fcl.errors import argument, check_fields, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.messages import RoundRecord
-from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of
-from lightning_fcl.federation.ranks import ALONE, Ranks, together
+from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
+from lightning_fcl.federation.ranks import ALONE, together
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.driver import MethodDriver
@@ -182,7 +182,7 @@ class ContinualMetrics(Callback):
 
     def _together(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
         """What came to all clients, of what came to those that this process looks after."""
-        return together(_ranks(trainer), mine, need_stream(trainer).plan.clients)
+        return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The end of a round in a plain Trainer."""
@@ -277,7 +277,7 @@ class ContinualMetrics(Callback):
             tested = set(range(number) if groups is None else groups)
             return test.measured(module, [part for part in parts if tested.issuperset(part)])
         if groups is None:
-            correct, steps = test.correct(module, _ranks(module.trainer) if model == "server" else ALONE)
+            correct, steps = test.correct(module, ranks_of(module.trainer) if model == "server" else ALONE)
             self.record["totals"] = test.sizes(steps)
             return correct
         return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
@@ -296,7 +296,7 @@ class ContinualMetrics(Callback):
         if "measures" in self.record:
             self.record["training"] = learnt.measured(pl_module, [(0,)])
             return
-        correct, steps = learnt.correct(pl_module, _ranks(trainer))
+        correct, steps = learnt.correct(pl_module, ranks_of(trainer))
         self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -311,12 +311,6 @@ class ContinualMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue an earlier record."""
         self.record = state_dict["record"]
-
-
-def _ranks(trainer: L.Trainer) -> Ranks:
-    """The processes of a federation; a plain Trainer's is alone."""
-    federation = federation_of(trainer)
-    return federation.ranks if federation is not None else ALONE
 
 
 def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:

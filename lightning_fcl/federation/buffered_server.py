@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,36 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
+from lightning_fcl.federation.reductions import Reduction
+from lightning_fcl.federation.schedule import TimedRound
 from lightning_fcl.federation.server import Extra, FederatedServer
 
-if TYPE_CHECKING:
-    from lightning_fcl.federation.fedbuff import FedBuff
-
 _KEPT = "asynchronous"
+
+
+class Arrivals(Protocol):
+    """What a server wants to know of asynchronous rounds: `lightning_fcl.federation.fedbuff.FedBuff`."""
+
+    def timed(self, round: int) -> TimedRound:
+        """What the clock says of a round."""
+
+    def scale(self, staleness: int) -> float:
+        """The factor of what an upload adds that is so many steps behind."""
+
+    def under_way(self, round: int) -> list[int]:
+        """The rounds from whose states somebody is under way when a round begins, ascending."""
+
+    def enter(self, round: int) -> None:
+        """A round begins."""
+
+    def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
+        """Refuse reductions of what clients send that are no means."""
+
+    def state_dict(self, round: int) -> dict[str, Any]:
+        """The clock at the beginning of a round, as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a clock."""
 
 
 class BufferedServer(FederatedServer):
@@ -36,7 +60,7 @@ class BufferedServer(FederatedServer):
         'BufferedServer'
     """
 
-    def __init__(self, schedule: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
+    def __init__(self, schedule: Arrivals, current_round: Callable[[], int], *arguments: Any) -> None:
         super().__init__(*arguments)
         self._schedule = schedule
         self._round = current_round
@@ -101,8 +125,7 @@ class BufferedServer(FederatedServer):
         """Step; then keep the states alone from which somebody is under way."""
         state = super().finish_round()
         self._following = self._round() + 1
-        under_way = sorted({flight.version for flight in self._schedule.clock(self._following).flights})
-        self._versions = {version: self._versions[version] for version in under_way}
+        self._versions = {version: self._versions[version] for version in self._schedule.under_way(self._following)}
         return state
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:

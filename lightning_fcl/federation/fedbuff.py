@@ -129,6 +129,10 @@ class FedBuff(Schedule):
         """The clock at the beginning of a round."""
         return self._start if round == self._first else self._at(round - 1).clock
 
+    def under_way(self, round: int) -> list[int]:
+        """The rounds from whose states somebody is under way when a round begins, ascending."""
+        return sorted({flight.version for flight in self.clock(round).flights})
+
     def state_dict(self, round: int) -> dict[str, Any]:
         """The clock at the beginning of a round, as plain values."""
         clock = self.clock(round)

@@ -17,7 +17,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.federation.aggregation import Reduction, Rules, State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.federation.server import RoundRecord
 
 if TYPE_CHECKING:
@@ -144,6 +144,18 @@ def federation_of(trainer: L.Trainer) -> FederationView | None:
     """
     strategy = trainer.strategy
     return strategy.federation if isinstance(strategy, HostsFederation) else None
+
+
+def ranks_of(trainer: L.Trainer) -> Ranks:
+    """The processes of a Trainer's federation; a plain Trainer's is alone.
+
+    Example:
+        >>> import lightning.pytorch as L
+        >>> ranks_of(L.Trainer(barebones=True, accelerator="cpu")).number
+        1
+    """
+    federation = federation_of(trainer)
+    return federation.ranks if federation is not None else ALONE
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import above, at_least
@@ -19,12 +19,22 @@ from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 
-if TYPE_CHECKING:
-    from lightning_fcl.federation.participation import Participation
-
 __all__ = ["Deadline", "Deployment", "Schedule", "TimedRound"]
 
 NANO = 10**9
+
+
+class Draws(Protocol):
+    """Who takes part in rounds, where time plays no part: `lightning_fcl.federation.participation.Participation`."""
+
+    clients: int | float
+    seed: int
+
+    def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
+        """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data."""
+
+    def unavailable(self, round: int) -> set[str]:
+        """The clients that are gone."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Deployment:
     """
 
     plan: Plan
-    participation: Participation
+    participation: Draws
     local_epochs: int = 1
     download_bytes: int = 0
     upload_bytes: int = 0

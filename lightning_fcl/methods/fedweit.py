@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView, federation_of
-from lightning_fcl.federation.ranks import ALONE, together
+from lightning_fcl.federation.protocol import FederationView, federation_of, ranks_of
+from lightning_fcl.federation.ranks import together
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
@@ -211,9 +211,7 @@ class FedWEIT(Method):
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The adaptives of tasks that ended with the round are there for the next one."""
-        federation = self.federation
-        ranks, order = (federation.ranks, federation.plan.clients) if federation is not None else (ALONE, ())
-        self.knowledge |= together(ranks, self._arriving, order)
+        self.knowledge |= together(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
         self._arriving = {}
 
     def state_dict(self) -> dict[str, Any]:

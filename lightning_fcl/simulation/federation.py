@@ -19,7 +19,7 @@ from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import Batch
-from lightning_fcl.federation.ranks import OneRank, Ranks
+from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
 from lightning_fcl.methods.compose import epochs_of, methods_of, rehearsed_by
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
@@ -74,7 +74,7 @@ class Federation:
         self.context: BatchContext | None = None
         self.training: ClientRound | None = None
         self.local_steps: LocalSteps | None = None  # of a fit
-        self.ranks: Ranks = OneRank()
+        self.ranks: Ranks = ALONE
         self._placement: Placement | None = None
         self._optimizer: Optimizer | None = None
         self._waiting: State | None = None  # while a client's model is in the module, after a fit

@@ -64,8 +64,6 @@ class Placement:
             samples: How many samples each client has in the round.
         """
         self.order = {client: number for number, names in enumerate(cohorts) for client in names}
-        if self.ranks.number == 1:
-            return list(range(len(cohorts)))
         ranks = self._ranks_for(cohorts, [self._expected(names, samples) for names in cohorts])
         self._move({client: ranks[number] for client, number in self.order.items()})
         return [number for number, rank in enumerate(ranks) if rank == self.ranks.rank]

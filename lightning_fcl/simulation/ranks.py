@@ -33,7 +33,7 @@ from lightning_fcl import __version__
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.files import TemporaryFolder
-from lightning_fcl.federation.ranks import OneRank, Ranks
+from lightning_fcl.federation.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -170,7 +170,7 @@ class RanksStrategy(ParallelStrategy):
         one_of(("popen", "spawn", "fork", "forkserver"), start_method=start_method)
         self.num_nodes = 1
         self.start_method = start_method
-        self.ranks: Ranks = OneRank()
+        self.ranks: Ranks = ALONE
 
     @property
     def num_processes(self) -> int:
@@ -240,7 +240,7 @@ class RanksStrategy(ParallelStrategy):
         if self.ranks.number == 1 or not isinstance(tensor, Tensor):
             return tensor
         values = torch.stack([value.to(tensor.device) for value in self.ranks.share(tensor.detach().cpu())])
-        if str(reduce_op).lower() in ("mean", "avg"):
+        if _name(reduce_op) in ("mean", "avg"):
             return values.double().mean(dim=0).to(tensor.dtype if tensor.is_floating_point() else torch.float32)
         by_name: dict[str, Callable[[int], Tensor]] = {"sum": values.sum, "max": values.amax, "min": values.amin}
         return by_name[_name(reduce_op)](0).to(tensor.dtype)
@@ -269,7 +269,7 @@ class RanksStrategy(ParallelStrategy):
         super().on_exception(exception)
         if isinstance(self.ranks, GlooRanks):
             self.ranks.leave()
-        self.ranks = OneRank()
+        self.ranks = ALONE
 
 
 def _meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) -> Ranks:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
-from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.federation.ranks import ALONE
+from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.tasks.task import Task
 
 
@@ -75,8 +74,7 @@ class NetworkTask(Task):
 
     def on_train_epoch_end(self) -> None:
         """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
-        federation = federation_of(self.trainer)
-        found = (federation.ranks if federation is not None else ALONE).share((self._loss_sum, self._loss_samples))
+        found = ranks_of(self.trainer).share((self._loss_sum, self._loss_samples))
         total, samples = (sum(column[1:], column[0]) for column in zip(*found, strict=True))
         if samples:
             self.log("train/loss", total / samples, batch_size=1)

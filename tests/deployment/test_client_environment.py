@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
@@ -43,26 +43,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 """
 
 
-def brought_by(names):
-    """What pip installs with packages: the folders and files in site-packages."""
-    seen, ways, found = set(), [(name, "") for name in names], set()
-    while ways:
-        name, extra = ways.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        try:
-            package = distribution(name)
-        except PackageNotFoundError:  # of another platform
-            continue
-        found |= {file.parts[0] for file in package.files or [] if file.parts[0] != ".."}
-        for requirement in map(Requirement, package.requires or []):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                ways += [(requirement.name, part) for part in ("", *requirement.extras)]
-    return found
-
-
-def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, tmp_path):
+def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, brought_files, tmp_path):
     """To the same upload as where everything is."""
     one = rehearsal(
         {"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"beta": 0.3}}]}}
@@ -76,7 +57,7 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
         np.savez(tmp_path / f"arrays-{count}.npz", **parcel.arrays())
     installed, packages = tmp_path / "installed", Path(distribution("torch").locate_file(""))
     installed.mkdir()
-    for name in brought_by([Requirement(line).name for line in NAMED]):
+    for name in brought_files([Requirement(line).name for line in NAMED]):
         if (packages / name).exists():
             (installed / name).symlink_to(packages / name)
     others = [path.name for path in packages.iterdir() if not (installed / path.name).exists()]
