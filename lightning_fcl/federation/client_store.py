@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
 from lightning_fcl.federation.pixels import Pixels
+from lightning_fcl.federation.ranks import Ranks
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -54,6 +55,7 @@ class ClientStore:
             raise ValueError(f'Expected `client_store` to be "memory" or "disk" but got `{kind}`.')
         self._states: dict[str, ClientState] = {}
         self._pixels: Pixels | None = None
+        self._first = True
         self._folder: Path | None = None
         if kind == "disk":
             if folder is None:
@@ -68,7 +70,7 @@ class ClientStore:
         Args:
             scale: Mean, standard deviation and shape of the images: see `Pixels`; None: there are no stored pixels.
         """
-        states = {client: self[client] for client in self} if scale or self._pixels else {}
+        states = {client: self[client] for client in self} if self._first and (scale or self._pixels) else {}
         self._pixels = Pixels(*scale) if scale else None
         for client, state in states.items():
             self[client] = state
@@ -134,14 +136,10 @@ class ClientStore:
         """Whether other processes cannot see what clients keep."""
         return self._folder is None
 
-    @property
-    def folder(self) -> Path | None:
-        """Where the clients' files are."""
-        return self._folder
-
-    @folder.setter
-    def folder(self, folder: Path | None) -> None:
-        self._folder = folder
+    def meet(self, ranks: Ranks) -> None:
+        """Keep files in one folder with other processes from now on: the first of them writes what concerns all."""
+        self._folder = ranks.share(self._folder)[0]
+        self._first = self.in_memory or ranks.rank == 0
 
     def discard(self, client: str) -> None:
         """Forget a client."""
@@ -149,11 +147,13 @@ class ClientStore:
         if self._folder is not None:
             self._path(client).unlink(missing_ok=True)
 
-    def clear(self) -> None:
-        """Forget every client."""
-        self._states.clear()
-        for path in self._folder.glob(f"*{_SUFFIX}") if self._folder is not None else ():
-            path.unlink()
+    def replace(self, states: Mapping[str, ClientState]) -> None:
+        """Forget every client, and keep these states. Where processes share a folder, it is done once all have met."""
+        if self._first:
+            for client in list(self):
+                self.discard(client)
+            for client, state in states.items():
+                self[client] = state
 
     def _path(self, client: str) -> Path:
         assert self._folder is not None

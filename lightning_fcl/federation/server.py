@@ -263,9 +263,7 @@ class FederatedServer:
                 f"Expected `clients` of the checkpoint to be what each client keeps, section by section, but got "
                 f"{clients!r:.200}. Continue from another one."
             )
-        self.store.clear()
-        for client, kept in clients.items():
-            self.store[client] = kept
+        self.store.replace(clients)
         self.extra = dict(state.get("extra", {}))
         self._restored = state["server_optimizer"]
         self._server_optimizer = None

@@ -291,7 +291,8 @@ class Federation:
 
     def forget(self, client: str) -> None:
         """Forget all that a client has kept; it takes part in no later round."""
-        self.server.store[client] = {}
+        if self.server.store.in_memory or self.hosts(client):
+            self.server.store[client] = {}
         self.participation.withdraw(client)
 
     def own_entries(self, client: str) -> State:

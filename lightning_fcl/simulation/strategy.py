@@ -160,6 +160,12 @@ class FederatedStrategy(RanksStrategy):
 
     # The fit.
 
+    def setup_environment(self) -> None:
+        """Bring the processes together, and what their clients keep in files."""
+        super().setup_environment()
+        self.federation.ranks = self.ranks
+        self.server.store.meet(self.ranks)
+
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
@@ -229,8 +235,6 @@ class FederatedStrategy(RanksStrategy):
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            self.federation.ranks = self.ranks
-            self.server.store.folder = self.ranks.share(self.server.store.folder)[0]
             loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
             begin_schedule(self.federation)
             check_ranks(loader, self.ranks.number, self.federation.module.trainer.max_epochs)
