@@ -24,6 +24,8 @@ __all__ = [
     "between",
     "check_fields",
     "did_you_mean",
+    "listed",
+    "of_clients",
     "one_of",
     "require",
     "share",
@@ -59,6 +61,42 @@ def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str
     lowered = {one.lower(): one for one in known}
     near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
     return f" Did you mean {lowered[near[0]]}?" if near else ""
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """Names for a message: those that come first, and how many more there are.
+
+    Example:
+        >>> listed(range(4)), listed(range(1000), most=3)
+        ('0, 1, 2, 3', '0, 1, 2 and 997 more')
+    """
+    all_names = [str(name) for name in names]
+    shown, more = all_names[:most], len(all_names) - most
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
+    """Refuse names of clients that the stream does not have.
+
+    Args:
+        what: What names them, after "Expected".
+        named: The names.
+        clients: The stream's.
+
+    Raises:
+        ValueError: If there are no such clients.
+
+    Example:
+        >>> of_clients("`requests`", ["seven"], ["0", "1", "2"])
+        Traceback (most recent call last):
+        ValueError: Expected `requests` of the stream's clients (0, 1, 2) but got seven.
+    """
+    unknown = sorted(set(named) - set(clients))
+    if unknown:
+        hint = did_you_mean(unknown[0], clients)
+        raise ValueError(
+            f"Expected {what} of the stream's clients ({listed(clients)}) but got {listed(unknown)}.{hint}"
+        )
 
 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:

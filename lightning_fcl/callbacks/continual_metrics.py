@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.errors import argument, check_fields, one_of
+from lightning_fcl.errors import argument, check_fields, of_clients, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.messages import RoundRecord
@@ -92,11 +92,8 @@ class ContinualMetrics(Callback):
         """
         stream = need_stream(trainer)
         plan = stream.plan
-        unknown = sorted(set(self.clients) - set(plan.clients)) if not isinstance(self.clients, str) else []
-        if unknown:
-            raise ValueError(
-                f"Expected `clients` of the stream ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
-            )
+        if not isinstance(self.clients, str):
+            of_clients("`clients`", self.clients, plan.clients)
         if federation_of(trainer) is None:
             self._check_order(trainer)
         samples = plan.test if self.on == "test" else plan.validation

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_fcl.data.partition import IID, Partition
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import EMPTY, IntArray, Plan, Pool, Scenario, split, views
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, listed
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def _set_aside(
     wanted = np.array([str(owner) for owner in what])
     missing = sorted(set(wanted) - set(present))
     if missing:
-        among = ", ".join(sorted(set(present)))
-        raise ValueError(f"Expected `{name}` to be among the owners {among} but got {', '.join(missing)}.")
+        among = listed(sorted(set(present)))
+        raise ValueError(f"Expected `{name}` to be among the owners {among} but got {listed(missing)}.")
     among_them = np.isin(present, wanted)
     return indices[~among_them], indices[among_them]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import listed, of_clients
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_in, entries, reductions_of, resolve
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
@@ -231,14 +232,12 @@ class FederatedServer:
             ValueError: If a client is named that does not exist, or has no positive weight.
         """
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
-        unknown = sorted({*named, *(weights or ())} - set(known))
-        if unknown:
-            raise ValueError(f"Expected clients of the stream ({', '.join(known)}) but got {', '.join(unknown)}.")
-        if weights is not None and (set(known) - set(weights) or min(weights.values()) <= 0):
-            missing = sorted(set(known) - set(weights))
+        of_clients("names", {*named, *(weights or ())}, known)
+        without = [client for client in known if weights is not None and not weights.get(client, 0) > 0]
+        if without:
             raise ValueError(
-                f"Expected `client_weights` to give each client a positive weight but it misses {missing} or has "
-                f"{weights}."
+                f"Expected `client_weights` to give each client a positive weight but it gives none to "
+                f"{listed(without)}."
             )
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:

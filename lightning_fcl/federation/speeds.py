@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
@@ -142,10 +142,9 @@ class Speeds:
         """
         missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
         if missing:
-            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(
-                f"Expected `seconds_per_sample` of every client but got none of {names}. Set it in `Speeds` for all "
-                "that have no number of their own."
+                f"Expected `seconds_per_sample` of every client but got none of {listed(missing, 3)}. Set it in "
+                "`Speeds` for all that have no number of their own."
             )
 
     def of(self, client: str, seed: int) -> Speed:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import of_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView, federation_of
@@ -66,11 +67,7 @@ class Unlearning(Method):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuse unknown clients, rounds that this fit does not have, and clients that take part in none before."""
         plan = need_stream(trainer).plan
-        unknown = sorted(set(self.requests) - set(plan.clients))
-        if unknown:
-            raise ValueError(
-                f"Expected `requests` of the stream's clients ({', '.join(plan.clients)}) but got {', '.join(unknown)}."
-            )
+        of_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
         for client, round in self.requests.items():
             if not 0 <= round < rounds:

@@ -14,6 +14,7 @@ from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import FederatedStream, StreamLoader
+from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
@@ -311,7 +312,7 @@ class Federation:
             ValueError: If there is no such client.
         """
         if self._module is None or self._stream is None or client not in self.plan.experiences:
-            known = ", ".join(self.plan.clients) if self._stream is not None else "none before a fit"
+            known = listed(self.plan.clients) if self._stream is not None else "none before a fit"
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
         state = server if server is not None else self._waiting
         state = entries(self.module) if state is None else state

@@ -243,7 +243,7 @@ def test_no_validation_samples(fit, make_stream, make_task):
 
 
 def test_unknown_clients_are_named(fit, make_stream, make_task):
-    with pytest.raises(ValueError, match=r"`clients` of the stream \(0, 1, 2\) but got seven"):
+    with pytest.raises(ValueError, match=r"`clients` of the stream's clients \(0, 1, 2\) but got seven"):
         fit(make_task(), make_stream(), [ContinualMetrics(["seven"])])
 
 

@@ -317,7 +317,7 @@ def test_seeds(monkeypatch):
             lambda: FederatedStream(
                 scenario=ClassIncremental(class_order={c: range(10) for c in "012x"}), partition=IID(3)
             ).setup("fit"),
-            "Expected `class_order` of the stream's clients (0, 1, 2) but got an order for x.",
+            "Expected `class_order` of the stream's clients (0, 1, 2) but got x.",
         ),
         (
             lambda: FederatedStream("digit").setup("fit"),

@@ -285,7 +285,7 @@ def test_when_the_last_node_has_left(fit, make_stream, make_task):
 
 def test_nodes_that_the_stream_does_not_know(fit, make_stream, make_task):
     for swarm in (Swarm(missing={"1": [0], "nine": [1]}), Swarm(leaves={"nine": 1})):
-        message = "Expected clients of the stream (0, 1, 2) but got nine."
+        message = "Expected names of the stream's clients (0, 1, 2) but got nine."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             fit(make_task(), make_stream(), swarm=swarm)
 

@@ -301,7 +301,7 @@ def test_times_are_those_of_samples_epochs_and_of_the_bytes_that_are_counted(fit
             ValueError,
             "but `model.1.weight` has `krum`",
         ),
-        ({"schedule": Deadline(Speeds(1.0, clients={"9": {"latency": 1}}))}, ValueError, "of the stream .* got 9"),
+        ({"schedule": Deadline(Speeds(1.0, clients={"9": {"latency": 1}}))}, ValueError, "of the stream.s .* got 9"),
         ({"schedule": Deadline(Speeds())}, ValueError, "Expected `seconds_per_sample` of every client"),
     ],
 )

@@ -100,15 +100,20 @@ class Gradient:
             seed=0,
         )
 
-    def trainer(self, rounds, callback, **options):
+    def trainer(self, rounds, callback, devices=1, **options):
         """A Trainer without all that costs time beside the rounds."""
         import lightning.pytorch as L
 
         from lightning_fcl import FederatedStrategy
+        from lightning_fcl.simulation.choose import automatic_size
 
+        cohort_size = "auto"
+        if devices > 1:  # each rank wants a cohort
+            cohort_size = min(automatic_size(self.task()), (self.drawn or self.clients) // devices)
         return L.Trainer(
-            strategy=FederatedStrategy(self.drawn or 1.0, seed=0),
+            strategy=FederatedStrategy(self.drawn or 1.0, cohort_size=cohort_size, seed=0),
             max_epochs=rounds,
+            devices=devices,
             callbacks=[callback],
             logger=False,
             enable_checkpointing=False,

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, numbered, with_history
-from lightning_fcl.errors import argument, at_least, check_fields, did_you_mean, one_of, require
+from lightning_fcl.errors import argument, at_least, check_fields, of_clients, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -259,12 +259,7 @@ def _order_of(
 ) -> list[int] | None:
     """A client's order, by number; None: not given."""
     if isinstance(order, Mapping):
-        unknown = sorted(set(order) - set(clients))
-        if unknown:
-            raise ValueError(
-                f"Expected `{argument}` of the stream's clients ({', '.join(clients)}) but got an order for "
-                f"{', '.join(unknown)}.{did_you_mean(unknown[0], clients)}"
-            )
+        of_clients(f"`{argument}`", order, clients)
         if client not in order:
             raise ValueError(f"Expected `{argument}` to have an order for client {client} but got none. Add it.")
         order = order[client]
