@@ -251,7 +251,7 @@ def test_what_was_drawn_before_does_not_matter(run):
 
 
 @pytest.mark.parametrize("latents", [False, True])
-@pytest.mark.parametrize("backbone", ["float", "int8"])
+@pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=pytest.mark.slow)])
 def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
     def parts():
         return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0), ContinualMetrics(start=True)]

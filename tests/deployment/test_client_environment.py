@@ -7,6 +7,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
+import pytest
 from packaging.requirements import Requirement
 
 import lightning_fcl
@@ -43,6 +44,7 @@ print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(O
 """
 
 
+@pytest.mark.slow
 def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, wire, brought_files, tmp_path):
     """To the same upload as where everything is."""
     one = rehearsal(

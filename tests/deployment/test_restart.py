@@ -22,7 +22,9 @@ def rounds_of(fit):
     return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
 
 
-@pytest.mark.parametrize("answered", [0, 1, 3])
+@pytest.mark.parametrize(
+    "answered", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_happened(
     answered, rehearsal, wire, same
 ):

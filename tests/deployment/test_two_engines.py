@@ -113,7 +113,12 @@ def waves(tmp_path, monkeypatch):
     sys.modules.pop("waves", None)
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ["distillation and replay", "own head", "compression", "prototypes", "sums of a reservoir"]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_simulation_and_deployment_end_in_the_same_bits(case, rehearsal, wire, same):
     one = rehearsal(CASES[case])
     simulated = one.simulate()

@@ -105,7 +105,7 @@ class Watch(Callback):
 # What learns, and what does not.
 
 
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize("optimizer", [adamw, pytest.param(sgd, marks=pytest.mark.slow)])
 def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
     stream, task, watch = fedvit(), make_task(optimizer, task_incremental=True), Watch()
     fit(task, stream, [DyToxTraining(0.3), watch], local_epochs=2, seed=0)
@@ -272,6 +272,7 @@ def test_balanced_indices():
     assert all(len(set(chosen.tolist())) == 9 for chosen in draws) and len({tuple(c.tolist()) for c in draws}) > 10
 
 
+@pytest.mark.slow
 def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
     stream, watch = incremental(rounds_per_experience=2, batch_size=4), Watch()
     method, sizes = DyToxTraining(0.3, balanced_epochs=2), {}
@@ -324,7 +325,7 @@ def test_in_a_plain_trainer_the_last_epochs_are_balanced(quiet):
 # Where it runs.
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("store", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
 def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
     options = {"participation": 0.7, "client_store": store, "seed": 5, "local_epochs": 2}
     whole, saving = make_task(task_incremental=True), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)

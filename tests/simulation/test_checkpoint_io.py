@@ -57,7 +57,9 @@ def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
     assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
-@pytest.mark.parametrize("moment", ["while it is written", "before it is renamed"])
+@pytest.mark.parametrize(
+    "moment", ["while it is written", pytest.param("before it is renamed", marks=pytest.mark.slow)]
+)
 def test_a_kill_leaves_the_last_one_and_what_is_half_written_goes_with_the_next(path, moment):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run([sys.executable, "-c", KILLED, path, moment], env=environment)

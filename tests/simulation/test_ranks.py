@@ -101,7 +101,12 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_stream, name):
     """Six unequal clients, in cohorts of two where they can train side by side, on 1, 2 and 3 processes."""
     results = []

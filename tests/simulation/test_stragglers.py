@@ -143,7 +143,7 @@ def test_asynchronous_rounds_do_not_depend_on_the_cohort_size(fit, make_stream, 
     assert trained[0] == trained[1]
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("store", [pytest.param("memory", marks=pytest.mark.slow), "disk"])
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize(
     "make",

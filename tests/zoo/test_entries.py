@@ -83,7 +83,14 @@ def sums_of(task, stream, clients):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".incfed")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if ".ucihar." in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if name.endswith(".incfed")
+    ],
+)
 def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
     """By a client that brings its own sums: what is left are those of the others, and so is the readout."""
     later = zoo.continue_from(name)
