@@ -141,27 +141,17 @@ class ExactSum:
         """The mark of each piece."""
         return [piece.mark() for piece in self._pieces]
 
-    def combine(self, ranks: Ranks, marks: Sequence[Mark | None]) -> bool:
-        """Become the sum over all ranks, in units that all of them have; whether there are such."""
-        units = [mark for mark in marks if mark is not None]
-        if len(units) < len(marks):
-            return False
-        parts = zip(self._pieces, units, strict=True)
-        numbers = torch.cat([piece.whole(exponent) for piece, (exponent, _) in parts]) if units else torch.zeros(0)
-        ranks.add_up(numbers)
-        for piece, mark, whole in zip(self._pieces, units, _split(numbers, self._step), strict=False):
-            piece.become(mark, whole)
-        return True
-
-    def combine_digits(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
-        """Become the sum over all ranks, digit by digit."""
-        for piece in self._pieces:
-            piece.become((0, 0), torch.zeros(piece.size, dtype=torch.int64, device=self._device))
-        for exponent in exponents:
-            if exponent not in digits:
-                digits[exponent] = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-            ranks.add_up(digits[exponent])
-        self.add_digits(digits)
+    def combine(self, ranks: Ranks, marks: Sequence[Mark | None]) -> list[Piece]:
+        """Let pieces become the sums over all ranks, in units that all of these have; those that have no such units."""
+        parts = list(zip(self._pieces, marks, strict=True))
+        told = [(piece, mark) for piece, mark in parts if mark is not None]
+        if told:
+            numbers = torch.cat([piece.whole(exponent) for piece, (exponent, _) in told])
+            ranks.add_up(numbers)
+            sizes = [piece.size for piece, _ in told]
+            for (piece, mark), whole in zip(told, torch.split(numbers, sizes), strict=True):
+                piece.become(mark, whole)
+        return [piece for piece, mark in parts if mark is None]
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -198,19 +188,17 @@ class ExactSums(dict[str, ExactSum]):
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
         told = ranks.share({name: (exact.kind, exact.marks()) for name, exact in self.items()})
-        rest = []
+        rest: list[Piece] = []
         for name in dict.fromkeys(name for part in told for name in part):
             theirs = [part[name] for part in told if name in part]
             shape, dtype = theirs[0][0]
             exact = self.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
             marks = [common_mark(of) for of in zip(*(marks for _, marks in theirs), strict=True)]
-            if not exact.combine(ranks, marks):
-                rest.append(name)
+            rest += exact.combine(ranks, marks)
         if rest:  # of such different sizes that one whole number for each does not hold them
-            mine = {name: self[name].digits() for name in rest}
-            digits = ranks.share({name: list(of) for name, of in mine.items()})
-            for name in rest:
-                self[name].combine_digits(ranks, mine[name], sorted({unit for part in digits for unit in part[name]}))
+            known = ranks.share([list(piece.digits()) for piece in rest])
+            for piece, *exponents in zip(rest, *known, strict=True):
+                piece.combine(ranks, sorted(set().union(*exponents)))
 
 
 def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fcl.federation.ranks import Ranks
+
 Digits = dict[int, Tensor]
 """Whole numbers by the exponent of their unit: they stand for the sum of ``2.0**exponent * digits[exponent]``."""
 
@@ -201,6 +203,14 @@ class Piece:
     def become(self, mark: Mark, whole: Tensor) -> None:
         """Be the sum of whole numbers in the units of a mark."""
         self._limbs, self._digits = [_Limb(mark[0], whole, bound=mark[1])], {}
+
+    def combine(self, ranks: Ranks, exponents: Sequence[int]) -> None:
+        """Become the sum over all ranks, digit by digit, of which there are those of some exponents."""
+        digits, zeros = self.digits(), torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        numbers = torch.cat([digits.get(exponent, zeros) for exponent in exponents])
+        ranks.add_up(numbers)
+        summed = torch.split(numbers, self.size)
+        self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
 
     def total(self) -> Tensor:
         """The sum, rounded to double precision."""
