@@ -108,8 +108,8 @@ class Gradient:
         from lightning_fcl.simulation.choose import automatic_size
 
         cohort_size = "auto"
-        if devices > 1:  # each rank wants a cohort
-            cohort_size = min(automatic_size(self.task()), (self.drawn or self.clients) // devices)
+        if devices > 1:  # two cohorts for each rank, at least
+            cohort_size = min(automatic_size(self.task()), (self.drawn or self.clients) // (2 * devices))
         return L.Trainer(
             strategy=FederatedStrategy(self.drawn or 1.0, cohort_size=cohort_size, seed=0),
             max_epochs=rounds,
