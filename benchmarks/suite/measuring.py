@@ -147,8 +147,11 @@ def _watched(command, workload, quick, errors):
     taken, ended = [], threading.Event()
 
     def watch():
-        while not ended.wait(0.5):
-            taken.append((time.monotonic(), memory(process.pid)))
+        pause = 0.5
+        while not ended.wait(pause):
+            start = time.monotonic()
+            taken.append((start, memory(process.pid)))
+            pause = max(0.5, 50 * (time.monotonic() - start))  # of large processes looking takes long, and a core
 
     watcher = threading.Thread(target=watch)
     watcher.start()
