@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -141,17 +141,10 @@ class ExactSum:
         """The mark of each piece."""
         return [piece.mark() for piece in self._pieces]
 
-    def combine(self, ranks: Ranks, marks: Sequence[Mark | None]) -> list[Piece]:
-        """Let pieces become the sums over all ranks, in units that all of these have; those that have no such units."""
-        parts = list(zip(self._pieces, marks, strict=True))
-        told = [(piece, mark) for piece, mark in parts if mark is not None]
-        if told:
-            numbers = torch.cat([piece.whole(exponent) for piece, (exponent, _) in told])
-            ranks.add_up(numbers)
-            sizes = [piece.size for piece, _ in told]
-            for (piece, mark), whole in zip(told, torch.split(numbers, sizes), strict=True):
-                piece.become(mark, whole)
-        return [piece for piece, mark in parts if mark is None]
+    def with_marks(self, marks: Iterable[Sequence[Mark | None]]) -> list[tuple[Piece, Mark | None]]:
+        """The pieces, each with the mark that its sum over ranks gets, from those of each rank."""
+        common = map(common_mark, zip(*marks, strict=True))
+        return list(zip(self._pieces, common, strict=True))
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -188,13 +181,20 @@ class ExactSums(dict[str, ExactSum]):
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
         told = ranks.share({name: (exact.kind, exact.marks()) for name, exact in self.items()})
-        rest: list[Piece] = []
+        parts: list[tuple[Piece, Mark | None]] = []
         for name in dict.fromkeys(name for part in told for name in part):
             theirs = [part[name] for part in told if name in part]
             shape, dtype = theirs[0][0]
             exact = self.setdefault(name, ExactSum(torch.empty(shape, dtype=dtype, device="cpu"), name))
-            marks = [common_mark(of) for of in zip(*(marks for _, marks in theirs), strict=True)]
-            rest += exact.combine(ranks, marks)
+            parts += exact.with_marks(marks for _, marks in theirs)
+        fitting = [(piece, mark) for piece, mark in parts if mark is not None]
+        if fitting:
+            numbers = torch.cat([piece.whole(exponent) for piece, (exponent, _) in fitting])
+            ranks.add_up(numbers)
+            wholes = torch.split(numbers, [piece.size for piece, _ in fitting])
+            for (piece, mark), whole in zip(fitting, wholes, strict=True):
+                piece.become(mark, whole)
+        rest = [piece for piece, mark in parts if mark is None]
         if rest:  # of such different sizes that one whole number for each does not hold them
             known = ranks.share([list(piece.digits()) for piece in rest])
             for piece, *exponents in zip(rest, *known, strict=True):

@@ -195,14 +195,14 @@ class Piece:
         return (self._limbs[0].exponent, self._limbs[0].bound) if self._limbs else (0, 0)
 
     def whole(self, exponent: int) -> Tensor:
-        """The sum in units of 2^exponent, of one limb whose unit is no smaller."""
+        """The sum in units of 2^exponent, of one limb whose unit is no smaller, in memory that others can reach."""
         if not self._limbs:
-            return torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        return self._limbs[0].value() << self._limbs[0].exponent - exponent
+            return torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        return (self._limbs[0].value() << self._limbs[0].exponent - exponent).cpu()
 
     def become(self, mark: Mark, whole: Tensor) -> None:
         """Be the sum of whole numbers in the units of a mark."""
-        self._limbs, self._digits = [_Limb(mark[0], whole, bound=mark[1])], {}
+        self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
 
     def combine(self, ranks: Ranks, exponents: Sequence[int]) -> None:
         """Become the sum over all ranks, digit by digit, of which there are those of some exponents."""

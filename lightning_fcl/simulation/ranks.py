@@ -39,6 +39,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
+_SHORT = 4096  # bytes that ranks tell each other at once
 _START = timedelta(minutes=30)  # and for the others to start
 _MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
 _meetings = itertools.count()  # of this process
@@ -69,12 +70,13 @@ class GlooRanks:
 
     def share(self, value: T) -> Sequence[T]:
         """What each of them has, by rank."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([len(mine)]))
-        longest = int(max(lengths))
-        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
-        found = zip(self._gather(padded), lengths, strict=True)
-        return [value if rank == self.rank else _unpacked(rows, n) for rank, (rows, n) in enumerate(found)]
+        content = pickle.dumps(value)
+        mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
+        found = self._gather(_as_long_as(_SHORT, mine))  # most of what is said is short: they meet once
+        longest = 8 + max(map(_length, found))
+        if longest > _SHORT:
+            found = self._gather(_as_long_as(longest, mine))
+        return [value if rank == self.rank else _unpacked(rows) for rank, rows in enumerate(found)]
 
     def add_up(self, numbers: Tensor) -> None:
         """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
@@ -95,8 +97,16 @@ class GlooRanks:
         return found
 
 
-def _unpacked(content: Tensor, length: Tensor) -> Any:
-    return pickle.loads(content[: int(length)].numpy().tobytes())
+def _as_long_as(length: int, content: Tensor) -> Tensor:
+    return torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
+
+
+def _length(content: Tensor) -> int:
+    return int.from_bytes(content[:8].numpy().tobytes(), "little")
+
+
+def _unpacked(content: Tensor) -> Any:
+    return pickle.loads(content[8 : 8 + _length(content)].numpy().tobytes())
 
 
 @contextmanager
