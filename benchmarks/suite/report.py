@@ -109,12 +109,20 @@ def plot(found, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    clients = [name for name in found if name.startswith("digits-")]
-    _curves(axes[0, 0], found, clients, "clients, all in each round", "round", "seconds a round")
-    _curves(axes[0, 1], found, [n for n in found if n.startswith("drawn-")], "clients, 100 drawn", "memory", "peak MiB")
-    _curves(axes[1, 0], found, [n for n in found if n.startswith("width-")], "hidden units", "round", "seconds a round")
-    _ranks(axes[1, 1], found)
+    curves = [
+        ("digits-", "clients, all in each round", "round", "seconds a round"),
+        ("drawn-", "clients, 100 drawn", "memory", "peak MiB"),
+        ("width-", "hidden units", "round", "seconds a round"),
+    ]
+    measured = [([name for name in found if name.startswith(begin)], *labels) for begin, *labels in curves]
+    measured = [curve for curve in measured if len(curve[0]) > 1]  # of a single size there is no curve
+    rows = len(measured) // 2 + 1
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 3.75 * rows), layout="constrained", squeeze=False)
+    for axis, (names, *labels) in zip(axes.flat, measured, strict=False):
+        _curves(axis, found, names, *labels)
+    _ranks(axes.flat[len(measured)], found)
+    for unused in axes.flat[len(measured) + 1 :]:
+        unused.set_visible(False)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
