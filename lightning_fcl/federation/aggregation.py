@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lightning_fcl.errors import listed
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
@@ -130,7 +131,7 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
 
 def _some(names: Sequence[str]) -> str:
     """Names for a message, the first three of many."""
-    return ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return listed((f"`{name}`" for name in names), most=3)
 
 
 def built_in(trim: float = 0.1, byzantine: int = 0) -> dict[str, Reduction]:

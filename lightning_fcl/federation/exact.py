@@ -196,9 +196,10 @@ class ExactSums(dict[str, ExactSum]):
                 piece.become(mark, whole)
         rest = [piece for piece, mark in parts if mark is None]
         if rest:  # of such different sizes that one whole number for each does not hold them
-            known = ranks.share([list(piece.digits()) for piece in rest])
-            for piece, *exponents in zip(rest, *known, strict=True):
-                piece.combine(ranks, sorted(set().union(*exponents)))
+            mine = [piece.digits() for piece in rest]
+            known = ranks.share([list(digits) for digits in mine])
+            for piece, digits, *exponents in zip(rest, mine, *known, strict=True):
+                piece.combine(ranks, digits, sorted(set().union(*exponents)))
 
 
 def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:

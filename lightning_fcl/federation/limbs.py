@@ -204,9 +204,9 @@ class Piece:
         """Be the sum of whole numbers in the units of a mark."""
         self._limbs, self._digits = [_Limb(mark[0], whole.to(self._device), bound=mark[1])], {}
 
-    def combine(self, ranks: Ranks, exponents: Sequence[int]) -> None:
-        """Become the sum over all ranks, digit by digit, of which there are those of some exponents."""
-        digits, zeros = self.digits(), torch.zeros(self.size, dtype=torch.int64, device=self._device)
+    def combine(self, ranks: Ranks, digits: Digits, exponents: Sequence[int]) -> None:
+        """Become the sum of all ranks' digits, of which these are its own; together they are of some exponents."""
+        zeros = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         numbers = torch.cat([digits.get(exponent, zeros) for exponent in exponents])
         ranks.add_up(numbers)
         summed = torch.split(numbers, self.size)
