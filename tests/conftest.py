@@ -35,6 +35,9 @@ collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 warnings.filterwarnings("ignore", module="lightning")
+# The first backward pass starts a thread for each GPU, and after `torch.export` for eight that are only pretended; a
+# process with such threads cannot train in forks. So it comes before any test.
+torch.zeros((), requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)

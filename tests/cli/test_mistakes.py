@@ -55,7 +55,6 @@ FIT = [
     ("--trainer.max_epochs", "argument --trainer.max_epochs: expected one argument"),
     ("--trainer.max_epochs 99", "at most the stream's 15 rounds but got 99. Set `max_epochs=15`"),
     ("--trainer.precision 17", "Expected `trainer.precision` to be of 64, 32, 16"),
-    ("--trainer.devices 2", "Expected `devices=1`"),
     ("--trainer.fast_dev_run true", "Expected `fast_dev_run=False` in a federation but got"),
     ("--trainer.limit_train_batches 2", "Expected `limit_train_batches=1.0`"),
     ("--data.data digit", "got 'digit'. Did you mean digits?"),
