@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import altair as alt
 import numpy as np
 
+from lightning_fcl.errors import listed
 from lightning_fcl.evaluation.chart_parts import (
     HEIGHT,
     ROUND,
@@ -238,8 +239,7 @@ def densities(found: Mapping[str, Any], names: Sequence[str]) -> Spec | None:
 
 def task_name(record: Record, model: str, task: int) -> str:
     """The groups of a model's task."""
-    names = [record["groups"][group] for group in record["tasks"][model][task]]
-    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:11])} and {len(names) - 11} more"
+    return listed((record["groups"][group] for group in record["tasks"][model][task]), most=12)
 
 
 def _first(models: Mapping[str, Any], each: int) -> list[str]:

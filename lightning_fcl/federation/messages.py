@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
@@ -193,7 +194,7 @@ class Messages:
         client, kept = client_round.client, self._store[client_round.client]
         if _UNSENT in kept:  # from which it would never recover
             self._store[client] = {section: memory for section, memory in kept.items() if section != _UNSENT}
-        names = ", ".join(at_fault[:3]) + (" ..." if len(at_fault) > 3 else "")
+        names = listed(at_fault, most=3)
         self.record.dropped[client] = f"not finite: {names}"
         message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
         log.warning(message, client_round.round, client, names, DIVERGED)

@@ -210,7 +210,7 @@ class FederatedServer:
         wrong = [name for name in self._learnt if not torch.isfinite(state[name].sum())]
         wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
         if wrong:
-            names = ", ".join(f"`{name}`" for name in wrong[:3]) + (" ..." if len(wrong) > 3 else "")
+            names = listed((f"`{name}`" for name in wrong), most=3)
             raise ValueError(f"Expected a server state of finite numbers but {names} is not finite {when}.")
 
     def _weights(self, parts: ClientRounds) -> Sequence[float]:
