@@ -27,6 +27,7 @@ __all__ = [
     "listed",
     "of_clients",
     "one_of",
+    "quoted",
     "require",
     "share",
 ]
@@ -73,6 +74,16 @@ def listed(names: Iterable[object], most: int = 10) -> str:
     all_names = [str(name) for name in names]
     shown, more = all_names[:most], len(all_names) - most
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def quoted(names: Iterable[object]) -> str:
+    """Names of entries or arguments for a message: the first three, and how many more there are.
+
+    Example:
+        >>> quoted(["w", "b"]), quoted("abcde")
+        ('`w`, `b`', '`a`, `b`, `c` and 2 more')
+    """
+    return listed((f"`{name}`" for name in names), most=3)
 
 
 def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_fcl import __version__
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
 
 BYTES = 256 * 2**20
@@ -144,9 +145,8 @@ def check_entries(
     """
     strange = sorted(state.keys() ^ known.keys())
     if strange:
-        what = ", ".join(f"`{name}`" for name in strange[:3])
         raise RefusedError(
-            f"Expected {sender} to send the {len(known)} entries of this recipe's model but {what} "
+            f"Expected {sender} to send the {len(known)} entries of this recipe's model but {quoted(strange)} "
             f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
         )
     for name, value in state.items():

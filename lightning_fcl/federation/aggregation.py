@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
@@ -106,7 +106,7 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
     known: State = module.state_dict()
     missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
     if missing or unknown:
-        what = [f"no {_some(missing)}"] * bool(missing) + [f"{_some(unknown)} beside it"] * bool(unknown)
+        what = [f"no {quoted(missing)}"] * bool(missing) + [f"{quoted(unknown)} beside it"] * bool(unknown)
         raise ValueError(
             f"Expected the state of this {type(module).__name__} but there is {' and '.join(what)}. Build the module "
             "that the state is of."
@@ -127,11 +127,6 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
                 f"Expected a state of finite numbers but `{name}` has {wrong} of {value.numel()} that are not. Take an "
                 "earlier one."
             )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Names for a message, the first three of many."""
-    return listed((f"`{name}`" for name in names), most=3)
 
 
 def built_in(trim: float = 0.1, byzantine: int = 0) -> dict[str, Reduction]:

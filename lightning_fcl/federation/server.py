@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import listed, of_clients
+from lightning_fcl.errors import listed, of_clients, quoted
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_in, entries, reductions_of, resolve
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
@@ -210,8 +210,7 @@ class FederatedServer:
         wrong = [name for name in self._learnt if not torch.isfinite(state[name].sum())]
         wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
         if wrong:
-            names = listed((f"`{name}`" for name in wrong), most=3)
-            raise ValueError(f"Expected a server state of finite numbers but {names} is not finite {when}.")
+            raise ValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
 
     def _weights(self, parts: ClientRounds) -> Sequence[float]:
         if isinstance(self.client_weights, dict):
