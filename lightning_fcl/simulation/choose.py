@@ -103,7 +103,7 @@ def choose_trainer(
 def automatic_size(module: L.LightningModule) -> int:
     """Clients per vectorised step: small models gain most, those above 200,000 parameters nothing (see benchmarks)."""
     parameters = sum(p.numel() for p in module.parameters())
-    return 1 if parameters > 200_000 else max(2, min(256, 20_000_000 // max(parameters, 1)))
+    return 1 if parameters > 200_000 else max(2, min(256, 4_000_000 // max(parameters, 1)))
 
 
 def why_not_vectorized(

@@ -135,6 +135,7 @@ def test_auto_chooses(fit, make_stream, make_task):
     assert clients_per_step(fit, make_stream(), make_task()) > 1
     assert clients_per_step(fit, make_stream(), make_task(model=dropping())) > 1
     assert automatic_size(make_task(model=nn.Linear(1000, 1000))) == 1
+    assert automatic_size(make_task(model=nn.Linear(999, 100))) == 40  # four million parameters together
 
 
 class Own(Classifier):
