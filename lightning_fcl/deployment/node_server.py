@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fcl.deployment.changes import changes
 from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Aggregator, Rules, State
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.messages import Messages
@@ -56,7 +57,7 @@ class NodeServer(FederatedServer):
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]
         if missing:
             raise RefusedError(
-                f"Expected the server to send `{'`, `'.join(missing[:3])}` of this recipe's model but it did not. "
+                f"Expected the server to send {quoted(missing)} of this recipe's model but it did not. "
                 "Deploy one recipe everywhere."
             )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import listed
+from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import Aggregator
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression, transmit
@@ -153,9 +153,7 @@ class Messages:
         """Take in clients' states; whether each client's was taken."""
         missing = [name for name, reduction in self._reductions.items() if reduction.up and name not in states]
         if missing:
-            raise ValueError(
-                f"Expected clients' states with `{'`, `'.join(missing)}`, which travel up, but they have none."
-            )
+            raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
         taken = self._finite(client_rounds, states)
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:

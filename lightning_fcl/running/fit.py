@@ -139,7 +139,7 @@ class FederatedCLI(LightningCLI):
         if not self.config.get("subcommand"):  # who makes the parts alone runs them, too
             return super().instantiate_trainer(**kwargs)
         config = self.config_init[self.config_init.subcommand]["trainer"]
-        callbacks = listed(config["callbacks"])
+        callbacks = as_list(config["callbacks"])
 
         def lacks(kind: type[Callback]) -> bool:
             return not any(isinstance(callback, kind) for callback in callbacks)
@@ -233,7 +233,7 @@ class Parts(FederatedCLI):
         """Make none, but note what it would be made of."""
         strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
         self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
-        self.callbacks: list[Callback] = listed(callbacks)
+        self.callbacks: list[Callback] = as_list(callbacks)
 
 
 class PartsWithTrainer(Parts):
@@ -273,7 +273,7 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
         raise
 
 
-def listed(callbacks: Callback | list[Callback] | None) -> list[Callback]:
+def as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
     """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
