@@ -17,6 +17,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pandas as pd
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -49,6 +50,7 @@ class Search:
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         words: What else the command line of each run says: that of such a row.
+        points: The settings to try, in place of new ones; empty: the sampler's.
     """
 
     configs: tuple[Path, ...]
@@ -64,6 +66,7 @@ class Search:
     first_seed: int = 0
     scale: str = "paper"
     words: tuple[str, ...] = ()
+    points: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _ONE_OF.items():
@@ -103,7 +106,7 @@ class Search:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        known = [entry.name for entry in fields(cls) if entry.name not in ("case", "words")]
+        known = [entry.name for entry in fields(cls) if entry.name not in ("case", "words", "points")]
         for name in content:
             if name not in known:
                 raise ValueError(
@@ -135,6 +138,32 @@ class Search:
         words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
         return replace(self, configs=(*row.configs, *self.configs), words=tuple(words))
 
+    def among(self, file: Path) -> Search:
+        """The same search with the best settings of another one over the same space, by its ``trials.csv``, best first.
+
+        Raises:
+            ValueError: If the file is not understood, or its trials are of another objective or space.
+        """
+        try:
+            trials = pd.read_csv(file, dtype=str, keep_default_na=False)
+            if missing := [name for name in (self.objective, *self.space) if name not in trials]:
+                raise ValueError(f"it has no column {missing[0]}")
+            values = pd.to_numeric(trials[self.objective]).dropna()
+            order = values.sort_values(ascending=self.direction == "minimize", kind="stable").index
+            points = tuple(
+                {key: _value(trials[key][row], what) for key, what in self.distributions.items()} for row in order
+            )
+        except OSError as error:
+            raise ValueError(f"Expected `among` to be a trials.csv but got {file}: {error.strerror}.") from error
+        except ValueError as error:
+            problem = f"over the same space but got {file}: {error}."
+            raise ValueError(
+                f"Expected `among` to be the trials.csv of a search for {self.objective} {problem}"
+            ) from error
+        if not points:
+            raise ValueError(f"Expected trials that have succeeded in {file} but there are none.")
+        return replace(self, points=points)
+
     @property
     def fixed(self) -> dict[str, Any]:
         """The settings of the case, by path."""
@@ -146,7 +175,9 @@ class Search:
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
-        """Every point of the space, the last setting varying fastest."""
+        """Every point of the space, the last setting varying fastest, or those to try in place of new ones."""
+        if self.points:
+            return iter(self.points)
         points = [_grid_points(key, what) for key, what in self.distributions.items()]
         return (dict(zip(self.space, point, strict=True)) for point in itertools.product(*points))
 
@@ -163,7 +194,7 @@ class Search:
         content["cases"] = self.fixed  # the others are searches of their own
         if not self.cases:  # searches of before there were cases
             del content["cases"], content["case"]
-        for name, plain in (("first_seed", 0), ("scale", "paper"), ("words", ())):  # and these
+        for name, plain in (("first_seed", 0), ("scale", "paper"), ("words", ()), ("points", ())):  # and these
             if content[name] == plain:
                 del content[name]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
@@ -187,6 +218,20 @@ def _distribution(key: str, what: Any) -> BaseDistribution:
         f"Expected the space of `{key}` to be a list of choices, or {{low: ..., high: ...}} with `step: ...` or "
         f"`log: true`, but got {what}.{problem}"
     )
+
+
+def _value(text: str, what: BaseDistribution) -> Any:
+    """A setting as `trials.csv` has it."""
+    if isinstance(what, CategoricalDistribution):
+        known = {str(choice): choice for choice in what.choices}
+        if text not in known:
+            raise ValueError(f"{text} is none of {', '.join(known)}")
+        return known[text]
+    assert isinstance(what, IntDistribution | FloatDistribution)
+    value = int(text) if isinstance(what, IntDistribution) else float(text)
+    if not what.low <= value <= what.high:
+        raise ValueError(f"{text} is not from {what.low} to {what.high}")
+    return value
 
 
 def _grid_points(key: str, what: BaseDistribution) -> Sequence[Any]:

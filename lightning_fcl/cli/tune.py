@@ -75,21 +75,23 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--row", help="search for a row of the rows.yaml beside the file: its recipe comes before the configs")
     add("--out", type=Path, help="folder of the results (default: runs/tune-SEARCH, with case and row behind)")
     add("--trials", type=int, metavar="N", help="number of trials (default: that of the search file)")
+    add("--among", type=Path, metavar="TRIALS.csv", help="try the best settings of another search, not new ones")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     add("--restart", action="store_true", help="delete the trials that are there and begin anew")
     options = parser.parse_args(words[1:])
     file, seed, workers = options.file, options.seed, options.workers
     search = Search.read(file, options.trials, options.case, options.row)
+    search = search if options.among is None else search.among(options.among)
     at_least(1, workers=1 if workers is None else workers)
-    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
+    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" or search.points else []
     names = [slug(name) for name in (search.case, options.row) if name is not None]
     out = options.out or Path("runs") / "-".join(["tune", file.stem, *names])
     callbacks = check(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = open_study(search, seed, out, options.restart)
     number = len(grid) or search.trials or 0
-    size = _BATCH if search.sampler == "tpe" else number
+    size = _BATCH if search.sampler == "tpe" and not grid else number
     done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
     if done:
         print(f"{done} trials are there already.", file=sys.stderr)

@@ -241,6 +241,51 @@ def test_tpe_learns(search, tmp_path, pretend):
     assert sum(values[24:]) / 16 > 0.1 + sum(values[:8]) / 8
 
 
+def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_path, pretend):
+    pretend(lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"] if not ending(recipe) else None)
+    main(search(trials=8))
+    others = sorted(rows(tmp_path / "out"), key=lambda row: -float(row["final_accuracy/server"] or "-inf"))
+    table = str(tmp_path / "out" / "trials.csv")
+    pretend()
+    for trials in (2, 3):  # it can be made longer
+        main([*search(out="among", trials=8), "--among", table, "--trials", str(trials)])
+        tried = rows(tmp_path / "among")
+        assert [[row[key] for key in SEARCH["space"]] for row in tried] == [
+            [row[key] for key in SEARCH["space"]] for row in others[:trials]
+        ]
+    main([*search(out="all", trials=8), "--among", table])
+    assert len(rows(tmp_path / "all")) == sum(row["state"] == "complete" for row in others) < 8
+
+
+def ending(recipe):
+    """Whether a run with these settings is to fail."""
+    return recipe["model"]["init_args"]["model"]["init_args"]["sizes"] == [64, 8, 10]
+
+
+def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pretend, capsys):
+    pretend()
+    main(search())
+    table = tmp_path / "out" / "trials.csv"
+    head, space = table.read_text().splitlines()[0], SEARCH["space"]
+    others = tmp_path / "none.csv"
+
+    def refused(file, message, **changes):
+        with pytest.raises(SystemExit):
+            main([*search(out="other", **changes), "--among", str(file)])
+        assert message in capsys.readouterr().err
+
+    refused(table, "it has no column data.shuffle", space={**space, "data.shuffle": [True, False]})
+    refused(table, "is not from 2.0 to 3.0", space={**space, ALPHA: {"low": 2.0, "high": 3.0}})
+    refused(table, "is none of [64, 10]", space={**space, SIZES: [[64, 10]]})
+    refused(table, "it has no column forgetting/server", objective="forgetting/server")
+    refused(others, f"Expected `among` to be a trials.csv but got {others}: No such file")
+    others.write_bytes(bytes(range(256)))
+    refused(others, f"of a search for final_accuracy/server over the same space but got {others}")
+    table.write_text(head + "\n")
+    refused(table, "Expected trials that have succeeded")
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_grid_is_covered_once(search, tmp_path, pretend):
     pretend()
     space = {
