@@ -50,7 +50,7 @@ class Search:
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         words: What else the command line of each run says: that of such a row.
-        points: The settings to try, in place of new ones; empty: the sampler's.
+        points: The grid, where it is not that of the space.
     """
 
     configs: tuple[Path, ...]
@@ -156,13 +156,11 @@ class Search:
         except OSError as error:
             raise ValueError(f"Expected `among` to be a trials.csv but got {file}: {error.strerror}.") from error
         except ValueError as error:
-            problem = f"over the same space but got {file}: {error}."
-            raise ValueError(
-                f"Expected `among` to be the trials.csv of a search for {self.objective} {problem}"
-            ) from error
+            expected = f"Expected `among` to be the trials.csv of a search for {self.objective} over the same space"
+            raise ValueError(f"{expected} but got {file}: {error}.") from error
         if not points:
             raise ValueError(f"Expected trials that have succeeded in {file} but there are none.")
-        return replace(self, points=points)
+        return replace(self, sampler="grid", points=points)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -175,7 +173,7 @@ class Search:
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
-        """Every point of the space, the last setting varying fastest, or those to try in place of new ones."""
+        """Every point of the space, the last setting varying fastest, or the points of another search."""
         if self.points:
             return iter(self.points)
         points = [_grid_points(key, what) for key, what in self.distributions.items()]
@@ -286,12 +284,11 @@ def check(search: Search) -> list[dict[str, Any]]:
     Raises:
         ValueError: If it does not.
     """
-    from lightning_fcl.running.fit import resolve
+    from lightning_fcl.running.fit import as_list, resolve
 
     words = [*config_words(search.configs), *search.words]
     recipe = resolve(["fit", *words])
-    callbacks = recipe["trainer"]["callbacks"] or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks: list[dict[str, Any]] = as_list(recipe["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}
     first = search.fixed | lowest
     with tempfile.TemporaryDirectory() as folder:

@@ -84,14 +84,14 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     search = Search.read(file, options.trials, options.case, options.row)
     search = search if options.among is None else search.among(options.among)
     at_least(1, workers=1 if workers is None else workers)
-    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" or search.points else []
+    grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
     names = [slug(name) for name in (search.case, options.row) if name is not None]
     out = options.out or Path("runs") / "-".join(["tune", file.stem, *names])
     callbacks = check(search)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = open_study(search, seed, out, options.restart)
     number = len(grid) or search.trials or 0
-    size = _BATCH if search.sampler == "tpe" and not grid else number
+    size = _BATCH if search.sampler == "tpe" else number
     done = len(_those(study, TrialState.COMPLETE, TrialState.FAIL))
     if done:
         print(f"{done} trials are there already.", file=sys.stderr)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -39,6 +39,7 @@ from lightning_fcl.running.save_config import SaveConfig
 from lightning_fcl.simulation.rounds import RESTORED
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
+Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 CLI = TypeVar("CLI", bound="FederatedCLI")
 _REFUSED = "the recipe or command line is not understood:"
 _BY_LIGHTNING = "Lightning refuses the recipe or command line:"
@@ -273,7 +274,7 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
         raise
 
 
-def as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
+def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
     """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
