@@ -27,9 +27,18 @@ def outcome(
         config: What the recipe said.
         seconds: How long it took.
         command: What does the same again.
+
+    Raises:
+        ValueError: If no round has begun: there is nothing to tell.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
+    if not metrics.record.get("rounds"):
+        raise ValueError(
+            f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` "
+            "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
+            "`lightning-fcl validate` tries a recipe without training."
+        )
     recipe = config["recipe"]
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,

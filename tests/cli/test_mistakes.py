@@ -56,6 +56,8 @@ FIT = [
     ("--trainer.max_epochs 99", "at most the stream's 15 rounds but got 99. Set `max_epochs=15`"),
     ("--trainer.precision 17", "Expected `trainer.precision` to be of 64, 32, 16"),
     ("--trainer.fast_dev_run true", "Expected `fast_dev_run=False` in a federation but got"),
+    ("--trainer.max_epochs 0", "Expected the fit to train for at least one round"),
+    ("--trainer.max_time 00:00:00:00", "Expected the fit to train for at least one round"),
     ("--trainer.limit_train_batches 2", "Expected `limit_train_batches=1.0`"),
     ("--data.data digit", "got 'digit'. Did you mean digits?"),
     ("--data.scenario ClassIncrementl", "Did you mean ClassIncremental?"),
