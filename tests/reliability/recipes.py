@@ -52,7 +52,7 @@ VALUES = st.one_of(
     st.integers(-3, 30),
     st.floats(-2, 2),
     st.text(max_size=5),
-)
+).map(copy.deepcopy)  # a later change may be within it
 
 
 def _places(content: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
