@@ -113,7 +113,9 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
                     else:  # also where files of a trial that is done are damaged
                         jobs |= dict.fromkeys(own, index)
             run_trials(study, search, jobs, workers, bar)
-    write_results(study, search, file, out)
+    chosen = {"--row": options.row, "--case": search.case, "--among": options.among}
+    named = [str(word) for option, value in chosen.items() if value is not None for word in (option, value)]
+    write_results(study, search, shlex.join([str(file), *named]), out)
 
 
 def propose(
@@ -228,7 +230,7 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
     return True
 
 
-def write_results(study: optuna.Study, search: Search, file: Path, out: Path) -> None:
+def write_results(study: optuna.Study, search: Search, named: str, out: Path) -> None:
     """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials.
 
     Raises:
@@ -249,7 +251,7 @@ def write_results(study: optuna.Study, search: Search, file: Path, out: Path) ->
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
         )
     plot = save_figure(trials_figure(study, search), out / "trials.png")
-    recipe = write_best(study.best_trial, len(frame), search, file, out)
+    recipe = write_best(study.best_trial, len(frame), search, named, out)
     shown = done.sort_values(search.objective, ascending=search.direction == "minimize", kind="stable")[:10]
     columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
     exactly = {search.objective: "{:.4f}".format}
@@ -276,16 +278,15 @@ def trials_figure(study: optuna.Study, search: Search) -> Figure:
     return figure
 
 
-def write_best(trial: FrozenTrial, number: int, search: Search, file: Path, out: Path) -> Path:
+def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
     configs = shlex.join([*config_words([*search.configs, path]), *search.words])
     first, last = search.first_seed, search.first_seed + search.seeds - 1
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"
-    of = f"{file} --case {shlex.quote(search.case)}" if search.case is not None else file
     head = (
-        f"# The best of {number} trials of {of}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
+        f"# The best of {number} trials of {named}, trial {trial.number}.\n# lightning-fcl fit {configs}\n"
         f"# {search.objective} on the {search.measure_on} samples: {trial.value:.6g} ({seeds}), to see again with\n"
         f"# lightning-fcl fit {configs}{again}\n"
     )

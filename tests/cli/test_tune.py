@@ -255,6 +255,7 @@ def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_pa
         ]
     main([*search(out="all", trials=8), "--among", table])
     assert len(rows(tmp_path / "all")) == sum(row["state"] == "complete" for row in others) < 8
+    assert f"search.yaml --among {table}, trial" in (tmp_path / "all" / "best.yaml").read_text()
 
 
 def ending(recipe):
