@@ -1,5 +1,7 @@
 """What all tests share: one thread unless told otherwise, silence, and a small stream."""
 
+import functools
+import gc
 import hashlib
 import http.server
 import io
@@ -15,11 +17,13 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from types import SimpleNamespace
 
+import lightning.fabric.utilities.registry
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from packaging.requirements import Requirement
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,6 +42,19 @@ warnings.filterwarnings("ignore", module="lightning")
 # The first backward pass starts a thread for each GPU, and after `torch.export` for eight that are only pretended; a
 # process with such threads cannot train in forks. So it comes before any test.
 torch.zeros((), requires_grad=True).backward()
+# Every Trainer asks all installed packages for callbacks of theirs, for 30 ms; none is installed while tests run.
+lightning.fabric.utilities.registry.entry_points = functools.cache(lightning.fabric.utilities.registry.entry_points)
+
+
+def pytest_collection_finish():
+    """What is imported stays to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    """At the end it may go."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -401,6 +418,38 @@ def assert_same():
 
     def check(left, right, tolerance=1e-6):
         torch.testing.assert_close(dict(left.state_dict()), dict(right.state_dict()), rtol=0, atol=tolerance)
+
+    return check
+
+
+@pytest.fixture
+def assert_fine_tunes_without(fit, make_stream, make_task, assert_same):
+    """A method changes what is learnt, but not for clients that do not use it."""
+
+    def check(method):
+        used, unused, fine = make_task(), make_task(), make_task()
+        fit(used, make_stream(clients=2), [method()], cohort_size=1)
+        fit(unused, make_stream(clients=2), [method(clients=[])], cohort_size=1)
+        fit(fine, make_stream(clients=2), cohort_size=1)
+        assert_same(unused, fine, 0)
+        with pytest.raises(AssertionError):
+            assert_same(used, fine, 1e-4)
+
+    return check
+
+
+@pytest.fixture
+def assert_resumes(fit, make_stream, assert_same, tmp_path):
+    """Fits that go on from an experience's middle, and from its end, come to the same bits as one without a break."""
+
+    def check(make_module, method, **options):
+        whole, saving = make_module(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        stream, options = {"clients": 4, "rounds_per_experience": 2}, {"participation": 0.7, "seed": 5, **options}
+        fit(whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options)
+        for epoch in (1, 2):
+            again = make_module(seed=9)
+            fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
+            assert_same(again, whole, 0)
 
     return check
 

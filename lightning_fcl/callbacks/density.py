@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import at_least
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -57,11 +57,7 @@ class ActivationDensity(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the record; a continued fit continues its own."""
         stream = need_stream(trainer)
-        if federation_of(trainer) is None:
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `ActivationDensity` but got a plain one, which '
-                "has no rounds."
-            )
+        need_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
             raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
         if not self.record or trainer.current_epoch == 0:

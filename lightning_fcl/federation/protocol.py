@@ -146,6 +146,29 @@ def federation_of(trainer: L.Trainer) -> FederationView | None:
     return strategy.federation if isinstance(strategy, HostsFederation) else None
 
 
+def need_federation(trainer: L.Trainer, name: str, why: str) -> FederationView:
+    """The federation that a Trainer runs, for a callback that needs one.
+
+    Args:
+        trainer: The Trainer.
+        name: The callback's name, for the message.
+        why: What a plain Trainer lacks, or what to do in one.
+
+    Raises:
+        ValueError: If it is a plain Trainer.
+
+    Example:
+        >>> import lightning.pytorch as L
+        >>> need_federation(L.Trainer(barebones=True, accelerator="cpu"), "APFL", "it has no clients")
+        Traceback (most recent call last):
+        ValueError: Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: it has no clients.
+    """
+    federation = federation_of(trainer)
+    if federation is None:
+        raise ValueError(f'Expected a Trainer with `strategy="federated"` for `{name}` but got a plain one: {why}.')
+    return federation
+
+
 def ranks_of(trainer: L.Trainer) -> Ranks:
     """The processes of a Trainer's federation; a plain Trainer's is alone.
 

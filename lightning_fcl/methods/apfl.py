@@ -16,7 +16,7 @@ from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer, with_parameters
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method, remember, section
@@ -74,12 +74,8 @@ class APFL(Method):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        federation = federation_of(trainer)
-        if federation is None:
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `APFL` but got a plain one: with a single client '
-                "there is no shared model to mix with. Remove `APFL`."
-            )
+        why = "with a single client there is no shared model to mix with. Remove `APFL`"
+        federation = need_federation(trainer, "APFL", why)
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Expected `accumulate_grad_batches=1` for `APFL`, whose personal model steps with each batch, but got "

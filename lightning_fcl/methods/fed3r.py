@@ -15,7 +15,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, federation_of
+from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, need_federation
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method
@@ -70,11 +70,7 @@ class Fed3R(Method):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if federation_of(trainer) is None:
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `Fed3R` but got a plain one, which has no server '
-                "that adds up. Use the strategy, with one client if need be."
-            )
+        need_federation(trainer, "Fed3R", "no server adds up. Use the strategy, with one client if need be")
         last_layer(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

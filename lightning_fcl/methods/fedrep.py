@@ -11,7 +11,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.method import Method
@@ -75,12 +75,8 @@ def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, 
         ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, another method trains
             parts, too, or the head is not declared to stay with the clients.
     """
-    federation = federation_of(trainer)
-    if federation is None:
-        raise ValueError(
-            f'Expected a Trainer with `strategy="federated"` for `{type(method).__name__}` but got a plain one, which '
-            "has no local epochs, and no clients that share a body."
-        )
+    why = "it has no local epochs, and no clients that share a body"
+    federation = need_federation(trainer, type(method).__name__, why)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     chosen = sorted(name for name in trainable if name in Part(head))
     if not chosen or len(chosen) == len(trainable):

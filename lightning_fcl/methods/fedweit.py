@@ -15,7 +15,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView, federation_of, ranks_of
+from lightning_fcl.federation.protocol import FederationView, need_federation, ranks_of
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.methods.compose import methods_of
@@ -239,9 +239,7 @@ class FedWEIT(Method):
                 f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
                 f"got {', '.join(others)}. Remove it."
             )
-        federation = federation_of(trainer)
-        if federation is None:
-            raise ValueError('Expected a Trainer with `strategy="federated"` for `FedWEIT` but got a plain one.')
+        federation = need_federation(trainer, "FedWEIT", "there is nobody whose weights could be attended to")
         model = decomposed_of(pl_module)
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")

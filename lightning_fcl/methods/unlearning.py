@@ -13,7 +13,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import of_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView, federation_of
+from lightning_fcl.federation.protocol import FederationView, need_federation
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
@@ -50,12 +50,8 @@ class Unlearning(Method):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        federation = federation_of(trainer)
-        if federation is None:
-            raise ValueError(
-                'Expected a Trainer with `strategy="federated"` for `Unlearning` but got a plain one. Call '
-                "`RidgeReadout.remove` with the statistics that are to go."
-            )
+        why = "call `RidgeReadout.remove` with the statistics that are to go"
+        federation = need_federation(trainer, "Unlearning", why)
         if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":
             raise ValueError(
                 "Expected a reservoir's task that shares its statistics for `Unlearning` but got a "

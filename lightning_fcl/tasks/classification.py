@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.attached import stream_of
@@ -138,15 +137,9 @@ class Classifier(NetworkTask):
             )
         return self.model
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
         """Log loss and accuracy."""
-        self._evaluate(batch, "val", self.val_accuracy)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log loss and accuracy."""
-        self._evaluate(batch, "test", self.test_accuracy)
-
-    def _evaluate(self, batch: Any, stage: str, metric: Metric) -> None:
+        metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)
         loss = self.sample_loss(output, y).mean()  # says so where outputs are not as many as classes

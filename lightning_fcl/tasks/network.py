@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,18 @@ class NetworkTask(Task):
         if samples:
             self.log("train/loss", total / samples, batch_size=1)
         self._loss_sum, self._loss_samples = torch.zeros(()), 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log what predictions are measured by."""
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log what predictions are measured by."""
+        self.evaluate(batch, "test")
+
+    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
+        """Log a batch's loss, and count what predictions are measured by."""
+        raise NotImplementedError
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The network's outputs for a batch: of samples, or of samples and their targets."""

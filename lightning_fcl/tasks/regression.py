@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,15 +65,9 @@ class Regressor(NetworkTask):
             )
         return y.to(output.dtype)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
         """Log loss and measures."""
-        self._evaluate(batch, "val", self.val_measures)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log loss and measures."""
-        self._evaluate(batch, "test", self.test_measures)
-
-    def _evaluate(self, batch: Any, stage: str, measures: MetricCollection) -> None:
+        measures = self.val_measures if stage == "val" else self.test_measures
         x, y = batch
         output = self(x)
         self.log(f"{stage}/loss", self.sample_loss(output, y).mean(), batch_size=len(y))

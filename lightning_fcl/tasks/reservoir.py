@@ -21,7 +21,7 @@ from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
 from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
-from lightning_fcl.tasks.task import Task
+from lightning_fcl.tasks.task import Task, one_local_epoch
 
 log = logging.getLogger(__name__)
 
@@ -180,13 +180,7 @@ class ReservoirTask(Task):
 
     def on_train_start(self) -> None:
         """Refuse to count data more than once."""
-        federation = federation_of(self.trainer)
-        epochs = federation.local_epochs if federation is not None else 1
-        if epochs != 1:
-            raise ValueError(
-                f"Expected the strategy's `local_epochs` to be 1 for a `{type(self).__name__}`, whose readout takes "
-                f"one pass, but got {epochs}. The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`."
-            )
+        one_local_epoch(self, " The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.")
         if self.trainer.max_epochs == -1:
             raise ValueError(
                 "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit."

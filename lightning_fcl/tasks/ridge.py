@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.readout import FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.task import one_local_epoch
 
 
 class RidgeClassifier(Classifier):
@@ -80,13 +80,7 @@ class RidgeClassifier(Classifier):
 
     def on_train_start(self) -> None:
         """Refuse to count samples more than once."""
-        federation = federation_of(self.trainer)
-        epochs = federation.local_epochs if federation is not None else 1
-        if epochs != 1:
-            raise ValueError(
-                f"Expected the strategy's `local_epochs` to be 1 for a `RidgeClassifier`, whose readout takes one "
-                f"pass, but got {epochs}."
-            )
+        one_local_epoch(self)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, shape (batch, ...), and their labels to the sums."""

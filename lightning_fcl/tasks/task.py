@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_fcl.federation.aggregation import check_state, entries, load_entries, reductions_of
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.models.described import Described, cast_arguments, rebuild
 
@@ -70,3 +71,22 @@ class Task(Described, L.LightningModule):
         else:
             task.load_state_dict(state, strict=False)
         return task
+
+
+def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
+    """Refuse several local epochs for a module whose readout adds up samples: they would count several times.
+
+    Args:
+        module: The module, of a Trainer that begins.
+        more: A sentence for the message.
+
+    Raises:
+        ValueError: If the strategy's ``local_epochs`` is not 1.
+    """
+    federation = federation_of(module.trainer)
+    epochs = federation.local_epochs if federation is not None else 1
+    if epochs != 1:
+        raise ValueError(
+            f"Expected the strategy's `local_epochs` to be 1 for a `{type(module).__name__}`, whose readout takes one "
+            f"pass, but got {epochs}.{more}"
+        )

@@ -43,12 +43,19 @@ def equal(module, state):
     return all(torch.equal(value, state[name]) for name, value in entries(module).items())
 
 
-def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(rehearsal, machines):
+@pytest.fixture
+def connected(rehearsal, machines):
+    """A rehearsal, its simulation, and a SuperLink with a SuperNode for each client."""
     one, at = rehearsal(REPLAY), machines()
     simulated = one.simulate()
     at.link()
     for client in one.clients:
         at.node(client, one.config(client))
+    return one, simulated, at
+
+
+def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(connected):
+    one, simulated, at = connected
     at.run(one.app(), **one.settings(), clients_at_least=3)
     at.wait_for(lambda: ended(one))
     assert equal(simulated.model, one.weights())
@@ -65,13 +72,9 @@ def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
     assert equal(simulated.model, one.weights())
 
 
-def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_bits(rehearsal, machines):
+def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_bits(connected):
     """The SuperNode in the midst of a task: it goes on with its memory. The SuperLink: from its server's checkpoint."""
-    one, at = rehearsal(REPLAY), machines()
-    simulated = one.simulate()
-    at.link()
-    for client in one.clients:
-        at.node(client, one.config(client))
+    one, simulated, at = connected
     settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 20.0, "join_seconds": 120.0}
     at.run(one.app(), **settings)
     at.wait_for(lambda: begun(one, "1", 1))
@@ -86,12 +89,8 @@ def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_
     assert equal(simulated.model, one.weights())
 
 
-def test_a_supernode_that_stalls_does_not_stop_the_round(rehearsal, machines):
-    one, at = rehearsal(REPLAY), machines()
-    one.simulate()
-    at.link()
-    for client in one.clients:
-        at.node(client, one.config(client))
+def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
+    one, _, at = connected
     settings = {**one.settings(), "clients_at_least": 2, "round_seconds": 8.0}
     at.run(one.app(), **settings)
     at.wait_for(lambda: begun(one, "2", 0))

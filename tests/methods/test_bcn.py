@@ -2,12 +2,12 @@
 
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
@@ -198,18 +198,15 @@ def test_random_layers_and_running_statistics(make_task, samples, train):
 # Where it runs.
 
 
-def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same):
+def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same):
     plain, fine = make_task(), make_task()
     train(plain, [BCN(1.0)], samples(), epochs=3)
     train(fine, [], samples(), epochs=3)
     assert_same(plain, fine, 0)
-    used, unused, fine = make_task(), make_task(), make_task()
-    fit(used, make_stream(clients=2), [BCN(1.0)], cohort_size=1)
-    fit(unused, make_stream(clients=2), [BCN(1.0, clients=[])], cohort_size=1)
-    fit(fine, make_stream(clients=2), cohort_size=1)
-    assert_same(unused, fine, 0)
-    with pytest.raises(AssertionError):
-        assert_same(used, fine, 1e-3)
+
+
+def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
+    assert_fine_tunes_without(partial(BCN, 1.0))
 
 
 def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, assert_same, monkeypatch):
@@ -231,15 +228,8 @@ def test_every_client_remembers_every_task(fit, make_stream, make_task):
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_task, assert_same, tmp_path, store):
-    whole, options = make_task(), {"participation": 0.7, "client_store": store, "seed": 5}
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    stream = {"clients": 4, "rounds_per_experience": 2}
-    fit(whole, make_stream(**stream), [BCN(0.3), saving], trainer_args={"enable_checkpointing": True}, **options)
-    for epoch in (1, 2):
-        again = make_task(seed=9)
-        fit(again, make_stream(**stream), [BCN(0.3)], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
-        assert_same(again, whole, 0)
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store):
+    assert_resumes(make_task, partial(BCN, 0.3), client_store=store)
 
 
 def test_a_vision_transformer_whose_clients_have_tasks_of_their_own(fit):

@@ -2,12 +2,13 @@
 
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
@@ -349,25 +350,12 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
 
 @pytest.mark.parametrize("method", [lambda: GEM(0.3), lambda: AGEM(5, batch_size=3)])
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_task, assert_same, tmp_path, store, method):
-    whole, options = make_task(), {"participation": 0.7, "client_store": store, "seed": 5}
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    stream = {"clients": 4, "rounds_per_experience": 2}
-    fit(whole, make_stream(**stream), [method(), saving], trainer_args={"enable_checkpointing": True}, **options)
-    for epoch in (1, 2):
-        again = make_task(seed=9)
-        fit(again, make_stream(**stream), [method()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
-        assert_same(again, whole, 0)
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store, method):
+    assert_resumes(make_task, method, client_store=store)
 
 
-def test_clients_that_do_not_use_it_fine_tune(fit, make_stream, make_task, assert_same):
-    used, unused, fine = make_task(), make_task(), make_task()
-    fit(used, make_stream(clients=2), [GEM(1.0)], cohort_size=1)
-    fit(unused, make_stream(clients=2), [GEM(1.0, clients=[])], cohort_size=1)
-    fit(fine, make_stream(clients=2), cohort_size=1)
-    assert_same(unused, fine, 0)
-    with pytest.raises(AssertionError):
-        assert_same(used, fine, 1e-4)
+def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
+    assert_fine_tunes_without(partial(GEM, 1.0))
 
 
 def test_a_client_that_diverges_is_refused_alone(fit, make_stream, make_task):

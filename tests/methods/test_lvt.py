@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_fcl import Classifier, FederatedStream
@@ -286,15 +285,8 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_resumed_is_uninterrupted_in_a_federation(fit, make_stream, make_net, assert_same, tmp_path, store):
-    whole, options = make_net(), {"participation": 0.7, "client_store": store, "seed": 5}
-    saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
-    stream = {"clients": 4, "rounds_per_experience": 2}
-    fit(whole, make_stream(**stream), [LVTMethod(), saving], trainer_args={"enable_checkpointing": True}, **options)
-    for epoch in (1, 2):
-        again = make_net(seed=9)
-        fit(again, make_stream(**stream), [LVTMethod()], ckpt_path=tmp_path / f"epoch={epoch}.ckpt", **options)
-        assert_same(again, whole, 0)
+def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_net, store):
+    assert_resumes(make_net, LVTMethod, client_store=store)
 
 
 @pytest.mark.parametrize("participation", [1.0, 1])
