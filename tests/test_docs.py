@@ -26,6 +26,7 @@ PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name
 COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "reports.md", "resume.md", "tune.md"))]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.slow) if path in COMMANDS[1:] else path for path in [README, *PAGES]],
@@ -68,6 +69,7 @@ def test_the_contributing_page_names_the_index():
     assert "(docs/index.md)" in CONTRIBUTING.read_text()
 
 
+@pytest.mark.seconds
 def test_what_the_pictures_name_is_there():
     """A class or module, and what it defines."""
     pictures = re.findall(r"```mermaid\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)

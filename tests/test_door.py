@@ -56,6 +56,7 @@ print(type(trainer.strategy) is lightning_fcl.FederatedStrategy, {OTHERS} & set(
     return python(f"CODES = {codes!r}\n{FORKS}").splitlines()
 
 
+@pytest.mark.seconds
 def test_import_is_what_registers_the_strategy(printed: list[str]):
     assert "FederatedStrategy" in printed[2]
 

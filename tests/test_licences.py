@@ -68,6 +68,7 @@ def test_a_dependency_s_licence_is_what_it_says_itself(name: str):
         assert page()[name] == said
 
 
+@pytest.mark.seconds
 def test_what_is_not_permissive_is_on_the_page(brought):
     """Of everything that pip brings; what says nothing, too."""
     named, amiss = page(), []

@@ -85,11 +85,13 @@ def printed(brought_files, tmp_path_factory):
     return ended.stdout
 
 
+@pytest.mark.seconds
 def test_a_federation_and_a_plain_trainer_train_with_the_core_alone(printed):
     assert "rounds 2\nepochs 4\nprojected True\n" in printed
     assert "loaded []" in printed
 
 
+@pytest.mark.seconds
 def test_other_packages_are_imported_where_they_are_used_and_named_where_they_are_missing():
     """Commands and what they run apart: they have the whole install."""
     folder = Path(lightning_fcl.__file__).parent
@@ -135,6 +137,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.seconds
 def test_a_first_fit_of_digits_imports_what_it_uses(tmp_path):
     """Avalanche among it, which draws the experiences and keeps the replayed samples; nothing under the GPL."""
     words = [sys.executable, "-c", FITS]

@@ -129,6 +129,7 @@ def test_classes_that_come_later_start_level(run):
     assert (task.model.head.classifier.bias != 0).all()  # the rounds have taught them
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
@@ -148,6 +149,7 @@ def test_the_backbone_stays_as_it_is_to_the_bit(run, backbone, cohort_size):
     assert not any(isinstance(module, nn.BatchNorm2d) for module in task.modules())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_only_the_head_travels(run, backbone):
     metrics = ContinualMetrics("none")
@@ -159,6 +161,7 @@ def test_only_the_head_travels(run, backbone):
         assert entry["upload_bytes"] == entry["download_bytes"] == dict.fromkeys(("node1", "node2", "node3"), 24_040)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_maps_that_are_computed_once_give_the_same(run, backbone, cohort_size):
@@ -184,6 +187,7 @@ def files(folder):
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.seconds
 def test_the_cache_gives_the_same_to_the_bit(run, tmp_path):
     folder = tmp_path / "kept" / "here"
     first, state = run({"cache": str(folder)})
@@ -211,6 +215,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_the_cache(run, tmp_path, full
     assert not files(tmp_path / "kept")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "change",
     [
@@ -237,6 +242,7 @@ def test_the_cache_tells_other_sessions_apart(run, tmp_path, change):
     same(other, uncached)
 
 
+@pytest.mark.seconds
 def test_what_was_drawn_before_does_not_matter(run):
     states = []
     for seed in (1, 2):
@@ -250,6 +256,7 @@ def test_what_was_drawn_before_does_not_matter(run):
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("backbone", ["float", pytest.param("int8", marks=pytest.mark.slow)])
 def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
@@ -267,6 +274,7 @@ def test_resumed_is_uninterrupted(run, tmp_path, backbone, latents):
         assert correct[0] == correct[1] and again[2].record["start"] == whole[2].record["start"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
     session = BaseSession(**{**QUICK, "backbone": backbone, "latents": True})
@@ -286,6 +294,7 @@ def test_a_checkpoint_can_be_tested(run, fit, quiet, tmp_path, backbone):
     assert direct == pytest.approx(result, rel=1e-5)
 
 
+@pytest.mark.seconds
 def test_a_second_fit_goes_on(run):
     def parts():
         return [Replay(20, "class-balanced", "round", base=True), MeanOutputLoss(2.0)]
@@ -299,6 +308,7 @@ def test_a_second_fit_goes_on(run):
     same(snapshot(task), snapshot(whole))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("backbone", ["float", "int8"])
 def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_computed(run, backbone):
     session, stream = {"latents": True, "backbone": backbone}, make_faces()
@@ -309,6 +319,7 @@ def test_another_network_learns_from_the_images_of_a_stream_whose_maps_were_comp
     same(snapshot(task), snapshot(other))
 
 
+@pytest.mark.seconds
 def test_in_a_plain_trainer(run, fit):
     arguments = {**SMALL, "nodes": 1}
     federated, _ = run(stream=make_faces(scenario_args=arguments), cohort_size=1)
@@ -317,6 +328,7 @@ def test_in_a_plain_trainer(run, fit):
     same(snapshot(plain), snapshot(federated))
 
 
+@pytest.mark.seconds
 def test_images_are_mirrored_and_shifted():
     x, y = torch.rand(3, 2, 5, 6), torch.arange(3)
     padded = F.pad(torch.cat([x, x.flip(-1)]), (4, 4, 4, 4))

@@ -306,6 +306,7 @@ class Doubles(Method):
         return {"there": torch.ones(1)} if client_round.client == "1" else memory
 
 
+@pytest.mark.seconds
 def test_after_aggregation_a_node_out_of_reach_is_tested_with_its_own_weights(fit, make_stream, make_task):
     stream, metrics, task = make_stream(rounds_per_experience=2), ContinualMetrics(when="aggregated"), make_task()
     by_hand = ByHand(stream)
@@ -358,6 +359,7 @@ class LastModels(Callback):
         self.models[client_round.client, client_round.experience] = client_round.round, own
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 3])
 def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, make_stream, make_task, cohort_size):
     stream, both, last = make_stream(rounds_per_experience=4), ContinualMetrics(when="both"), LastModels()
@@ -423,6 +425,7 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
     assert [set(entry["own"]) for entry in metrics.record["rounds"]] == expected
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
 def test_a_continued_fit_has_the_same_own_models_and_bytes(fit, make_stream, make_task, tmp_path, cut):
     records, options = [], {"participation": 2, "reductions": {"model.2.bias": "none"}}

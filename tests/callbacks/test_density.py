@@ -157,6 +157,7 @@ def test_measuring_does_not_change_the_fit(fit, task):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.seconds
 def test_a_continued_fit_continues_the_record(fit, stream, task, tmp_path):
     whole, first, second = (ActivationDensity(20) for _ in range(3))
     path = tmp_path / "round.ckpt"

@@ -46,6 +46,7 @@ def test_all_of_a_kind_are_told_in_a_line(kind, capsys):
     assert all(name in out for name in listed)
 
 
+@pytest.mark.seconds
 def test_a_pattern_or_a_part_of_a_name(capsys):
     main(["ls", "recipes", "flwf/*-ex", "--json"])
     assert all(name.startswith("flwf/") and name.endswith("-ex") for name in json.loads(capsys.readouterr().out))
@@ -53,11 +54,13 @@ def test_a_pattern_or_a_part_of_a_name(capsys):
     assert list(json.loads(capsys.readouterr().out)) == ["FedViT"]
 
 
+@pytest.mark.seconds
 def test_what_there_is_in_numbers(capsys):
     main(["ls", "--json"])
     assert json.loads(capsys.readouterr().out).keys() == KINDS.keys()
 
 
+@pytest.mark.seconds
 def test_lists_wait_for_no_torch():
     code = (
         "import sys; from lightning_fcl.cli.main import main\n"
@@ -90,6 +93,7 @@ def test_a_mistake_and_its_remedy(words, message, error_of, tmp_path, monkeypatc
     assert message in error_of(words)
 
 
+@pytest.mark.seconds
 def test_who_reads_a_part_of_a_list_sees_no_error():
     code = f"{sys.executable} -m lightning_fcl ls recipes | head -1"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
@@ -111,6 +115,7 @@ def check_flat(name):
     assert all(line in text for line in lines) and "+:" not in text
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", OF_EACH_PAPER[:3])
 def test_a_recipe_becomes_one_file(name):
     check_flat(name)
@@ -122,12 +127,14 @@ def test_more_recipes_become_one_file(name):
     check_flat(name)
 
 
+@pytest.mark.seconds
 def test_what_one_file_cannot_say_is_refused(monkeypatch):
     monkeypatch.setattr("lightning_fcl.running.flat._set", lambda *_: None)  # as if a row's words were lost
     with pytest.raises(ValueError, match="Expected odfcl/odfcl-orl to be the same in one file but it is not"):
         flat(RECIPES["odfcl/odfcl-orl"])
 
 
+@pytest.mark.seconds
 def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     monkeypatch.chdir(tmp_path)
     main(["cp", "quickstart", "mine.yaml"])
@@ -146,6 +153,7 @@ def test_a_scale_is_a_part_of_a_name():
     assert find_recipe("fedvit/fedvit").configs[-1].name == "fedvit.yaml"
 
 
+@pytest.mark.seconds
 def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monkeypatch, capsys, change):
     monkeypatch.chdir(tmp_path)
     main(["fit", "quickstart", change, "--trainer.max_epochs", "1"])
@@ -166,6 +174,7 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
     assert seeds == [0, 1]
 
 
+@pytest.mark.seconds
 def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change, error_of):
     monkeypatch.chdir(tmp_path)
     main(["validate", "quickstart", change])

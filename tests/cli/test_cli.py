@@ -42,6 +42,7 @@ def helps():
     return dict(zip(map(" ".join, every), map(json.loads, lines), strict=True))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_waits_for_neither_torch_nor_lightning(helps, words):
     shown, seconds, loaded = helps[" ".join(words)]
@@ -57,6 +58,7 @@ def test_a_command_that_is_not_known_and_none(error_of, capsys):
     assert "usage: lightning-fcl" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
@@ -79,6 +81,7 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert again["metrics"] == results["metrics"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("share", "number"), [("2", 2), ("0.34", 1), ("1.0", 3)])
 def test_participation_is_a_number_or_a_share(tiny, tmp_path, share, number):
     main(["fit", *tiny, "--out", str(tmp_path), "--trainer.strategy.init_args.participation", share])
@@ -86,6 +89,7 @@ def test_participation_is_a_number_or_a_share(tiny, tmp_path, share, number):
     assert [len(entry["upload_bytes"]) for entry in record["rounds"]] == [number] * 2
 
 
+@pytest.mark.seconds
 def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
@@ -144,6 +148,7 @@ def test_a_wrong_argument_of_a_callback_is_told_without_ado(tiny, tmp_path, erro
     assert error.startswith("Expected `mu` to be at least 0 but got -1.0. (")
 
 
+@pytest.mark.seconds
 def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, error_of):
     out = tmp_path / "out"
     main(["fit", *tiny, "--out", str(out)])
@@ -153,6 +158,7 @@ def test_what_is_refused_leaves_an_earlier_run_as_it_was(tiny, tmp_path, error_o
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("length", [3000, 0])
 def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, error_of, length):
     out = tmp_path / "out"
@@ -169,6 +175,7 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_taken(tiny, tmp_path, 
     assert newest_checkpoint(out / "checkpoints") == first
 
 
+@pytest.mark.seconds
 def test_what_a_checkpoint_names_is_not_called(tiny, tmp_path):
     """Lightning's command line would build the optimizer, or the module, that a checkpoint's hyperparameters name."""
     out, marker = tmp_path / "out", tmp_path / "marker"
@@ -187,6 +194,7 @@ def test_what_a_checkpoint_names_is_not_called(tiny, tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.seconds
 def test_a_recipe_may_bring_its_own_checkpoints_and_a_single_callback(tiny, tmp_path):
     own = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": str(tmp_path / "own")}}
     for number, callbacks in enumerate([own, [own]]):
@@ -247,6 +255,7 @@ def test_a_recipe_of_one_file_names_its_command(paper):
         assert yaml.safe_load(text)["recipe"]["row"] == row
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("search", sorted(RECIPES.glob("*/search-*.yaml")), ids=lambda path: path.stem)
 def test_every_search_file_is_understood(search):
     content = yaml.safe_load(search.read_text())
@@ -255,6 +264,7 @@ def test_every_search_file_is_understood(search):
         check(Search.read(search, case=case, row=row))
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys):
     words = ["reproduce", "flwf", "--rows", "FCL-FT,FLwF-2T/FT + ex", "--scale", "smoke", "--seeds", "2"]
@@ -310,6 +320,7 @@ figures:
 """
 
 
+@pytest.mark.seconds
 def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, error_of, reports):
     digits = load("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
@@ -343,6 +354,7 @@ def test_data_commands(capsys, error_of, tmp_path, monkeypatch):
     assert f"cannot be used: {names}" in error_of(["data", "check"])
 
 
+@pytest.mark.seconds
 def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     path = tmp_path / "open.yaml"
     path.write_text(
@@ -353,6 +365,7 @@ def test_a_recipe_without_max_epochs_runs_all_rounds(tiny, tmp_path):
     assert [entry["round"] for entry in rounds] == list(range(cli.datamodule.plan.rounds))
 
 
+@pytest.mark.seconds
 def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, small_recipe):
     """Rows may share files, set arguments of their own and bring the paper's numbers."""
     folder = tmp_path / "recipes" / "mine"
@@ -380,6 +393,7 @@ def test_a_row_of_several_files_sets_and_expects(tmp_path, capsys, monkeypatch, 
         assert len(record["tasks"]) == clients + 1
 
 
+@pytest.mark.seconds
 def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
     fork = multiprocessing.get_context("fork")  # these need not import torch and Lightning anew
     monkeypatch.setattr("lightning_fcl.cli.jobs.multiprocessing.get_context", lambda method=None: fork)
@@ -391,6 +405,7 @@ def test_an_error_in_one_run_lets_no_other_begin(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("run-*"))) < 8
 
 
+@pytest.mark.seconds
 def test_a_run_without_a_logger_writes_below_its_folder_only(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "silent.yaml"
@@ -421,6 +436,7 @@ def short(tmp_path):
     return copy
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 @pytest.mark.parametrize("row", [row if row == "ODFCL" else pytest.param(row, marks=pytest.mark.slow) for row in ODFCL])
 def test_rows_of_odfcl_at_the_smallest_scale(data_folder, short, tmp_path, row):

@@ -32,6 +32,7 @@ def script(tmp_path_factory):
     return folder
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
 @pytest.mark.parametrize(
     ("words", "last", "expected"),

@@ -58,6 +58,7 @@ def test_a_recipe_cannot_pass_a_command_for_an_optimizer(tiny, tmp_path, error_o
     assert named in error and not marker.exists()
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_is_read_as_tensors_and_plain_values_alone(tiny, tmp_path, error_of):
     words = [*tiny, "--ckpt_path", str(tmp_path / "x.ckpt"), "--weights_only", "false"]
     assert "Expected `weights_only` to be true but got false" in error_of(["fit", *words])

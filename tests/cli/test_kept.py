@@ -32,6 +32,7 @@ def reproduce(out, *more, seeds=1):
     main(["reproduce", "toy", "--scale", "smoke", "--seeds", str(seeds), "--out", str(out), "--workers", "1", *more])
 
 
+@pytest.mark.seconds
 def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     reproduce(tmp_path / "first", "--keep")
     kept = toy / "smoke" / "a-row" / "seed-0"
@@ -54,6 +55,7 @@ def test_a_kept_run_is_taken_as_finished(toy, tmp_path, monkeypatch, capsys):
     assert "taken from" not in said and read_table(tmp_path / "second" / "table.json").rows == first.rows
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -83,6 +85,7 @@ def test_a_kept_run_that_cannot_be_used_is_named_and_run_anew(toy, tmp_path, mon
     assert first == second
 
 
+@pytest.mark.seconds
 def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
     reproduce(tmp_path / "first", "--keep")
     scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())

@@ -170,6 +170,7 @@ class Broken(Classifier):
 """
 
 
+@pytest.mark.seconds
 def test_what_nobody_has_foreseen_keeps_its_traceback_in_a_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_model.py").write_text(BROKEN)
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -97,6 +97,7 @@ def test_worker_processes_find_them(folder):
     assert len(list((folder / "out").glob("trial-*/seed-0/results.json"))) == 2
 
 
+@pytest.mark.seconds
 def test_a_class_that_is_nowhere_is_named(folder):
     (folder / "my_model.py").unlink()
     done = command(folder, "fit", "--config", "my.yaml", "--out", "out")

@@ -21,6 +21,7 @@ def _pages(reports):
     """They are what is tested."""
 
 
+@pytest.mark.seconds
 def test_a_page_is_written_anew(runs, capsys):
     page = runs / "one" / "report.html"
     page.write_text("damaged")

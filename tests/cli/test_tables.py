@@ -12,6 +12,7 @@ RECIPES = recipes_folder()
 PAPERS = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
 
 
+@pytest.mark.seconds
 def test_each_page_is_what_its_tables_make():
     made = pages(RECIPES)
     assert len(made) == len(PAPERS) + 1

@@ -78,6 +78,7 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.seconds
 def test_a_search_from_end_to_end(search, tmp_path, capsys):
     main(search(seeds=2, trials=2))
     printed = capsys.readouterr().out
@@ -114,6 +115,7 @@ def test_a_search_from_end_to_end(search, tmp_path, capsys):
     assert "recipe" not in settings  # a fit of best.yaml is measured on the test set again
 
 
+@pytest.mark.seconds
 def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, monkeypatch):
     """Its files and arguments come first, those that are searched for are left out; seeds begin where they are told."""
     jobs = []
@@ -155,6 +157,7 @@ def test_the_number_of_processes_changes_nothing(search, tmp_path):
     assert rows(tmp_path / "one") == rows(tmp_path / "two")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, pretend, sampler):
     seen = pretend()
@@ -181,6 +184,7 @@ def test_an_interrupted_search_continues(search, tmp_path, capsys, monkeypatch, 
     assert len(set(values)) == 20
 
 
+@pytest.mark.seconds
 def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, tmp_path, error_of, pretend):
     pretend()
     main(search("whole", trials=6))
@@ -194,6 +198,7 @@ def test_a_line_that_was_cut_off_is_taken_away_and_a_damaged_one_named(search, t
     assert f"Expected {journal} to be as it was written but it is damaged: in line 1, " in error_of(search(trials=7))
 
 
+@pytest.mark.seconds
 def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, tmp_path, error_of, pretend):
     seen = pretend()
     main(search(trials=3))
@@ -215,6 +220,7 @@ def test_what_is_damaged_of_trials_that_are_done_is_made_anew_or_named(search, t
     assert f"Expected {journal} to be as it was written but it is damaged: KeyError" in error_of(search(trials=3))
 
 
+@pytest.mark.seconds
 def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of, pretend, recipe):
     seen = pretend()
     main(search(trials=2))
@@ -234,6 +240,7 @@ def test_a_search_can_be_made_longer_but_not_another(search, tmp_path, error_of,
     assert {trial[LR] for trial in rows(tmp_path / "seeded")}.isdisjoint(trial[LR] for trial in longer)
 
 
+@pytest.mark.seconds
 def test_tpe_learns(search, tmp_path, pretend):
     pretend()
     main(search(sampler="tpe", trials=40, space={LR: {"low": 0.0, "high": 1.0}}))
@@ -241,6 +248,7 @@ def test_tpe_learns(search, tmp_path, pretend):
     assert sum(values[24:]) / 16 > 0.1 + sum(values[:8]) / 8
 
 
+@pytest.mark.seconds
 def test_the_best_settings_of_another_search_are_tried_best_first(search, tmp_path, pretend):
     pretend(lambda recipe: recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"] if not ending(recipe) else None)
     main(search(trials=8))
@@ -263,6 +271,7 @@ def ending(recipe):
     return recipe["model"]["init_args"]["model"]["init_args"]["sizes"] == [64, 8, 10]
 
 
+@pytest.mark.seconds
 def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pretend, capsys):
     pretend()
     main(search())
@@ -287,6 +296,7 @@ def test_trials_of_another_space_or_objective_are_refused(search, tmp_path, pret
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.seconds
 def test_the_grid_is_covered_once(search, tmp_path, pretend):
     pretend()
     space = {
@@ -308,6 +318,7 @@ def test_small_examples():
     assert _grid_points("lr", FloatDistribution(0.1, 0.3, step=0.1)) == [0.1, 0.2, 0.3]
 
 
+@pytest.mark.seconds
 def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
     sizes = []
 
@@ -331,6 +342,7 @@ def test_each_case_is_a_search_of_its_own(search, tmp_path, pretend, error_of):
     assert sizes[2:] == [16, 16]
 
 
+@pytest.mark.seconds
 def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatch):
     pretend()
     monkeypatch.chdir(tmp_path)
@@ -339,6 +351,7 @@ def test_the_folder_of_a_case_has_its_name(search, tmp_path, pretend, monkeypatc
     assert (tmp_path / "runs" / "tune-search-25" / "best.yaml").is_file()
 
 
+@pytest.mark.seconds
 def test_minimize(search, tmp_path, pretend):
     pretend()
     main(search(direction="minimize"))
@@ -347,6 +360,7 @@ def test_minimize(search, tmp_path, pretend):
     assert recipe["model"]["init_args"]["optimizer"]["init_args"]["lr"] == smallest
 
 
+@pytest.mark.seconds
 def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
     space = {
@@ -359,6 +373,7 @@ def test_choices_can_be_anything_that_a_recipe_takes(search, tmp_path):
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.Adam"
 
 
+@pytest.mark.seconds
 def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, capsys):
     words = search(sampler="grid", trials=None, space={"data.scenario.init_args.experiences": [2, 3], ALPHA: [0.5]})
     main(words)
@@ -370,6 +385,7 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(search, tmp_path, cap
     assert rows(tmp_path / "out") == [good, bad]
 
 
+@pytest.mark.seconds
 def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
     (tmp_path / "tiny.yaml").write_text(
         yaml.safe_dump({**recipe, "data": {"partition": {"class_path": "IID", "init_args": {"clients": 2}}}})
@@ -382,6 +398,7 @@ def test_when_every_trial_fails(search, tmp_path, error_of, pretend, recipe):
     assert len(seen) == 10
 
 
+@pytest.mark.seconds
 def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, monkeypatch, pretend):
     pretend()
     run_job = module.run_job
@@ -396,6 +413,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
     assert [trial["state"] for trial in rows(tmp_path / "out")] == ["complete"] * 4
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -435,6 +453,7 @@ def test_bad_input_gives_one_clear_message(search, tmp_path, error_of, changes, 
     assert not list(tmp_path.glob("out/trials.csv"))
 
 
+@pytest.mark.seconds
 def test_a_wrong_objective_does_not_stand_in_the_way(search, tmp_path, pretend):
     pretend()
     with pytest.raises(SystemExit):
@@ -461,6 +480,7 @@ def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):
     assert space == {"a": {"low": 0.001, "high": 100.0, "log": True}, "b": [0.001, 0.01]}
 
 
+@pytest.mark.seconds
 def test_a_recipes_own_metrics_measure_there_too(search, tmp_path, recipe):
     metrics = {"class_path": "lightning_fcl.callbacks.ContinualMetrics", "init_args": {"clients": "none"}}
     (tmp_path / "tiny.yaml").write_text(

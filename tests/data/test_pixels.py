@@ -66,6 +66,7 @@ METHODS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("methods", METHODS)
 def test_they_train_as_floats_do(fit, methods, cohort_size):

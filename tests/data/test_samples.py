@@ -159,6 +159,7 @@ def test_what_is_drawn_depends_on_nobody_else(quiet):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("data", [Noisy, Tokens])
 def test_workers_change_nothing(quiet, data):
     alone, helped = (seen(stream_of(data(), num_workers=n), quiet, local_epochs=2) for n in (0, 2))

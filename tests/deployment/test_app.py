@@ -26,6 +26,7 @@ ROOT = Path(lightning_fcl.__file__).parents[1]
 PAGE = ROOT / "docs" / "deploy.md"
 
 
+@pytest.mark.seconds
 def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["deploy", "flower", "quickstart", "--out", "app", "--trainer.max_epochs", "3"])
@@ -47,6 +48,7 @@ def test_deploy_writes_an_app_of_a_few_lines_and_the_recipe_with_every_default(t
     assert fingerprint(recipe) in files["pyproject.toml"]
 
 
+@pytest.mark.seconds
 def test_a_recipe_is_made_without_a_parser_as_with_one(rehearsal):
     """The same weights, methods and settings, from the recipe's seed."""
     one = rehearsal({"trainer": {"callbacks": [{"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {}}]}})

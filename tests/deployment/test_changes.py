@@ -43,6 +43,7 @@ def test_a_part_that_does_not_fit_is_refused(spoil):
         restored(sent, start)
 
 
+@pytest.mark.seconds
 def test_a_compressed_upload_is_short_on_the_wire(rehearsal, wire):
     top = {"class_path": "lightning_fcl.federation.compression.TopK", "init_args": {"fraction": 0.1}}
     strategy = {"class_path": "lightning_fcl.FederatedStrategy", "init_args": {"cohort_size": 1, "compression": top}}

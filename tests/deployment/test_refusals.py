@@ -59,6 +59,7 @@ WRONG = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", WRONG)
 def test_an_upload_that_is_not_the_recipes_is_left_out_by_name(case, deployed, wire):
     change, message = WRONG[case]
@@ -69,6 +70,7 @@ def test_an_upload_that_is_not_the_recipes_is_left_out_by_name(case, deployed, w
         raise ValueError(found["1"])
 
 
+@pytest.mark.seconds
 def test_an_upload_larger_than_agreed_is_refused(deployed, wire):
     large = changed(deployed.node("1"), lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(10**6)}))
     found = dropped(
@@ -96,6 +98,7 @@ def test_nothing_is_unpickled_and_no_array_is_larger_than_its_bytes():
             parcel_of(record)
 
 
+@pytest.mark.seconds
 def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wire, monkeypatch):
     other = {**deployed.recipe, "model": {**deployed.recipe["model"], "init_args": {"num_classes": 11}}}
     nodes = [deployed.node("0"), deployed.node("1", other), deployed.node("2")]
@@ -109,6 +112,7 @@ def test_other_versions_and_other_recipes_are_refused_on_both_sides(deployed, wi
     assert "Expected the server to run lightning-fcl" in answer.head["refused"]
 
 
+@pytest.mark.seconds
 def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
     link = wire([deployed.node(client) for client in deployed.clients])
     deployed.serve(link, clients_at_least=3)
@@ -128,6 +132,7 @@ def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
     assert "say hello or to train but got 'dance'" in node.answer(strange).head["refused"]
 
 
+@pytest.mark.seconds
 def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
@@ -135,6 +140,7 @@ def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed
     assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
 
 
+@pytest.mark.seconds
 def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
     rows = np.zeros((4, 64), np.float32)
     files = {
@@ -151,6 +157,7 @@ def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
         read_data("no_such_module:Data")
 
 
+@pytest.mark.seconds
 def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
     path = deployed.folder / "data" / "1.npz"
     columns = dict(np.load(path))
@@ -163,6 +170,7 @@ def test_labels_that_the_server_does_not_know_are_refused(deployed, wire):
     assert "Expected the labels of client 1 among" in found["1"] and "eleven" in found["1"]
 
 
+@pytest.mark.seconds
 def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp_path):
     words = ["deploy", "flower", "quickstart", "--out", str(tmp_path / "app")]
     swarm = ["--trainer.strategy.swarm", "lightning_fcl.federation.swarm.Swarm"]

@@ -22,6 +22,7 @@ def rounds_of(fit):
     return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "answered", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -52,6 +53,7 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
     assert same(simulated.model, deployed.model)
 
 
+@pytest.mark.seconds
 def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire):
     one = rehearsal(REPLAY)
     one.simulate()
@@ -64,6 +66,7 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
     assert "no answer within" in rounds[1]["dropped"][stalled]
 
 
+@pytest.mark.seconds
 def test_clients_join_late_and_leave(rehearsal, wire):
     one = rehearsal()
     one.simulate()
@@ -81,6 +84,7 @@ def test_clients_join_late_and_leave(rehearsal, wire):
     assert rounds[0]["dropped"] == {"2": "not connected"} and rounds[-1]["dropped"] == {"1": "not connected"}
 
 
+@pytest.mark.seconds
 def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire):
     one = rehearsal()
     one.simulate()
@@ -88,6 +92,7 @@ def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire
         one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
 
 
+@pytest.mark.seconds
 def test_memories_of_a_later_round_are_not_gone_back_from(rehearsal, wire):
     """A server without its checkpoints is another federation; one that goes two rounds back is refused."""
     one = rehearsal()

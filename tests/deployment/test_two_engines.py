@@ -116,6 +116,7 @@ def waves(tmp_path, monkeypatch):
 FAST = ["distillation and replay", "own head", "compression", "prototypes", "sums of a reservoir"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
@@ -144,6 +145,7 @@ def record_of(fit):
     return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
 
 
+@pytest.mark.seconds
 def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same):
     """Scenarios that deal samples out one by one have a server that knows them."""
     one = rehearsal(
@@ -162,6 +164,7 @@ def test_a_server_with_the_recipes_own_data_says_the_same(rehearsal, wire, same)
     assert same(simulated.model, deployed.model)
 
 
+@pytest.mark.seconds
 def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
     """Whoever answers finds its own file alone: those of others, and of the server, are not there meanwhile."""
     one = rehearsal()

@@ -53,6 +53,7 @@ def run(path, batch):
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0])
 
 
+@pytest.mark.seconds
 def test_a_float_network_for_any_batch(images, tmp_path):
     net = DSICNet()
     assert export_onnx(net.train(), images[:2], tmp_path / "new" / "net.onnx") < 1e-4
@@ -62,6 +63,7 @@ def test_a_float_network_for_any_batch(images, tmp_path):
         assert torch.allclose(run(tmp_path / "new" / "net.onnx", batch), net.eval()(batch), atol=1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("part", ["backbone", "whole"])
 def test_int8_in_the_file_gives_what_pytorch_gives(files, part, images):
     path, difference, module = files[part]
@@ -114,6 +116,7 @@ class Wrong(nn.Module):
         return x + self.error if torch.compiler.is_exporting() else 1 * x
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("error", [0.01, math.nan])
 def test_a_file_that_differs_is_not_kept(error, tmp_path):
     path = tmp_path / "net.onnx"
@@ -124,6 +127,7 @@ def test_a_file_that_differs_is_not_kept(error, tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["net.onnx"]
 
 
+@pytest.mark.seconds
 def test_the_difference_is_measured(tmp_path):
     difference = export_onnx(Wrong(0.01), torch.zeros(3, 2), tmp_path / "net.onnx", tolerance=0.1)
     assert difference == pytest.approx(0.01)
@@ -163,6 +167,7 @@ def test_executorch_refuses_what_it_cannot_do(monkeypatch, tmp_path):
         export_executorch(nn.Linear(2, 2), torch.zeros(1, 2), tmp_path / "net.pte")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("readout", ["steps", "last", "mean"])
 def test_the_steps_of_a_reservoir_are_one_operation(tmp_path, readout):
     reservoir = EchoStateNetwork(3, units=10, layers=2, leaking_rate=0.4, bias_scaling=0.2, washout=5, seed=0)

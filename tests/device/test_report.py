@@ -402,6 +402,7 @@ def test_recipes_lie_over_each_other_as_in_fit(recipe, tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.seconds
 def test_the_data_tell_shape_samples_and_nodes(capsys):
     report = report_recipe([RECIPES / "quickstart.yaml"])
     assert report["input"] == [1, 8, 8]
@@ -422,6 +423,7 @@ def test_a_reservoirs_recipe(capsys, tmp_path):
     assert "M_T is the readout" in capsys.readouterr().out
 
 
+@pytest.mark.seconds
 def test_without_data_the_shape_must_be_given(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LIGHTNING_FCL_DATA", str(tmp_path))
     files = [str(RECIPES / "flwf" / name) for name in ("base.yaml", "flwf-2t.yaml")]

@@ -241,6 +241,7 @@ def by_hand(run):
     return np.mean(accuracies, axis=0), np.mean(forgettings, axis=0)
 
 
+@pytest.mark.seconds
 def test_average_accuracy_and_forgetting_after_each_task(tmp_path, drawn):
     rows = {"A": [study(seed) for seed in range(3)], "B": [study(9)]}
     shown = {"x": {"first": "A", "second": "B"}}
@@ -268,6 +269,7 @@ def test_average_accuracy_and_forgetting_after_each_task(tmp_path, drawn):
         write_figures(tmp_path, [figure(kind="average_accuracy", panels=shown)], rows)
 
 
+@pytest.mark.seconds
 def test_volume_and_time_of_the_communication(tmp_path, drawn):
     rows = {"A": [study(0), study(1, scale=3.0)], "B": [study(2)], "C": [study(3)]}
     shown = {"all": {"first": "A", "second": "B", "third": "C"}, "one": {"third": "C"}}
@@ -308,6 +310,7 @@ def bar_names(figure):
     return [text for panel in figure.axes if panel.patches for text in panel.get_yticklabels()]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["average_accuracy", "communication", "volume_by_round"])
 @pytest.mark.parametrize("number", [1, 16])
 def test_every_one_of_many_rows_is_named_within_the_figure(tmp_path, drawn, kind, number):

@@ -188,6 +188,7 @@ def full(**shape):
     return content | {"parts": {"model": "MLP in Classifier", "data": "digits", "methods": "Replay"}}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "shape",
     [
@@ -250,6 +251,7 @@ def test_at_most_five_numbers_stand_on_top_each_under_one_name():
     assert [one.name for one in headlines(content)] == ["final accuracy", "worst-off client"]
 
 
+@pytest.mark.seconds
 def test_a_thousand_clients_are_counted_and_the_worst_named():
     content = results(tasks=1, groups=3)
     rng = np.random.default_rng(0)
@@ -301,6 +303,7 @@ def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
     assert not is_whole(tmp_path)
 
 
+@pytest.mark.seconds
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     write_files(save(tmp_path, results()))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

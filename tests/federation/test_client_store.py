@@ -99,6 +99,7 @@ def owner(tmp_path, monkeypatch):
     process.communicate()
 
 
+@pytest.mark.seconds
 def test_a_temporary_store_goes_at_exit(owner):
     process, folder = owner
     assert (folder / "client1.safetensors").exists()
@@ -106,6 +107,7 @@ def test_a_temporary_store_goes_at_exit(owner):
     assert not folder.exists()
 
 
+@pytest.mark.seconds
 def test_what_a_killed_process_has_left_is_swept_but_not_what_the_living_have(owner):
     process, folder = owner
     other = ClientStore("disk")

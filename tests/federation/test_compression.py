@@ -208,6 +208,7 @@ def run(fit, make_stream, make_task, compression, callbacks=(), path=None, seed=
     return task.state_dict(), metrics.record["rounds"], trainer.strategy.server.store
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("code", [TopK(1.0), TopK(0.999)])
 @pytest.mark.parametrize("cohort_size", [1, 4])
 def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, code, cohort_size):
@@ -218,6 +219,7 @@ def test_all_numbers_are_no_compression_to_the_bit(fit, make_stream, make_task, 
     assert [entry["upload_bytes"] for entry in plain[1]] == [entry["upload_bytes"] for entry in code[1]]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("code", CODES)
 def test_training_with_compression(fit, make_stream, make_task, code):
     plain, compressed = (run(fit, make_stream, make_task, one, local_epochs=3) for one in (None, CODES[code]))
@@ -232,6 +234,7 @@ def test_training_with_compression(fit, make_stream, make_task, code):
     assert not equal(plain[0], compressed[0])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("code", "tolerance"), [("topk", 1e-5), ("quantize", 5e-3)])
 def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, tolerance):
     # A number that lies between two steps may go either way, as the cohort's sums have another order.
@@ -240,6 +243,7 @@ def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, code, toler
     assert [entry["upload_bytes"] for entry in one[1]] == [entry["upload_bytes"] for entry in many[1]]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("cohort_size", [1, 4])
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):
@@ -286,6 +290,7 @@ def test_what_is_left_over_waits_while_an_entry_does_not_travel():
     torch.testing.assert_close(federation.store["a"]["residual"]["0.weight"].flatten(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.seconds
 def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_task):
     states = []
     for callbacks in ([], [ContinualMetrics()]):
@@ -295,6 +300,7 @@ def test_what_is_left_over_is_kept_without_any_callback(fit, make_stream, make_t
     assert equal(*states)
 
 
+@pytest.mark.seconds
 def test_statistics_travel_whole(fit, make_stream, make_task):
     class Watch(Callback):
         def __init__(self):
@@ -371,6 +377,7 @@ def test_refusals():
             FederatedStrategy(compression=what)
 
 
+@pytest.mark.seconds
 def test_a_recipe_names_it(tmp_path):
     strategy = {
         "class_path": "lightning_fcl.FederatedStrategy",

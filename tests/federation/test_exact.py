@@ -110,6 +110,7 @@ def test_orders_groups_and_processes_end_in_the_same_bits(kind, weights):
         }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", [kind for kind in VALUES if kind != "integers"])
 def test_sums_are_those_of_fractions(kind, weights):
@@ -121,6 +122,7 @@ def test_sums_are_those_of_fractions(kind, weights):
     torch.testing.assert_close(total, expected, rtol=2.0**-52, atol=0)
 
 
+@pytest.mark.seconds
 def test_a_hundred_thousand_uploads():
     values = torch.randn(100_000, 3, generator=generator()) * torch.tensor([1e-8, 1.0, 1e8])
     weights = [float(1 + i % 977) for i in range(len(values))]
@@ -133,6 +135,7 @@ def test_a_hundred_thousand_uploads():
     ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(("weight", "uploads"), [(65535.0, 700), (1.0, 9000), (2.0**28 + 1, 200)])
 def test_numbers_that_fill_all_bits_are_carried(sign, weight, uploads):

@@ -160,6 +160,7 @@ def test_its_memory_does_not_grow_with_the_clients():
     assert torch.equal(result["c"], torch.stack([upload["c"] for upload in uploads]).amax(dim=0))
 
 
+@pytest.mark.seconds
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path):
     task, saver = make_task(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     options = {"reductions": RULES, "seed": 1, "cohort_size": 1}

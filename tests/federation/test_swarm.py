@@ -79,6 +79,7 @@ class States(Callback):
 STREAM = {"partition": "dirichlet", "rounds_per_experience": 3, "clients": 4}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_nodes_out_of_reach_go_on_from_their_own_weights(fit, make_stream, make_
         assert differ(expected[-1], by_hand(make_task(), stream, {})[-1])
 
 
+@pytest.mark.seconds
 def test_who_sends_and_receives_what(fit, make_stream, make_task):
     stream, task, metrics = make_stream(**STREAM), make_task(), ContinualMetrics()
     swarm = Swarm(missing={"0": [1], "2": [2, 3], "1": [5]})
@@ -145,6 +147,7 @@ def test_nobody_in_reach_leaves_the_server_as_it_was_and_loses_nothing(fit, make
     assert "the server state stays as it was" in caplog.text
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_a_swarm_in_reach_is_a_federation(fit, make_stream, make_task, cohort_size):
     results = []
@@ -206,6 +209,7 @@ def test_dropout_depends_on_node_round_and_seed_alone(fit, make_stream, make_tas
     assert any(missed) and not all(missed)
 
 
+@pytest.mark.seconds
 def test_cohort_is_one_by_one(fit, make_stream, make_task):
     results = []
     for size in (1, 2, "auto"):
@@ -227,6 +231,7 @@ def test_cohort_is_one_by_one(fit, make_stream, make_task):
         assert sent == results[0][1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, cohort_size):

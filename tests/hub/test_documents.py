@@ -33,6 +33,7 @@ def test_evil_documents_are_refused_at_once(tmp_path, text, monkeypatch):
             check_yaml(text)
 
 
+@pytest.mark.seconds
 def test_ordinary_documents_are_read_as_recipes_are(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("base: &base {lr: 1e-3, sizes: [64, 10]}\nmore:\n  <<: *base\n  lr: 2\n")

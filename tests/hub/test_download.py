@@ -77,6 +77,7 @@ def host():
         one.server.server_close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("faults", "resumes"),
     [
@@ -95,6 +96,7 @@ def test_what_breaks_on_the_way_goes_on_where_it_stopped(host, tmp_path, faults,
     assert {file.name for file in tmp_path.iterdir()} <= {"file.bin", ".file.bin.lock"}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("size", [None, len(CONTENT)])
 @pytest.mark.parametrize("fault", ["wrong byte", "too much"])
 def test_another_file_is_refused_and_nothing_of_it_is_kept(host, tmp_path, fault, size):
@@ -105,11 +107,13 @@ def test_another_file_is_refused_and_nothing_of_it_is_kept(host, tmp_path, fault
     assert download(served.url, path, DIGEST, size, wait=0.01).read_bytes() == CONTENT
 
 
+@pytest.mark.seconds
 def test_a_part_of_another_file_is_not_gone_on_from(host, tmp_path):
     (tmp_path / ".file.bin.part").write_bytes(b"another" * 1000)
     assert download(host().url, tmp_path / "file.bin", DIGEST, wait=0.01).read_bytes() == CONTENT
 
 
+@pytest.mark.seconds
 def test_a_part_that_is_too_long_is_not_gone_on_from(host, tmp_path):
     (tmp_path / ".file.bin.part").write_bytes(CONTENT * 2)
     for size in (len(CONTENT), None):
@@ -117,6 +121,7 @@ def test_a_part_that_is_too_long_is_not_gone_on_from(host, tmp_path):
         assert download(host().url, tmp_path / "file.bin", DIGEST, size, wait=0.01).read_bytes() == CONTENT
 
 
+@pytest.mark.seconds
 def test_what_is_there_and_whole_is_not_asked_for(host, tmp_path, monkeypatch):
     served, path = host(), tmp_path / "file.bin"
     path.write_bytes(CONTENT)
@@ -125,18 +130,21 @@ def test_what_is_there_and_whole_is_not_asked_for(host, tmp_path, monkeypatch):
     assert served.asked == []
 
 
+@pytest.mark.seconds
 def test_what_is_there_and_damaged_is_asked_for_again(host, tmp_path):
     path = tmp_path / "file.bin"
     path.write_bytes(CONTENT[:-1])
     assert download(host().url, path, DIGEST).read_bytes() == CONTENT
 
 
+@pytest.mark.seconds
 def test_offline_says_so(host, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConnectionError, match="as nothing is downloaded in offline mode"):
         download(host().url, tmp_path / "file.bin", DIGEST)
 
 
+@pytest.mark.seconds
 def test_what_a_host_does_not_have_is_asked_for_once(host, tmp_path):
     served = host(404)
     with pytest.raises(ConnectionError, match=r"HTTP status 404\. Try again, or download it by hand"):
@@ -144,11 +152,13 @@ def test_what_a_host_does_not_have_is_asked_for_once(host, tmp_path):
     assert len(served.asked) == 1
 
 
+@pytest.mark.seconds
 def test_a_host_that_keeps_breaking_is_named(host, tmp_path):
     with pytest.raises(ConnectionError, match="HTTP status 500"):
         download(host(500, 500, 500, 500).url, tmp_path / "file.bin", DIGEST, wait=0.01)
 
 
+@pytest.mark.seconds
 def test_two_processes_at_once_ask_for_it_once(host, tmp_path):
     served, path = host(), tmp_path / "file.bin"
     code = "import sys; from pathlib import Path; from lightning_fcl.hub.download import download;"

@@ -50,6 +50,7 @@ def noisy(seed=0):
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 4))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("alpha0", [0.0, 0.5])
 def test_the_shared_model_is_that_of_fedavg_to_the_bit(fit, make_stream, optimizer, alpha0):
@@ -100,6 +101,7 @@ def by_hand(task, stream, alpha0, alpha_lr, keep=False):
     return w, v, alpha
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("optimizer", "alpha_lr"), [("sgd", None), ("sgd", 0.7), ("momentum", 0.3), ("adamw", 0.5)])
 def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, optimizer, alpha_lr):
     stream, task = make_stream(rounds_per_experience=2), make_task(OPTIMIZERS[optimizer])
@@ -114,6 +116,7 @@ def test_equals_the_papers_algorithm_by_hand(fit, make_stream, make_task, optimi
         assert abs(alpha[client] - 0.4) > 1e-3
 
 
+@pytest.mark.seconds
 def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_stream, make_task):
     stream, task = make_stream(rounds_per_experience=2), make_task(OPTIMIZERS["momentum"])
     stream.setup("fit")
@@ -125,6 +128,7 @@ def test_the_personal_optimizer_lasts_only_if_the_strategys_does(fit, make_strea
     assert not torch.allclose(fresh["model.1.weight"], kept["model.1.weight"], atol=1e-3)
 
 
+@pytest.mark.seconds
 def test_alpha_0_predicts_as_the_server_and_alpha_1_as_the_personal_model(fit, make_stream, make_task):
     x = torch.randn(50, 6)
     for alpha in (0.0, 1.0):
@@ -192,6 +196,7 @@ def test_some_clients_and_clipping(fit, make_stream, make_task):
     assert 0 < moved[0] <= 1.01 * steps * 0.1 * 1e-4 < moved[1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, keep):
@@ -213,6 +218,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
     assert any(name.startswith("optimizer.") for name in runs[0][0][1]) == keep
 
 
+@pytest.mark.seconds
 def test_a_vision_transformer_with_tasks(fit):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(200, 3, 32, 32)).astype("float32"), np.arange(200) % 10

@@ -205,6 +205,7 @@ def test_the_first_task_is_fine_tuning(make_task, samples, train, assert_same):
     assert_same(plain, fine, 0)
 
 
+@pytest.mark.seconds
 def test_clients_that_do_not_use_it_fine_tune(assert_fine_tunes_without):
     assert_fine_tunes_without(partial(BCN, 1.0))
 
@@ -227,11 +228,13 @@ def test_every_client_remembers_every_task(fit, make_stream, make_task):
         assert trainer.strategy.server.store[client]["BCN"]["task"].unique().tolist() == [0, 1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store):
     assert_resumes(make_task, partial(BCN, 0.3), client_store=store)
 
 
+@pytest.mark.seconds
 def test_a_vision_transformer_whose_clients_have_tasks_of_their_own(fit):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)
     data = Arrays(x, np.arange(96) % 6, None, tuple("abcdef"))

@@ -66,6 +66,7 @@ def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, sample
         assert torch.equal(method.memory["logits"][j], first["logits"][i])
 
 
+@pytest.mark.seconds
 def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, samples):
     counts, method, task = torch.zeros(20), DERpp(5), make_task()
     method.running = type("Here", (), {"module": task})

@@ -105,6 +105,7 @@ class Watch(Callback):
 # What learns, and what does not.
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", [adamw, pytest.param(sgd, marks=pytest.mark.slow)])
 def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
     stream, task, watch = fedvit(), make_task(optimizer, task_incremental=True), Watch()
@@ -127,6 +128,7 @@ def test_old_tokens_and_heads_are_frozen_to_the_bit(fit, optimizer):
     )  # orders of their own
 
 
+@pytest.mark.seconds
 def test_tokens_are_as_many_as_tasks(fit):
     stream, task, states = incremental(rounds_per_experience=2), make_task(), []
 
@@ -222,6 +224,7 @@ def test_the_encoder_runs_once_a_step_and_once_for_the_teacher(quiet):
 # What is remembered.
 
 
+@pytest.mark.seconds
 def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
     stream, watch = fedvit(), Watch()
     method = DyToxTraining(4, balanced_epochs=0)
@@ -236,6 +239,7 @@ def test_past_tasks_are_rehearsed_from_a_task_s_first_round(fit):
             assert set(memory["y"][memory["task"] == number].tolist()) <= set(block)
 
 
+@pytest.mark.seconds
 def test_the_teacher_is_the_model_at_the_end_of_the_task_before(fit):
     stream, kept = fedvit(), {}
 
@@ -287,6 +291,7 @@ def test_tuning_is_further_local_epochs_of_a_task_s_last_round(fit):
             assert tuned[seen].min() >= 0.5 * tuned[seen].max() and tuned[seen].sum() == tuned.sum()
 
 
+@pytest.mark.seconds
 def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     stream, method = incremental(clients=1), DyToxTraining(0.3)
     inner = MethodDriver.on_before_backward
@@ -325,6 +330,7 @@ def test_in_a_plain_trainer_the_last_epochs_are_balanced(quiet):
 # Where it runs.
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
 def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
     options = {"participation": 0.7, "client_store": store, "seed": 5, "local_epochs": 2}
@@ -336,6 +342,7 @@ def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
         assert_same(again, whole, 0)
 
 
+@pytest.mark.seconds
 def test_resumed_is_uninterrupted_in_a_plain_trainer(quiet, assert_same, tmp_path):
     saving = {"enable_checkpointing": True}
     whole, method = make_task(), DyToxTraining(0.5)
@@ -352,6 +359,7 @@ def test_resumed_is_uninterrupted_in_a_plain_trainer(quiet, assert_same, tmp_pat
         assert other.fits == 2 and len(other.memory["y"]) == 2 * len(memory["y"])
 
 
+@pytest.mark.seconds
 def test_a_stream_in_a_plain_trainer(fit):
     one = fedvit(clients=1, rounds_per_task=3)
     watch, task = Watch(), make_task(task_incremental=True)
@@ -373,6 +381,7 @@ def test_it_forgets_less(fit):
     assert sum(right[True]) / 3 > 0.1 + sum(right[False]) / 3, right  # without: 0.33; with: 0.71, each at least 0.64
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("home", [{}, {"model.divergence.*": "none"}])
 def test_what_travels(fit, home):
     task = make_task()
@@ -381,6 +390,7 @@ def test_what_travels(fit, home):
     assert set(trainer.strategy.server.record.upload_bytes.values()) == {sent}
 
 
+@pytest.mark.seconds
 def test_clients_without_it_train_all(fit):
     stream, watch = fedvit(), Watch()
     fit(make_task(task_incremental=True), stream, [DyToxTraining(0.3, clients=["0"]), watch], seed=0)
@@ -398,6 +408,7 @@ def test_who_does_not_use_it_ends_no_task(fit):
     assert not any(federation.store[client]["DyToxTraining"] for client in {"0", "1", "2"} - {drawn})
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
 def test_precision(fit, assert_same, precision, tolerance):
     tasks = []
@@ -412,6 +423,7 @@ def test_precision(fit, assert_same, precision, tolerance):
     assert all(store[client]["DyToxTraining"]["teacher.model.tokens.0"].dtype == dtype for client in "012")
 
 
+@pytest.mark.seconds
 def test_the_importance_of_what_is_frozen_when_a_task_ends(fit):
     stream, task, checked = incremental(rounds_per_experience=2), make_task(sgd), []
 

@@ -128,6 +128,7 @@ def test_clients_that_were_not_drawn_keep_weights_too(fit):
         assert not any(name.startswith("body.") for name in memory)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_the_store_does_not_matter(fit, store):
     task = make_task()

@@ -129,6 +129,7 @@ def best(loss, y, c, rho):
     return rows[: max(1, round(rho * len(rows)))]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("margin", [0.0, 0.5])
 def test_equals_a_loop_by_hand(fit, margin):
     stream, task = make_stream(rounds=4), make_task()
@@ -146,6 +147,7 @@ def test_equals_a_loop_by_hand(fit, margin):
         torch.testing.assert_close(memory["x"][memory["task"] == 1], state["memory"][0])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("clip", "margin"), [(None, 0.0), (0.05, 0.0), (None, 0.5)])
 def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, clip, margin):
     stream, task = make_stream(clients=3, rounds=3), make_task()
@@ -182,6 +184,7 @@ def test_the_last_integration_makes_the_body_that_a_client_predicts_with(fit, cl
     assert len(seen) >= 4
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedViT, FedKNOW])
 def test_a_margin_favours_past_tasks_where_one_is_violated(fit, monkeypatch, method):
     """Every constraint holds as without a margin, and is held with at least the margin's weight."""
@@ -246,6 +249,7 @@ class Stages(Callback):
             self.changed.setdefault(self.key, set()).update(moved)
 
 
+@pytest.mark.seconds
 def test_stages_freeze_what_they_claim_to_the_bit(fit):
     stages = Stages()
     task = make_task(torch.optim.AdamW, lr=0.01)
@@ -331,6 +335,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     assert method.project({"present": torch.tensor(0)}, gradients[0], None) is gradients[0]  # nothing is remembered
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted(fit, tmp_path, store):
     options = {"reductions": OWN, "participation": 2, "client_store": store}
@@ -347,6 +352,7 @@ def test_resumed_is_uninterrupted(fit, tmp_path, store):
     torch.testing.assert_close(whole.state_dict(), resumed.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("integrate_last", [True, False])
 def test_the_choice_of_tasks_lasts_one_turn(fit, tmp_path, integrate_last):
     """A client chooses anew, whoever has trained before it: another order, and a fit that was cut, give the same."""
@@ -384,6 +390,7 @@ def test_every_step_of_the_last_integration_draws_anew(fit):
     assert not torch.equal(now[0], now[1]) and not torch.equal(now[1], now[2])
 
 
+@pytest.mark.seconds
 def test_who_does_not_use_it_or_has_left_is_left_alone(fit):
     def kept(method, epochs, **kwargs):
         store = fit(make_task(), make_stream(rounds=3), [method], max_epochs=epochs, reductions=OWN, **kwargs)
@@ -402,6 +409,7 @@ def test_only_the_body_travels(fit):
     assert set(trainer.strategy.server.record.upload_bytes.values()) == {body}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [FedViT, FedKNOW])
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-true", 0.1)])
 def test_precision(fit, precision, tolerance, method):

@@ -175,6 +175,7 @@ class Still(FedWEIT):
             parameter.requires_grad_(False)
 
 
+@pytest.mark.seconds
 def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fit):
     plain, task = make_task(make_vit(), torch.optim.SGD), make_task(optimizer=torch.optim.SGD)
     left = fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1, participation=2)
@@ -187,6 +188,7 @@ def test_without_masks_and_adaptives_it_is_federated_averaging_with_own_heads(fi
             torch.testing.assert_close(heads[1][f"model.net.{name}"], heads[0][f"model.{name}"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.seconds
 def test_what_each_client_sends_and_receives(fit):
     method, task = FedWEIT(), make_task()
     watch = Watch(method)
@@ -212,6 +214,7 @@ def test_what_each_client_sends_and_receives(fit):
     assert sent < 0.8 * (whole - rest)
 
 
+@pytest.mark.seconds
 def test_bytes_grow_with_clients_and_with_tasks(fit):
     down = {}
     for clients in (2, 3, 4):
@@ -227,6 +230,7 @@ def test_bytes_grow_with_clients_and_with_tasks(fit):
     assert down[2][0] < limited < down[3][2]
 
 
+@pytest.mark.seconds
 def test_adaptives_become_sparse(fit):
     shares = []
     for l1 in (0.0, 0.1):
@@ -236,6 +240,7 @@ def test_adaptives_become_sparse(fit):
     assert shares[1] < 0.35 < 0.8 < shares[0]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
     task, watch = make_task(), Watch()
@@ -253,6 +258,7 @@ def test_a_past_task_predicts_what_it_did_where_the_base_stays(fit, frozen):
         assert not torch.equal(*(predict(task, watch.rounds[number], client, x)[:, now] for number in (1, 3)))
 
 
+@pytest.mark.seconds
 def test_past_adaptives_learn_to_make_up_for_the_base(fit):
     gone = {}
     for retroactive, l2 in ((True, 100.0), (False, 100.0), (True, 0.0)):
@@ -263,6 +269,7 @@ def test_past_adaptives_learn_to_make_up_for_the_base(fit):
     assert gone == {(True, 100.0): True, (False, 100.0): False, (True, 0.0): False}
 
 
+@pytest.mark.seconds
 def test_knowledge_of_others_is_learnt_from(fit):
     tasks = []
     for size in (None, 0):
@@ -280,6 +287,7 @@ def test_knowledge_of_others_is_learnt_from(fit):
     assert tasks[1][3].clients["0"]["model"]["model.tasks.1.knowledge"].numel() == 0
 
 
+@pytest.mark.seconds
 def test_clients_that_are_not_drawn(fit):
     method, task = FedWEIT(), make_task()
     watch = Watch(method)
@@ -295,6 +303,7 @@ def test_clients_that_are_not_drawn(fit):
         assert begun == sum(any(client in d for d in drawn[start : start + 3]) for start in (0, 3, 6))
 
 
+@pytest.mark.seconds
 def test_who_is_out_of_reach_publishes_when_it_is_back(fit):
     method = FedWEIT()
     watch = Watch(method)
@@ -303,6 +312,7 @@ def test_who_is_out_of_reach_publishes_when_it_is_back(fit):
     assert [set(now.known) for now in watch.rounds[1:5]] == [set(), {"0", "2"}, {"0", "2"}, {"0", "1", "2"}]
 
 
+@pytest.mark.seconds
 def test_who_has_left_publishes_nothing(fit):
     method = FedWEIT()
     watch = Watch(method)
@@ -312,6 +322,7 @@ def test_who_has_left_publishes_nothing(fit):
     assert len(watch.rounds[4].known["0"]["values"]) != len(watch.rounds[2].known["0"]["values"])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
     options = {"reductions": OWN, "participation": 2, "client_store": store, "seed": 3}
@@ -326,6 +337,7 @@ def test_resumed_is_uninterrupted(fit, assert_same, tmp_path, store):
         torch.testing.assert_close(other.knowledge, method.knowledge, rtol=0, atol=0)
 
 
+@pytest.mark.seconds
 def test_other_clients_train_the_plain_network(fit):
     plain, task, watch = make_task(make_vit()), make_task(), Watch()
     fit(plain, make_stream(), reductions={"model.head.*": "none"}, cohort_size=1)
@@ -341,6 +353,7 @@ def test_a_client_that_diverges_is_refused_alone(fit):
     assert set(watch.rounds[0].log.dropped) == {"1"} and set(watch.rounds[0].clients) == {"0", "2"}
 
 
+@pytest.mark.seconds
 def test_it_is_what_is_measured(fit):
     metrics, task = ContinualMetrics(when="aggregated"), make_task()
     watch = Watch()
@@ -436,6 +449,7 @@ def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
     torch.testing.assert_close(method.penalty(memory, None), without, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kb_size", [0, None])
 def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     """In the federation: what a client keeps, what it is held to, and that a past task has the present weights."""
@@ -484,6 +498,7 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     torch.testing.assert_close(logits, plain.eval()(x))  # of all tasks alike
 
 
+@pytest.mark.seconds
 def test_one_mask_is_resumed(fit, tmp_path):
     options = {"reductions": OWN, "participation": 2}
     tasks = []

@@ -179,6 +179,7 @@ def test_a_client_that_never_saw_a_task(fit, make_stream, make_task):
 # What becomes of the gradient.
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_task_is_fine_tuning(fit, make_stream, make_task, samples, train, assert_same, method):
     plain, fine = make_task(), make_task()
@@ -348,6 +349,7 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_task, ass
         assert_same(fine, tasks[0], 1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("method", [lambda: GEM(0.3), lambda: AGEM(5, batch_size=3)])
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_task, store, method):

@@ -47,6 +47,7 @@ def test_exemplars_are_shared_by_all_classes_and_cut_from_the_end(make_task, sam
         assert torch.equal(kept, first["x"][first["y"] == label][:2])
 
 
+@pytest.mark.seconds
 def test_distils_nothing_before_the_second_experience(fit, make_stream, make_task, assert_same):
     for experiences in (1, 2):
         tasks = [make_task() for _ in range(3)]

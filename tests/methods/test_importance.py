@@ -268,6 +268,7 @@ def test_each_client_keeps_its_own(fit, make_stream, make_task, kind, cohort_siz
         assert_close(section(memory, "center"), {n: p.detach() for n, p in own.named_parameters()})
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_counts_while_another_method_freezes_it(fit, make_stream, make_task, kind):
     stream, trained = make_stream(rounds_per_experience=2), {}

@@ -212,6 +212,7 @@ CASES = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("run", [in_a_trainer, in_a_federation])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_avalanche(run, case, fit, quiet, assert_same, monkeypatch):

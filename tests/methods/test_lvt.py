@@ -211,6 +211,7 @@ def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
     torch.testing.assert_close(memory["x"][5:], x)
 
 
+@pytest.mark.seconds
 def test_without_weights_it_is_fine_tuning(fit, make_stream, make_net, assert_same):
     used, none, unused, fine = make_net(), make_net(), make_net(), make_net()
     fit(used, make_stream(clients=2), [LVTMethod()], cohort_size=1)
@@ -284,11 +285,13 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
     assert all(f"gradient.{name}" in trainer.strategy.server.store["0"]["Look"] for name in KEYS)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted_in_a_federation(assert_resumes, make_net, store):
     assert_resumes(make_net, LVTMethod, client_store=store)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("participation", [1.0, 1])
 def test_a_lifelong_vision_transformer_whose_clients_have_tasks_of_their_own(fit, participation):
     x = np.random.default_rng(0).normal(size=(96, 3, 32, 32)).astype(np.float32)

@@ -129,6 +129,7 @@ def test_a_federation_of_one_client_is_the_hand_written_loop(
     assert_same(task, copied)
 
 
+@pytest.mark.seconds
 def test_with_fedprox_on_the_head_alone(fit, assert_same):
     rng = np.random.default_rng(0)
     y = np.arange(48) % 4

@@ -119,6 +119,7 @@ def test_federated_plasticity_is_written_by_hand(
     assert int(task.readout.n) == len(y) * (9 - start.washout)
 
 
+@pytest.mark.seconds
 def test_cohorts_of_every_size_agree(fit, make_series_stream, make_reservoir_task):
     def run(cohort_size):
         task = make_reservoir_task()
@@ -295,6 +296,7 @@ def test_weights_of_a_replayed_experience(fit, make_series_stream, make_reservoi
     assert (results["samples"] - results["trained"]).abs().max() > 1e-6
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("share", ["statistics", "weights"])
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_resumed_is_uninterrupted(fit, make_series_stream, make_reservoir_task, tmp_path, share, store):

@@ -77,6 +77,7 @@ def test_max_size_is_respected_and_reached(policy):
         assert_consistent(memory, parts)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("policy", ["reservoir", "class-balanced"])
 def test_reservoir_is_uniform_over_all_that_passed(policy):
     draws, kept, parts = 300, 6, [data([0] * 4), data([0] * 16, 4), data([0] * 10, 20)]

@@ -49,6 +49,7 @@ def by_hand(model, task, others, evaluate):
     return weights
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("train", [True, False])
 def test_weights_are_those_of_the_equation(train):
     model, others = begun(threshold=0.02)
@@ -120,6 +121,7 @@ def test_where_a_task_begins():
     assert own.knowledge.shape == base.shape
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["vit", "cait", "levit", "swin", "cvt", "t2t"])
 def test_other_transformers(name):
     options = {"cait": {"depth": 1}, "t2t": {"depth": 1}, "vit": {"depth": 1, "width": 24, "heads": 3}}

@@ -66,6 +66,7 @@ def conv_by_hand(x, weight, bias, stride, padding, groups):
 # --- folding ---
 
 
+@pytest.mark.seconds
 def test_folding_keeps_the_outputs_and_the_head_trainable(pair):
     model = pair[0]
     folded = copy.deepcopy(model)
@@ -141,6 +142,7 @@ def test_a_layer_is_integer_arithmetic(groups, stride, padding, relu):
     assert relative(reference(images), model.backbone(images)) < 0.02
 
 
+@pytest.mark.seconds
 def test_the_network_is_as_near_to_float_as_the_graph_that_torchao_makes(pair):
     model, int8 = pair
     with torch.no_grad():
@@ -161,6 +163,7 @@ def test_int8_is_near_float_on_digits(pair):
     assert float((model(unseen).argmax(1) == int8(unseen).argmax(1)).float().mean()) > 0.97
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_int8_is_near_float_on_faces(data_folder):
     with np.load(f"{data_folder}/lfw/min35_gray_64x48.npz") as file:
@@ -205,6 +208,7 @@ def test_the_state_is_tensors_and_has_the_bytes_of_a_device(pair):
     assert backbone.int8_bytes == weights + channels * (4 + 4) + 15 * (4 + 4)
 
 
+@pytest.mark.seconds
 def test_a_loaded_state_gives_the_same_bits(pair, tmp_path):
     int8 = pair[1]
     torch.save(int8.state_dict(), tmp_path / "state.pt")
@@ -235,6 +239,7 @@ def test_stored_levels_give_the_maps_back(pair):
 # --- behaviour as a module ---
 
 
+@pytest.mark.seconds
 def test_modes_copies_types_and_batches_change_nothing(pair):
     int8 = copy.deepcopy(pair[1])
     maps = int8.backbone(digits())
@@ -272,6 +277,7 @@ def small_stream(**kwargs):
     return FederatedStream.from_arrays(x.astype(np.float32), y, **options, **kwargs)
 
 
+@pytest.mark.seconds
 def test_a_federation_trains_the_head_alone_in_a_cohort_as_one_by_one(fit):
     images = torch.randn(16, 1, 16, 16)
     results = []
@@ -334,6 +340,7 @@ def test_other_models_are_refused(model, message):
         quantize_backbone(model, None)
 
 
+@pytest.mark.seconds
 def test_a_quantised_model_is_refused(pair):
     with pytest.raises(ValueError, match="quantised already"):
         quantize_backbone(pair[1], None)

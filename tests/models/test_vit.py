@@ -262,6 +262,7 @@ def test_gradients_reach_every_row(name):
         assert rows.abs().amax(dim=1).min() > 1e-9 or key.endswith(BLIND), key
 
 
+@pytest.mark.seconds
 @each
 def test_a_few_steps_tell_eight_images_apart(name):
     """By AdamW, as in the paper. As classes are equally frequent, the head alone cannot go below log(4)."""
@@ -359,6 +360,7 @@ def images(samples=24, classes=4):
     return rng.normal(size=(samples, 3, 32, 32)).astype(np.float32), np.arange(samples) % classes
 
 
+@pytest.mark.seconds
 def test_a_round_sends_the_body_and_nothing_else(fit):
     stream = FederatedStream.from_arrays(
         *images(), scenario=ClassIncremental(1), partition=IID(2), batch_size=4, seed=0

@@ -57,6 +57,7 @@ def test_a_full_disk_leaves_the_last_one_and_is_told(path, full_disk):
     assert is_as_before(path) and [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "moment", ["while it is written", pytest.param("before it is renamed", marks=pytest.mark.slow)]
 )

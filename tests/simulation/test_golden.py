@@ -108,6 +108,7 @@ def summary(state):
     return {n: [float(v.mean()), *v[:: max(1, len(v) // 4)][:5].tolist()] for n, v in flat.items()}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_those_of_this_version(name):
     golden, states = json.loads(FILE.read_text())[name], [run(name), run(name)]

@@ -227,6 +227,7 @@ def test_limits_of_evaluation_are_honoured(fit, task, limit):
     trainer.validate(task, datamodule=stream, verbose=False), trainer.test(task, datamodule=stream, verbose=False)
 
 
+@pytest.mark.seconds
 def test_a_compiled_network_is_the_network(fit, stream, assert_same):
     def task(compiled):
         torch.manual_seed(0)

@@ -66,6 +66,7 @@ def differ(left, right):
     return max(float((left[name] - right[name]).abs().max()) for name in left) > 1e-3
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
 @pytest.mark.parametrize(("optimizer", "every"), [("sgd", 3), ("momentum", 2), ("adam", 3), ("adam", 1000)])
 def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optimizer, every, cohort_size):
@@ -81,6 +82,7 @@ def test_gradients_accumulate_within_a_client(fit, make_stream, make_task, optim
     assert lengths == {0, 1}  # groups of batches are whole for some clients, incomplete for others
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_accumulated_gradients_are_clipped_once(fit, make_stream, make_task, cohort_size):
     stream, task = make_stream(**STREAM), make_task()
@@ -91,6 +93,7 @@ def test_accumulated_gradients_are_clipped_once(fit, make_stream, make_task, coh
     assert differ(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 3))
 
 
+@pytest.mark.seconds
 def test_penalties_accumulate_too_one_by_one_as_side_by_side(fit, make_stream, make_task):
     states = []
     for size in (1, "auto"):
@@ -123,6 +126,7 @@ def scheduled(make_task, optimizer, *schedules):
     return task
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
 @pytest.mark.parametrize(("schedule", "optimizer"), list(zip(SCHEDULES, ("adam", "sgd", "momentum"), strict=True)))
 def test_schedules_by_step_begin_anew_with_each_client(
@@ -138,6 +142,7 @@ def test_schedules_by_step_begin_anew_with_each_client(
     assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_stream, make_task, cohort_size):
     stream, inner = make_stream(**STREAM), SCHEDULES["exponential"]
@@ -150,6 +155,7 @@ def test_schedules_go_by_steps_not_batches_and_beside_one_by_round(fit, make_str
     assert differ(task.state_dict(), by_hand(start, stream, OPTIMIZERS["sgd"], 2, **words))
 
 
+@pytest.mark.seconds
 def test_they_are_resumed_and_a_round_cut_short_leaves_them_at_their_start(fit, make_stream, make_task, tmp_path):
     class Stop(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

@@ -147,6 +147,7 @@ class Listening(Method):
         pass
 
 
+@pytest.mark.seconds
 def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_task, assert_near):
     states, memories, sizes = [], [], []
     for cohort_size in (1, "auto"):

@@ -104,6 +104,7 @@ METHODS = {
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 )
@@ -128,6 +129,7 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
         assert {rank for *_, rank in mine} == {str(rank) for rank in range(number)}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
 def test_reservoirs(ranks, make_reservoir_task, make_series_stream, methods):
     """Sums, which the server solves, come to the same bits."""
@@ -161,6 +163,7 @@ class Maximum(Reduction):
         return Largest()
 
 
+@pytest.mark.seconds
 def test_what_cannot_run_on_several_processes_is_refused(ranks, make_task, make_stream):
     with pytest.raises(Exception, match=r"Expected the reduction `maximum` .* on one device but got 2"):
         ranks(2, make_task(), make_stream(), reductions={"*": Maximum()}, cohort_size=1)
@@ -183,6 +186,7 @@ def test_processes_of_other_data_are_refused(ranks, make_task, make_stream, monk
         ranks(2, make_task(), stream, cohort_size=1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, kind):
     """Two rounds on two processes, the others on one or three: the weights of four rounds on one."""
@@ -199,6 +203,7 @@ def test_resume_on_another_number(ranks, fit, make_task, make_stream, tmp_path, 
         assert (bits, found["rounds"]) == (whole, record["rounds"])
 
 
+@pytest.mark.seconds
 def test_a_rehearsed_deployment(ranks, make_task, make_stream):
     """Clients that arrive in a round train from the versions that they have, on whatever process."""
     found = []

@@ -43,6 +43,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("validation", [0.0, 0.2])
@@ -63,6 +64,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, store, 
         assert trainer.current_epoch == 6
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize("make", [lambda: DERpp(9, batch_size=4), lambda: FedProto(0.5), lambda: ICaRL(9)])
 def test_methods_with_a_memory_or_state_on_the_server_are_resumed(
@@ -246,6 +248,7 @@ def test_a_fit_that_fails_at_once_ends_nothing(fit, make_stream, make_task, tmp_
     assert fails.calls == []
 
 
+@pytest.mark.seconds
 def test_a_second_fit_of_the_same_trainer_goes_on(fit, make_stream, make_task):
     whole, parts = make_task(), make_task()
     fit(whole, make_stream(rounds_per_experience=2), callbacks(), **OPTIONS)
@@ -267,6 +270,7 @@ def test_a_checkpoint_of_a_second_fit_is_continued(fit, make_stream, make_task, 
     assert equal(task.state_dict(), again.state_dict())
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):
     stream = make_stream()
     saver = ModelCheckpoint(tmp_path, "step-{step}", every_n_train_steps=1, save_top_k=-1)

@@ -50,6 +50,7 @@ class Watch(Callback):
 # Asynchronous rounds.
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize(("participation", "buffer_size"), [(1.0, 5), (3, 3)])
 def test_equal_clients_and_a_buffer_for_all_are_synchronous_to_the_bit(
@@ -128,6 +129,7 @@ def test_asynchronous_rounds_are_those_of_a_loop_by_hand(
     assert any(one.staleness for one in watch.rounds)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [2, 3, "auto"])
 def test_asynchronous_rounds_do_not_depend_on_the_cohort_size(fit, make_stream, make_task, cohort_size):
     states, trained = [], []
@@ -143,6 +145,7 @@ def test_asynchronous_rounds_do_not_depend_on_the_cohort_size(fit, make_stream, 
     assert trained[0] == trained[1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("store", [pytest.param("memory", marks=pytest.mark.slow), "disk"])
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 @pytest.mark.parametrize(
@@ -168,6 +171,7 @@ def test_resumed_is_uninterrupted(fit, make_stream, make_task, tmp_path, make, c
     assert stale  # otherwise nothing would have been tried
 
 
+@pytest.mark.seconds
 def test_a_second_fit_of_the_same_trainer_goes_on_by_the_same_clock(fit, make_stream, make_task):
     stream = {"clients": 5, "rounds_per_experience": 3}
     options = {**OWN, "participation": 4}
@@ -250,6 +254,7 @@ def test_a_reservoir_is_refused_by_name_and_goes_with_a_deadline(fit, make_serie
 # Deadlines.
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_who_is_late_is_as_who_was_not_drawn(fit, make_stream, make_task, cohort_size):
     """The server's state, and all that clients keep, are those of a federation in which the late never took part."""
@@ -379,6 +384,7 @@ def recipe(tmp_path):
     return write
 
 
+@pytest.mark.seconds
 def test_a_recipe_names_a_schedule_and_its_report_tells_the_clock(recipe, tmp_path, capsys):
     main(["fit", *recipe(), "--out", str(tmp_path / "out")])
     results = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -236,6 +236,7 @@ def with_head():
     return nn.Sequential(OrderedDict(body=nn.Linear(6, 5), activation=nn.Tanh(), head=nn.Linear(5, 4)))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("methods", "rules"),
     [
@@ -414,6 +415,7 @@ def test_a_server_that_is_not_finite_is_refused(fit, make_stream, make_task):
         fit(task, make_stream())
 
 
+@pytest.mark.seconds
 def test_disk_store_is_the_memory_store(fit, make_stream, make_task):
     def run(kind):
         task = make_task()

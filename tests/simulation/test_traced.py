@@ -50,6 +50,7 @@ def train(fit, make_stream, monkeypatch, model, after, optimizer="sgd", callback
     return task.state_dict(), sum(step.traced for step in steps.values())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "optimizer"), [*((kind, "sgd") for kind in MODELS), ("MLP", "adam")])
 def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optimizer):
     torch.manual_seed(0)
@@ -60,6 +61,7 @@ def test_a_fit_is_the_same_to_the_bit(fit, make_stream, monkeypatch, kind, optim
     assert all(torch.equal(plain[name], replayed[name]) for name in plain)
 
 
+@pytest.mark.seconds
 def test_what_is_not_torch_s_or_ours_runs_as_it_is(fit, make_stream, monkeypatch):
     assert not is_traceable(Own()) and not is_traceable(nn.Sequential(Own()))
     torch.manual_seed(0)
@@ -69,6 +71,7 @@ def test_what_is_not_torch_s_or_ours_runs_as_it_is(fit, make_stream, monkeypatch
     assert all(torch.equal(plain[0][name], replayed[0][name]) for name in plain[0])
 
 
+@pytest.mark.seconds
 def test_with_a_method_every_step_runs_as_it_is(fit, make_stream, monkeypatch):
     assert train(fit, make_stream, monkeypatch, MODELS["MLP"](), 1, callbacks=[FedProx(0.1)])[1] == 0
 

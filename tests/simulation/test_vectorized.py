@@ -80,6 +80,7 @@ def both(fit, make_stream, make_task, methods=(), optimizer="sgd", sizes=(1, "au
     return results
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("methods", METHODS)
 def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, methods):
     (one, record), (many, other) = both(fit, make_stream, make_task, methods)
@@ -89,18 +90,21 @@ def test_cohort_is_one_by_one_with_every_method(fit, make_stream, make_task, met
         assert left["upload_bytes"] == right["upload_bytes"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_cohort_is_one_by_one_with_every_optimizer(fit, make_stream, make_task, optimizer):
     (one, _), (many, _) = both(fit, make_stream, make_task, optimizer=optimizer)
     assert difference(one, many) < 1e-5
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("size", [2, 3, 100])
 def test_any_cohort_size_gives_the_same(fit, make_stream, make_task, size):
     (one, _), (many, _) = both(fit, make_stream, make_task, "FLwF-2T", sizes=(1, size))
     assert difference(one, many) < 1e-5
 
 
+@pytest.mark.seconds
 def test_cohort_with_personal_heads_and_partial_participation(fit, make_stream, make_task):
     options = {"reductions": {"model.3.*": "none"}, "participation": 0.6}
     (one, record), (many, other) = both(fit, make_stream, make_task, "FLwF-2T", **options)
@@ -257,6 +261,7 @@ def dropping():
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("methods", ["none", "FLwF-2T", "DER++", "Replay", "MAS", "FedProto"])
 def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, methods):
     states = []

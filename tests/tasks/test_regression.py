@@ -164,6 +164,7 @@ def test_personal_models_are_measured_on_what_their_clients_have_learnt(fit):
     assert "personal_MSE/0" in summarize(metrics.record)
 
 
+@pytest.mark.seconds
 def test_methods_that_need_no_classes_go_with_it(fit):
     states = {}
     for size, methods in ((1, [GEM(9)]), (1, ()), (1, [Replay(9, "reservoir"), EWC(5.0), FedProx(0.5)]),
@@ -176,6 +177,7 @@ def test_methods_that_need_no_classes_go_with_it(fit):
         assert not torch.allclose(states[key]["model.1.weight"], states[(1, 0)]["model.1.weight"], atol=1e-4)
 
 
+@pytest.mark.seconds
 def test_it_is_resumed(fit, tmp_path):
     whole, parts = regressor(), regressor()
     saver, metrics, again = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), ContinualMetrics(), ContinualMetrics()
@@ -185,6 +187,7 @@ def test_it_is_resumed(fit, tmp_path):
     assert values[0] == values[1] and len(values[0]) == 6
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("domains", [3, 12])
 def test_report_table_and_lines_have_the_right_names(fit, tmp_path, domains):
     metrics = ContinualMetrics()

@@ -61,6 +61,7 @@ def assert_solves(task, x, y, classes, beta):
     assert np.abs(weight).max() > 1e-3
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("partition", "experiences", "batch_size"),
     [(IID(1), 1, 100), (IID(5), 2, 8), (Dirichlet(7), 4, 3), (Shards(3), 2, 32)],
@@ -76,6 +77,7 @@ def test_any_split_is_the_pooled_solution(fit, partition, experiences, batch_siz
     assert_solves(task, x, y, 4, 0.7)
 
 
+@pytest.mark.seconds
 def test_the_order_of_the_clients_does_not_matter(fit):
     (x, y), owner = faces(people=4, images=20), np.arange(80) % 5
     weights = []
@@ -89,6 +91,7 @@ def test_the_order_of_the_clients_does_not_matter(fit):
         torch.testing.assert_close(weight, weights[0], rtol=1e-9, atol=1e-9 * float(weights[0].abs().max()))
 
 
+@pytest.mark.seconds
 def test_nothing_else_changes(fit):
     task = RidgeClassifier(network(), 4)
     stream = FederatedStream.from_arrays(*faces(people=4), scenario=ClassIncremental(2), partition=IID(3), seed=0)
@@ -111,6 +114,7 @@ def federated(fit, task, callbacks=(), **kwargs):
     return stream
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "swarm", [None, Swarm(), Swarm(missing={"node1": [0]}), Swarm(missing={"node1": [0], "node2": [0]})]
 )
@@ -122,6 +126,7 @@ def test_the_base_session_counts_and_no_miss_loses_a_sample(fit, swarm):
     assert_solves(task, *stream.take(used), 6, 0.5)
 
 
+@pytest.mark.seconds
 def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
     class Readouts(ContinualMetrics):
         def __init__(self):
@@ -152,6 +157,7 @@ def test_the_readout_stands_before_the_first_round_and_after_a_miss(fit):
     assert readouts.record["start"] == torch.bincount(right, minlength=6).tolist()
 
 
+@pytest.mark.seconds
 def test_bytes(fit):
     metrics, task = ContinualMetrics("none"), RidgeClassifier(network(10), 10)
     fit(
@@ -174,6 +180,7 @@ def test_labels_out_of_range():
     assert int(task.readout.n) == 0 and not task.readout.A.any()
 
 
+@pytest.mark.seconds
 def test_a_network_without_features_is_refused():
     message = (
         "Expected `model` to have `features`, a number, and `embed(x)` but got a `Linear`. Use DSICNet, or give your "

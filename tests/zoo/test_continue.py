@@ -74,6 +74,7 @@ def same(module, state):
     return found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_without_memories_it_comes_to_the_same_bits(published, rounds):
     _, _, whole = published(KEEPS_NOTHING, rounds)
@@ -83,6 +84,7 @@ def test_without_memories_it_comes_to_the_same_bits(published, rounds):
     assert same(later.module, whole)
 
 
+@pytest.mark.seconds
 def test_with_what_clients_keep_it_comes_to_the_same_bits(published):
     _, run, whole = published({}, 3)  # FLwF-2T's teachers and a replay buffer, in the midst of an experience
     checkpoint = next((run / "checkpoints").glob("*.ckpt"))
@@ -112,6 +114,7 @@ def test_each_paper_goes_on_with_what_its_clients_keep(data_folder, published, p
     assert not same(alone.module, whole)
 
 
+@pytest.mark.seconds
 def test_without_what_clients_keep_they_begin_anew(published):
     _, _, whole = published({}, 3)
     later = zoo.continue_from("mlp.part")
@@ -119,6 +122,7 @@ def test_without_what_clients_keep_they_begin_anew(published):
     assert not same(later.module, whole)
 
 
+@pytest.mark.seconds
 def test_nothing_that_clients_keep_is_published(published, tensors_of):
     folder, run, _ = published({}, 3)
     kept = next(value for value in trained_checkpoint(run)["callbacks"].values() if "clients" in value)["clients"]
@@ -137,6 +141,7 @@ def test_nothing_that_clients_keep_is_published(published, tensors_of):
         assert not (numbers.unfold(0, len(row), 1) == torch.tensor(row, dtype=torch.float64)).all(dim=1).any()
 
 
+@pytest.mark.seconds
 def test_the_server_optimizer_goes_on(published):
     adam = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.05}}
     strategy = {"strategy": {"init_args": {"server_optimizer": adam}}}
@@ -146,6 +151,7 @@ def test_the_server_optimizer_goes_on(published):
     assert same(later.module, whole)
 
 
+@pytest.mark.seconds
 def test_a_checkpoint_of_other_clients_is_refused(published, fit, tmp_path):
     published(KEEPS_NOTHING, 1)
     other = fit(tmp_path / "other", 1, SMALL, {**KEEPS_NOTHING, "seed_everything": 5})
@@ -153,6 +159,7 @@ def test_a_checkpoint_of_other_clients_is_refused(published, fit, tmp_path):
         zoo.continue_from("mlp.part", clients=next((other / "checkpoints").glob("*.ckpt")))
 
 
+@pytest.mark.seconds
 def test_a_damaged_file_is_refused(published):
     folder, _, _ = published(KEEPS_NOTHING, 1)
     data = bytearray((folder / CONTINUE).read_bytes())

@@ -63,6 +63,7 @@ def test_names_by_pattern():
     assert "DSICNet" in list_models("dsic*", pretrained=False)
 
 
+@pytest.mark.seconds
 def test_a_fit_begins_with_a_published_network(fit_small, tmp_path):
     small = {"trainer": {"max_epochs": 1, "enable_progress_bar": False, "strategy": {"init_args": {"local_epochs": 1}}}}
     frozen = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 1e-12}}}}}
@@ -100,6 +101,7 @@ def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tm
     assert all(torch.equal(value, wanted[key]) for key, value in network.state_dict().items())
 
 
+@pytest.mark.seconds
 def test_torch_hub_loads_from_the_checkout():
     root = Path(lightning_fcl.__file__).parents[1]
     code = (

@@ -26,6 +26,7 @@ def test_all_are_listed():
     assert list_models() == NAMES and len(NAMES) >= 12
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_as_its_card_says(name):
     verdict = zoo.verify(name)
@@ -82,6 +83,7 @@ def sums_of(task, stream, clients):
     return other
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 @pytest.mark.parametrize(
     "name",
@@ -108,6 +110,7 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
     assert not torch.allclose(task.readout.weight, before, rtol=0, atol=1e-3)
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_new_people_are_added_to_a_published_reservoir(data_folder):
     later = zoo.continue_from("esn.wesad_wrist.incfed")

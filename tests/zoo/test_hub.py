@@ -122,11 +122,13 @@ def hub(commits, tmp_path):
     server.server_close()
 
 
+@pytest.mark.seconds
 def test_from_the_hub_at_a_commit(hub):
     done, here = (hub("-c", LABEL.format(name=name)) for name in (f"hf:our/models@{COMMIT}", NAME))
     assert done.stdout == here.stdout != "", done.stderr
 
 
+@pytest.mark.seconds
 def test_a_changed_file_of_the_hub_is_refused(hub, commits):
     content = json.loads(commits[COMMIT][CONFIG])
     commits[COMMIT][CONFIG] = (json.dumps(content | {"version": 7}, indent=1, ensure_ascii=False) + "\n").encode()
@@ -139,6 +141,7 @@ def test_the_hub_is_asked_for_a_commit(name):
         zoo.load(name)
 
 
+@pytest.mark.seconds
 def test_what_the_hub_does_not_have_is_told(hub):
     assert (
         "ConnectionError: Expected to get hf:our/nothing@"
@@ -188,6 +191,7 @@ upload(Path({run!r}), head_of("hf:our/models")._replace(commit="0" * 40), "of an
 """
 
 
+@pytest.mark.seconds
 def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
     assert "ConnectionError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
     assert [*commits] == [COMMIT]

@@ -66,6 +66,7 @@ def test_what_was_measured_otherwise_is_refused(small_zoo, x, told, message):
         zoo.load(NAME).predict(x, **told)
 
 
+@pytest.mark.seconds
 def test_every_changed_byte_is_seen(small_zoo, folder):
     draw = random.Random(17)
     files = [folder / name for name in (CONFIG, WEIGHTS, CHECK, CARD)] + [small_zoo / REGISTRY]
@@ -188,6 +189,7 @@ def test_loading_draws_nothing(small_zoo):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.seconds
 def test_it_needs_neither_lightning_nor_avalanche(small_zoo):
     code = (
         f"import sys; from lightning_fcl import zoo; zoo.load({NAME!r}).predict([[[8.0] * 8] * 8]);"

@@ -47,6 +47,7 @@ def target(tmp_path, monkeypatch):
     return tmp_path / "zoo"
 
 
+@pytest.mark.seconds
 def test_what_is_published_predicts_as_the_run_does(plain, target):
     folder = publish(plain, "mlp.mine", target, "Mine.", LICENCE, half=False)
     model, parts = zoo.load("mlp.mine"), trained_parts(plain)
@@ -64,6 +65,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
     assert {file.name for file in target.iterdir()} <= {"mlp.mine", REGISTRY, ".registry.lock"}
 
 
+@pytest.mark.seconds
 def test_half_precision_where_it_loses_nothing(plain, target):
     folder = publish(plain, "mlp.mine", target, licence=LICENCE)
     state = load_file(folder / WEIGHTS)
@@ -71,12 +73,14 @@ def test_half_precision_where_it_loses_nothing(plain, target):
     assert zoo.load("mlp.mine").network[1].weight.dtype == torch.float32
 
 
+@pytest.mark.seconds
 def test_a_second_time_makes_a_second_version(plain, target):
     first, second = (publish(plain, "mlp.mine", target, licence=LICENCE) for _ in range(2))
     assert (first.name, second.name) == ("mlp.mine", "mlp.mine@2")
     assert zoo.load("mlp.mine").entry.version == 2 and zoo.load("mlp.mine@1").entry.version == 1
 
 
+@pytest.mark.seconds
 def test_heads_that_stay_with_clients_are_not_published(private, target, tensors_of):
     folder = publish(private, "mlp.body", target, licence=LICENCE)
     model = zoo.load("mlp.body")
@@ -101,11 +105,13 @@ def _holds(numbers, row):
     return bool(row.any()) and bool((windows - row).abs().amax(dim=1).lt(1e-4).any())
 
 
+@pytest.mark.seconds
 def test_persons_are_numbered(plain, target):
     publish(plain, "mlp.faces", target, licence=LICENCE, numbers=True)
     assert zoo.load("mlp.faces").classes == [f"person {number}" for number in range(1, 11)]
 
 
+@pytest.mark.seconds
 def test_the_card_tells_what_the_hub_reads(plain, target):
     text = (publish(plain, "mlp.mine", target, "Mine.", LICENCE, ["It knows digits alone."]) / CARD).read_text()
     _, metadata, body = text.split("---\n", 2)
@@ -116,6 +122,7 @@ def test_the_card_tells_what_the_hub_reads(plain, target):
         assert part in body
 
 
+@pytest.mark.seconds
 def test_a_run_of_ones_own_recipe_is_compared_by_its_pair(plain, target):
     publish(plain, "mlp.mine", target, licence=LICENCE)
     verdict = zoo.verify("mlp.mine")

@@ -45,6 +45,7 @@ def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name
     assert label_of(NAME)
 
 
+@pytest.mark.seconds
 def test_another_registry_than_the_setting_tells_is_refused(small_zoo, remote):
     shutil.copytree(small_zoo / NAME, small_zoo / "mlp.other")
     collect("mlp.other", small_zoo / NAME, small_zoo)
@@ -52,6 +53,7 @@ def test_another_registry_than_the_setting_tells_is_refused(small_zoo, remote):
         zoo.load(NAME)
 
 
+@pytest.mark.seconds
 def test_a_damaged_copy_in_the_cache_is_brought_anew(remote, tmp_path):
     found = label_of(NAME)
     (copy,) = (tmp_path / "cache").rglob(WEIGHTS)
@@ -59,6 +61,7 @@ def test_a_damaged_copy_in_the_cache_is_brought_anew(remote, tmp_path):
     assert label_of(NAME) == found
 
 
+@pytest.mark.seconds
 def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(small_zoo, serve, monkeypatch, tmp_path):
     inside = tmp_path / "package"
     inside.mkdir()
@@ -73,6 +76,7 @@ def test_files_of_the_packages_registry_come_from_a_url_without_a_digest(small_z
     assert label_of(NAME)
 
 
+@pytest.mark.seconds
 def test_two_processes_at_once(remote):
     code = f"from lightning_fcl import zoo; print(zoo.load({NAME!r}).predict([[[8.0] * 8] * 8])[0].label)"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]

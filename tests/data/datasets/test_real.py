@@ -18,6 +18,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 @pytest.mark.parametrize("name", KNOWN)
 def test_shape_labels_and_clients(real, name):

@@ -234,6 +234,7 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish, put):
     assert asked == ["/small.zip"]
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_photographs(real):
     data = tinyimagenet.load(real(tinyimagenet, "npz file"), normalize="channel")

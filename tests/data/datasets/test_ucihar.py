@@ -355,6 +355,7 @@ def test_fetch_downloads_once_what_load_reads(tmp_path, publish):
     assert asked == ["/small.zip"]
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_data_have_the_published_split_and_scale(real):
     data = ucihar.load(real(ucihar))

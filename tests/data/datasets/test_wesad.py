@@ -407,6 +407,7 @@ def test_options_are_checked(tmp_path, case):
         wesad.load(tmp_path, **options)
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_wrist_streams_are_scaled(real):
     folder = real(wesad, "wrist streams")
@@ -417,6 +418,7 @@ def test_the_real_wrist_streams_are_scaled(real):
     assert np.isfinite(wesad.load(folder, normalize="causal").x).all()
 
 
+@pytest.mark.seconds
 @pytest.mark.data
 def test_the_real_windows_are_cut_from_the_real_streams(real, tmp_path):
     folder = real(wesad, "wrist streams")
