@@ -26,7 +26,7 @@ test-slow: .venv/ready ## the others
 	$(BIN)/python -m pytest -n 2 -m "seconds or slow"
 
 # What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
-CPUS = OMP_NUM_THREADS=2 ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_CBWR=SSE4_2
+CPUS = OMP_NUM_THREADS=2 "ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
 ON_CPUS ?= rounding and not slow
 
 test-cpus: .venv/ready ## the tests that compare numbers which CPUs round otherwise, as on other CPUs
