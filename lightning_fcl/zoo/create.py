@@ -92,7 +92,7 @@ def pretrained_reservoir(name: str) -> EchoStateNetwork:
 
     Example:
         >>> pretrained_reservoir("esn.wesad_wrist.fedip").features
-        200
+        300
     """
     network = load(name).network
     if not isinstance(network, ReservoirReadout):

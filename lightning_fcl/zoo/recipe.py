@@ -22,16 +22,17 @@ class UnknownRecipeError(ValueError):
 def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     """Which recipe of the package a run is of: its files, further words and their SHA-256; empty: none.
 
-    What a recipe says of itself and of its numbers does not count, nor where results go.
+    What a recipe says of itself and of its numbers does not count, nor where results go, nor on how many processes a
+    federation ran: its result is the same.
 
     Args:
         run: The run's folder.
         results: What it has come to.
     """
-    plain = _plain(read_yaml(run / "config.yaml"))
+    plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
         same = resolve(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
-        if _plain(same) == plain:
+        if _on_any_processes(_plain(same)) == plain:
             names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
             return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
     return {}
@@ -78,6 +79,11 @@ def _digest(configs: Sequence[Path], words: Sequence[str]) -> str:
     """Of what recipes say: their comments, and what they say of themselves, may change."""
     content = [_plain(read_yaml(path)) for path in configs]
     return hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
+
+
+def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:
+    trainer = {key: value for key, value in recipe["trainer"].items() if key not in ("devices", "num_nodes")}
+    return {**recipe, "trainer": trainer}
 
 
 def _plain(content: Any) -> Any:

@@ -11,7 +11,7 @@ LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}']
 EVIL = {
     LAUGHS: "aliases repeat them more often",
     "grown: &grown [0, *grown]": "one contains itself",
-    "[" * 100_000: "at most 100, but got more",
+    "[" * 100_000: "at most 100, but got more|maximum nesting depth",
     "{a: " * 100_000: "at most 100, but got more",
     "x" * (SIZE + 1): f"Expected at most {SIZE} characters",
     "a: !!python/object/apply:os.system [touch marker]": "could not determine a constructor",

@@ -7,9 +7,11 @@ import yaml
 from safetensors.torch import load_file
 
 from lightning_fcl import zoo
+from lightning_fcl.cli.main import main
 from lightning_fcl.running.trained import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import publish
+from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import REGISTRY
 
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
@@ -120,6 +122,15 @@ def test_the_card_tells_what_the_hub_reads(plain, target):
     assert told["model-index"][0]["results"][0]["metrics"][0]["type"] == "accuracy"
     for part in ("# mlp.mine", "Mine.", "It knows digits alone.", "ink (pixels of 16)", "data: CC BY 4.0"):
         assert part in body
+
+
+@pytest.mark.seconds
+def test_a_row_that_was_reproduced_is_known_as_the_packages(data_folder, tmp_path):
+    main(["reproduce", "fedclip", "--rows", "WESAD 100 % FedIP", "--scale", "smoke", "--out", str(tmp_path)])
+    (run,) = tmp_path.glob("*/seed-0")
+    recipe = packaged_recipe(run, json.loads((run / "results.json").read_text()))
+    names = ["base", "wesad", "fedip-wesad", "scale-smoke"]
+    assert recipe["configs"] == [f"fedclip/{name}.yaml" for name in names]
 
 
 @pytest.mark.seconds
