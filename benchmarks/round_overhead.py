@@ -6,8 +6,9 @@
 100 clients with 15 digits each and an MLP 64-32-10 in batches of 4; 100 and 1,000 such clients with one full batch
 each; and 20 clients with 600 windows each and the HAR-CNN (random signals shaped as UCI HAR: time does not depend on
 values). Where clients have one full batch, a bare `vmap` takes the same step on tensors that were stacked beforehand:
-gradient, SGD and mean, nothing else; the weights that come of both are compared first. Nothing else should run on the
-machine.
+gradient, SGD and mean, nothing else; the weights that come of both are compared first. Beside it stands what Lightning
+alone takes for an epoch: one step of one vector of numbers, and one number logged, as a round of one cohort has them.
+Nothing else should run on the machine.
 """
 
 import argparse
@@ -47,18 +48,30 @@ def har_case():
     return data, np.arange(12000) % 20, HARCNN(), 6, 32
 
 
+class Clock(Callback):
+    """When the second epoch of a fit began, and when its last one ended: the first warms up."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        """Start the clock."""
+        if trainer.current_epoch == 1:
+            self.start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        """Stop it, until the next epoch has ended."""
+        self.end = time.perf_counter()
+
+
+def trainer_of(clock, rounds, strategy):
+    """A Trainer that shows and keeps nothing."""
+    return L.Trainer(
+        strategy=strategy, max_epochs=rounds + 1, callbacks=[clock], logger=False, accelerator="cpu",
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
 def through_trainer(case, rounds):
     """Seconds per round inside one `Trainer.fit`, without its start."""
     (x, y), client, model, classes, batch_size = case
-
-    class Clock(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:  # the first round warms up
-                self.start = time.perf_counter()
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            self.end = time.perf_counter()
-
     stream = FederatedStream.from_arrays(
         x,
         y,
@@ -70,12 +83,35 @@ def through_trainer(case, rounds):
     )
     task = Classifier(copy.deepcopy(model), classes, lambda params: torch.optim.SGD(params, lr=0.01))
     clock = Clock()
-    trainer = L.Trainer(
-        strategy=FederatedStrategy(seed=0), max_epochs=rounds + 1, callbacks=[clock], logger=False, accelerator="cpu",
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(task, datamodule=stream)
+    trainer_of(clock, rounds, FederatedStrategy(seed=0)).fit(task, datamodule=stream)
     return (clock.end - clock.start) / rounds, task.model.state_dict()
+
+
+class OneVector(L.LightningModule):
+    """As little as Lightning can train: one step an epoch, one number logged."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.vector = torch.nn.Parameter(torch.zeros(size))
+
+    def training_step(self, batch, batch_idx):
+        """The loss, which is logged."""
+        loss = self.vector.sum()
+        self.log("train_loss", loss.detach(), on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def lightning_alone(case, rounds):
+    """Seconds per epoch of a Trainer that has next to nothing to compute, on as many numbers as the case's model."""
+    clock = Clock()
+    trainer = trainer_of(clock, rounds, strategy="auto")
+    module = OneVector(sum(value.numel() for value in case[2].parameters()))
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(1, 1)))
+    return (clock.end - clock.start) / rounds, {}
 
 
 def by_hand(case, rounds):
@@ -133,6 +169,7 @@ def compare(name, case, rounds, repeats, vectorized=False):
         for way in ways.values():
             _, theirs = way(case, 3)
             assert all(torch.allclose(theirs[n], value, atol=1e-5) for n, value in ours.items()), "not the same round"
+        ways["Lightning alone"] = lightning_alone
     seconds = {"Trainer.fit": [], **{way: [] for way in ways}}
     for _ in range(repeats):
         for way, run in {"Trainer.fit": through_trainer, **ways}.items():

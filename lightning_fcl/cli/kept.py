@@ -15,11 +15,6 @@ from lightning_fcl.evaluation.results import read_results, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 
 
-def place_of(recipes: Path, scale: str) -> Path:
-    """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
-    return recipes if scale == "paper" else recipes / scale
-
-
 def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
     """Bring kept runs of the same fingerprint to where those of some jobs would be; say which cannot be used, and why.
 

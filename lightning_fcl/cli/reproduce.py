@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
-from lightning_fcl.cli.kept import keep, place_of, take
+from lightning_fcl.cli.kept import keep, take
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, write_figures
@@ -19,7 +19,7 @@ from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.evaluation.webpage import render
-from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, row_slug, row_words
+from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, place_of, row_slug, row_words
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from lightning_fcl.cli.kept import place_of
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.pages import Layout, papers_block, render, verdict_block, written_block
 from lightning_fcl.evaluation.table import Table, format_of, read_table
-from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, recipes_folder
+from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:

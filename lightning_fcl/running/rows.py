@@ -33,6 +33,11 @@ def paper_folder(paper: str) -> Path:
     return recipes_folder() / paper
 
 
+def place_of(recipes: Path, scale: str) -> Path:
+    """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
+    return recipes if scale == "paper" else recipes / scale
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a paper's table.
@@ -91,6 +96,17 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
         known = sorted(path.stem.removeprefix("scale-") for path in scaling.parent.glob("scale-*.yaml"))
         raise ValueError(f"Expected `scale` to be one of {', '.join([*known, 'paper'])} but got {scale}.")
     return (*configs, scaling)
+
+
+def scale_of(configs: Iterable[str | Path]) -> str:
+    """The scale of a recipe, by its files.
+
+    Example:
+        >>> scale_of(["fedvit/base.yaml", "fedvit/scale-small.yaml"]), scale_of(["flwf/base.yaml"])
+        ('small', 'paper')
+    """
+    names = [Path(config).stem for config in configs]
+    return next((name.removeprefix("scale-") for name in names if name.startswith("scale-")), "paper")
 
 
 def row_words(name: str, row: Row) -> tuple[str, ...]:

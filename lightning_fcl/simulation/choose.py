@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -41,6 +42,7 @@ ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
 )
+_NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 RANDOM = "its layers draw random numbers"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
@@ -97,13 +99,23 @@ def choose_trainer(
             raise ValueError(f'Expected `cohort_size=1` or "auto" but got {cohort_size}: {reason}.')
     if size == 1 or reason:
         return SequentialTrainer(module, methods, step, optimizer, keep_optimizer, seed)
+    if cohort_size == "auto":
+        size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
     return VectorizedTrainer(module, methods, optimizer, size, seed)
 
 
 def automatic_size(module: L.LightningModule) -> int:
     """Clients per vectorised step: small models gain most, those above 200,000 parameters nothing (see benchmarks)."""
     parameters = sum(p.numel() for p in module.parameters())
-    return 1 if parameters > 200_000 else max(2, min(256, 4_000_000 // max(parameters, 1)))
+    return 1 if parameters > 200_000 else max(2, min(1024, _NUMBERS // max(parameters, 1)))
+
+
+def _batch_numbers(stream: FederatedStream) -> int:
+    """How many numbers a batch of a client has that is as large as most."""
+    samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))
+    with isolate_rng():  # a data set may draw a transform
+        x = stream.take(np.arange(1))[0]
+    return samples * max(1, int(x.numel()))
 
 
 def why_not_vectorized(

@@ -21,7 +21,7 @@ from lightning_fcl.evaluation.table import FORMAT, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
-from lightning_fcl.running.rows import paper_folder
+from lightning_fcl.running.rows import paper_folder, place_of, scale_of
 from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import ENERGY, card
@@ -215,7 +215,7 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     if isinstance(later, dict):
         write_whole(partial / CONTINUE, continuation_bytes(later))
     numbers = sum(value.numel() for value in network.state_dict().values())
-    write_whole(partial / CARD, card(entry, _spread(entry), numbers))
+    write_whole(partial / CARD, card(entry, spread_of(entry), numbers))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off: no registry names it
@@ -224,12 +224,12 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     return folder
 
 
-def _spread(entry: Entry) -> dict[str, tuple[float, float, int]]:
+def spread_of(entry: Entry) -> dict[str, tuple[float, float, int]]:
     """Mean, deviation and number of seeds in the committed table of the entry's recipe, by metric."""
-    paper, row = entry.recipe.get("paper"), entry.recipe.get("row")
-    if not (paper and entry.recipe.get("configs")):
+    paper, row, configs = (entry.recipe.get(key) for key in ("paper", "row", "configs"))
+    if not (paper and configs):
         return {}
-    file = paper_folder(paper) / "table.json"
+    file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
     known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
     cells = read_table(file).rows.get(str(row), {}) if known else {}
     return {
