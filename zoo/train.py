@@ -1,4 +1,7 @@
-"""Train entries of models.yaml by their recipes, and publish them here: python zoo/train.py [NAME ...]."""
+"""Train entries of models.yaml by their recipes, and publish them here: python zoo/train.py [NAME ...].
+
+With --cards nothing is trained: the cards of all that is here are written anew, by the recipes' tables as they are now.
+"""
 
 import subprocess
 import sys
@@ -9,6 +12,8 @@ import yaml
 
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder, row_slug
 from lightning_fcl.zoo import publish
+from lightning_fcl.zoo.publishing import renew_card
+from lightning_fcl.zoo.registry import registered
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs"
@@ -30,10 +35,25 @@ def train(told: dict[str, Any]) -> Path:
     return run
 
 
-if __name__ == "__main__":
+def renew_cards() -> None:
+    """Write all cards anew, and name those that have changed."""
+    for one in registered(HERE):
+        if renew_card(HERE / one.folder):
+            print(HERE / one.folder)
+
+
+def publish_all(names: list[str]) -> None:
+    """Train and publish entries; by default all."""
     content = yaml.safe_load((HERE / "models.yaml").read_text())
-    for name in sys.argv[1:] or content["models"]:
+    for name in names or content["models"]:
         told = content["models"][name]
         licence = {"weights": content["licences"]["weights"], "data": content["licences"][name.split(".")[1]]}
         options = {key: told[key] for key in ("numbers", "features") if key in told}
         print(publish(train(told), name, HERE, told["about"], licence, told.get("limits", []), **options))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--cards"]:
+        renew_cards()
+    else:
+        publish_all(sys.argv[1:])

@@ -75,9 +75,10 @@ def _gives(entry: Entry) -> str:
 
 def _table(entry: Entry, spread: dict[str, tuple[float, float, int]]) -> list[str]:
     lines = ["| | this network | over seeds | paper |", "| --- | ---: | ---: | ---: |"]
-    for name, value in entry.metrics.items():
+    for name in dict.fromkeys([*entry.metrics, *spread]):
         if name.startswith("paper/"):
             continue
+        own = metric_number(name, entry.metrics[name]) if name in entry.metrics else ""
         if name in spread:
             mean, std, number = spread[name]
             over = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})"
@@ -85,7 +86,7 @@ def _table(entry: Entry, spread: dict[str, tuple[float, float, int]]) -> list[st
             over = ""
         paper = entry.metrics.get(f"paper/{name}")
         told = metric_number(name, paper) if paper is not None else ""
-        lines.append(f"| {metric_title(name)} | {metric_number(name, value)} | {over} | {told} |")
+        lines.append(f"| {metric_title(name)} | {own} | {over} | {told} |")
     return lines
 
 

@@ -88,7 +88,7 @@ class Entry:
     def with_files(self, folder: Path) -> Entry:
         """The same, with size and SHA-256 of what lies in a folder."""
         paths = [folder / name for name in (CARD, WEIGHTS, CHECK, CONTINUE) if (folder / name).is_file()]
-        return replace(self, files={p.name: {"size": p.stat().st_size, "sha256": sha256(p)} for p in paths})
+        return replace(self, files={path.name: file_told(path) for path in paths})
 
     def plain(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -167,6 +167,11 @@ def read_folder(folder: Path) -> Entry:
     if WEIGHTS not in entry.files:
         raise ValueError(f"Expected {config} to tell of {WEIGHTS} but it does not. Get it again.")
     return entry
+
+
+def file_told(path: Path) -> dict[str, Any]:
+    """What is told of a file: its size and SHA-256."""
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def check_file(path: Path, told: Mapping[str, Any]) -> None:

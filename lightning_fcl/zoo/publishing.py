@@ -17,8 +17,9 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import FORMAT, format_of, read_table
+from lightning_fcl.evaluation.table import FORMAT, Cell, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.hub.sealed import unseal
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
 from lightning_fcl.running.rows import paper_folder, place_of, scale_of
@@ -26,9 +27,21 @@ from lightning_fcl.running.trained import trained_checkpoint, with_checkpoint
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.zoo.card import ENERGY, card
 from lightning_fcl.zoo.continued import continuation, continuation_bytes
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, Outputs, check_name
+from lightning_fcl.zoo.entry import (
+    CARD,
+    CHECK,
+    CONFIG,
+    CONTINUE,
+    WEIGHTS,
+    Entry,
+    Outputs,
+    check_file,
+    check_name,
+    file_told,
+    read_entry,
+)
 from lightning_fcl.zoo.hub import Head, head_of, upload
-from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
+from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder, read_tensors
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import Published, locked, published_in, register, registered
@@ -115,9 +128,10 @@ def publish(
     network = task.network().eval()
     classes = [] if features or _private(parts) else list(stream.classes)
     classes = [f"person {place + 1}" for place in range(len(classes))] if numbers else classes
-    entry = _entry(name, classes, network, parts, stream, results)
-    recipe = entry.recipe | packaged_recipe(run, results)
-    entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits), recipe=recipe)
+    recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
+    recipe |= packaged_recipe(run, results)
+    entry = _entry(name, classes, network, parts, stream, results, recipe)
+    entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits))
     model = Pretrained(network, entry)
     asked = [False, True] if half is None and classes else [bool(half)]
     models = {halved: _halved(model) if halved else model for halved in asked}
@@ -143,10 +157,17 @@ def _go_on_from(head: Head, name: str, to: Path) -> None:
 
 
 def _entry(
-    name: str, classes: list[str], network: nn.Module, parts: Parts, stream: FederatedStream, results: Mapping[str, Any]
+    name: str,
+    classes: list[str],
+    network: nn.Module,
+    parts: Parts,
+    stream: FederatedStream,
+    results: Mapping[str, Any],
+    recipe: dict[str, Any],
 ) -> Entry:
     expected = results["expected"]
-    metrics = {key: value for key, value in results["metrics"].items() if key in expected or key in _TOLD}
+    told = {*expected, *_TOLD, *_table_row(recipe)}
+    metrics = {key: value for key, value in results["metrics"].items() if key in told}
     shape = list(stream.take(stream.plan.test[:1])[0].shape[1:])
     return Entry(
         name=name,
@@ -157,7 +178,7 @@ def _entry(
         classes=classes,
         shape=shape,
         measurement=stream.samples.measurement,
-        recipe={**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]},
+        recipe=recipe,
         metrics=metrics | _energy(parts, shape) | {f"paper/{key}": value for key, value in expected.items()},
         made_with={**results["versions"], "machine": results["machine"]},
     )
@@ -214,8 +235,7 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     write_whole(partial / CHECK, save(pair))
     if isinstance(later, dict):
         write_whole(partial / CONTINUE, continuation_bytes(later))
-    numbers = sum(value.numel() for value in network.state_dict().values())
-    write_whole(partial / CARD, card(entry, spread_of(entry), numbers))
+    write_whole(partial / CARD, card(entry, spread_of(entry), _numbers(network.state_dict())))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off: no registry names it
@@ -224,16 +244,49 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     return folder
 
 
+def _numbers(state: Mapping[str, Tensor]) -> int:
+    return sum(value.numel() for value in state.values())
+
+
+def renew_card(folder: Path) -> bool:
+    """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
+
+    Weights and version stay. Cut off, it goes on.
+
+    Args:
+        folder: The entry's, beside its registry.
+
+    Raises:
+        ValueError: If its configuration, its weights or the registry are damaged.
+    """
+    config = folder / CONFIG
+    entry = read_entry(unseal(config.read_bytes(), config), config)
+    check_file(folder / WEIGHTS, entry.files[WEIGHTS])
+    old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
+    text = card(entry, spread_of(entry), _numbers(read_tensors(folder / WEIGHTS))).encode()
+    with locked(folder.parent):
+        withdrawn = {one.entry.full_name: one.withdrawn for one in registered(folder.parent)}
+        write_whole(folder / CARD, text)
+        files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
+        write_whole(config, replace(entry, files=files).text())
+        register(folder.parent, published_in(folder, withdrawn.get(entry.full_name, "")))
+    return text != old
+
+
 def spread_of(entry: Entry) -> dict[str, tuple[float, float, int]]:
     """Mean, deviation and number of seeds in the committed table of the entry's recipe, by metric."""
-    paper, row, configs = (entry.recipe.get(key) for key in ("paper", "row", "configs"))
+    return {
+        name: (cell.mean, cell.std, cell.n)
+        for name, cell in _table_row(entry.recipe).items()
+        if cell.mean is not None and cell.std is not None
+    }
+
+
+def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
+    """A recipe's row of its committed table, by metric; nothing, where there is none."""
+    paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
     file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
     known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
-    cells = read_table(file).rows.get(str(row), {}) if known else {}
-    return {
-        name: (cell.mean, cell.std, cell.n)
-        for name, cell in cells.items()
-        if name in entry.metrics and cell.mean is not None and cell.std is not None
-    }
+    return read_table(file).rows.get(str(row), {}) if known else {}

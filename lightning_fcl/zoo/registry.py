@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.errors import did_you_mean, require
-from lightning_fcl.evaluation.files import cache_folder, sha256, write_whole
+from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.download import download
 from lightning_fcl.hub.sealed import seal, unseal
-from lightning_fcl.zoo.entry import CONFIG, CONTINUE, Entry, check_file, check_name, read_entry, read_folder
+from lightning_fcl.zoo.entry import CONFIG, CONTINUE, Entry, check_file, check_name, file_told, read_entry, read_folder
 from lightning_fcl.zoo.hub import from_hub
 
 FORMAT = 1
@@ -208,15 +208,18 @@ def registered(folder: Path) -> tuple[Published, ...]:
     return read_registry(file.read_bytes(), str(folder)).entries if file.is_file() else ()
 
 
-def published_in(folder: Path) -> Published:
+def published_in(folder: Path, withdrawn: str = "") -> Published:
     """What a registry says of the entry of a folder.
+
+    Args:
+        folder: The folder.
+        withdrawn: Why it must not be used any more, if so.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ValueError: If one is damaged.
     """
-    config = folder / CONFIG
-    return Published(read_folder(folder), folder.name, {"size": config.stat().st_size, "sha256": sha256(config)})
+    return Published(read_folder(folder), folder.name, file_told(folder / CONFIG), withdrawn)
 
 
 def collect(name: str, folder: Path, to: Path) -> Path:

@@ -14,7 +14,9 @@ import lightning_fcl
 from lightning_fcl import FederatedStream, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.device.export import export_onnx
-from lightning_fcl.zoo.entry import CHECK, CONTINUE
+from lightning_fcl.zoo.card import card
+from lightning_fcl.zoo.entry import CARD, CHECK, CONTINUE, WEIGHTS
+from lightning_fcl.zoo.publishing import spread_of
 from lightning_fcl.zoo.registry import find, folder_of, list_models, package_folder
 
 NAMES = [path.name for path in sorted(package_folder().glob("*.*/"))]
@@ -46,6 +48,14 @@ def test_its_licences_and_recipe_are_told(name):
     entry = find(name).entry
     assert entry.licence.keys() == {"weights", "data"} and all(entry.licence.values())
     assert entry.about and entry.recipe["configs"] and len(entry.recipe["sha256"]) == 64
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_card_has_the_spread_of_todays_table(name):
+    entry, text = find(name).entry, (folder_of(name) / CARD).read_text()
+    numbers = sum(value.numel() for value in load_file(folder_of(name) / WEIGHTS).values())
+    assert text == card(entry, spread_of(entry), numbers), "write it anew: python zoo/train.py --cards"
+    assert (" ± " in text) == bool(spread_of(entry))
 
 
 @pytest.mark.parametrize("name", PERSONS)
