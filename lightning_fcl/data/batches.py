@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.randomness import start_randomness
 
+Batch = Any
+"""A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
+
 Take = Callable[[NDArray[np.int64]], Any]
 
 

@@ -14,9 +14,11 @@ from urllib.parse import quote
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_fcl import __version__
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.deployment.node_server import NodeServer
 from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import read_data, take_data
@@ -215,7 +217,7 @@ class _OneRound(Callback):
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         context = self.federation.context
         if context is not None:
@@ -224,7 +226,7 @@ class _OneRound(Callback):
             self.federation.context = replace(context, last_of_round=False)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         if self.federation.last_batch:
             self.federation.round_done, self.federation.training = True, None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.stream import StreamLoader
@@ -30,7 +31,7 @@ from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.protocol import Batch, ListensToRounds
+from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.federation import Federation

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.federation.aggregation import Reduction, Rules, State
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lightning_fcl.data.scenarios import Plan
-
-Batch = Any
-"""A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
 
 
 @runtime_checkable

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
@@ -127,7 +128,7 @@ class APFL(Method):
         restore_optimizer(self._optimizer, section(self.memory, "optimizer"))
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """The client's ``v`` and ``alpha`` after its local training, and ``v``'s optimizer if clients keep theirs."""
         if not self._keeps or self._optimizer is None:

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import window
 from lightning_fcl.errors import check_fields
@@ -149,7 +150,7 @@ class Declaration:
         """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
         return None
 
-    def mix(self, memory: Memory, batch: Any, batch_idx: int, key: Keys) -> None:
+    def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
         """Join remembered samples to a batch, in place, in a plain Trainer, whose epochs are not planned.
 
         As many as the batch has, at random: each is there once before any is there again. See `window`.
@@ -185,7 +186,7 @@ class Declaration:
         return {}
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """The client's memory after its local training.
 
@@ -230,7 +231,7 @@ class Declaration:
         """
         return {}
 
-    def contribute(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> State:
+    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
         """What a client uploads to the entries of `server_state`: by name, each of an entry's shape."""
         return {}
 

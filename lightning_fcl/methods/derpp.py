@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State
@@ -77,7 +78,7 @@ class DERpp(Method):
         return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Offer the round's samples to the reservoir: of all that were ever offered, the highest lots stay."""
         x, y = labelled(data)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
@@ -96,7 +97,7 @@ class FLwF2T(Method):
         return terms
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep the model that the client has just trained."""
         return remember(own, "own") if self.previous == "kept" else {}
@@ -177,7 +178,7 @@ class LwF(Method):
         return self.strength * loss * old.any()
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep the trained model and the classes seen so far."""
         return {**memory, "seen": with_classes(memory["seen"], client_round.labels), **remember(own, "latest")}

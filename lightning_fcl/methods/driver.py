@@ -11,11 +11,13 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
@@ -147,7 +149,7 @@ class MethodDriver(Callback):
         self.begin(memories, server, [True] * len(memories), recalls)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Before a batch: freeze what does not learn, mix in remembered samples, watch what goes through the model."""
         for method in self.methods:
@@ -226,7 +228,7 @@ class MethodDriver(Callback):
                     gradients[name].copy_(value)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """After a client's last batch, everything is trainable again."""
         federation = self._federation
@@ -286,7 +288,7 @@ def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:
     return keys_of(seed, ["local"], method.fits, trainer.current_epoch, method.section, "rehearse")
 
 
-def _check_labels(method: Declaration, batch: Any) -> None:
+def _check_labels(method: Declaration, batch: Batch) -> None:
     if method.needs_labels and not is_labelled(batch) and not (method.takes_dicts and isinstance(batch, dict)):
         length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise TypeError(

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import above, argument, at_least
@@ -156,7 +158,7 @@ class DyToxTraining(Method):
         return self.divergence * step.mean(F.cross_entropy(logits, targets, reduction="none"))
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches.
 
@@ -212,7 +214,7 @@ class DyToxTraining(Method):
         self._fresh = True
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Open the task's slot, freeze what does not learn, and in balanced tuning replace the batch."""
         self._embedded = None
@@ -225,7 +227,7 @@ class DyToxTraining(Method):
         if self.federation is not None:
             self._balance(batch)
 
-    def _enter(self, trainer: L.Trainer, batch: Any) -> None:
+    def _enter(self, trainer: L.Trainer, batch: Batch) -> None:
         model, self._fresh, self._pool, self._drawn = self._net, False, None, 0
         now = self._client_round
         labels = now.labels if now is not None else batch[1]
@@ -277,14 +279,14 @@ class DyToxTraining(Method):
             left = rest.count(rest[0])
         return 0 < left <= self.balanced_epochs
 
-    def mix(self, memory: Memory, batch: Any, batch_idx: int, key: Keys) -> None:
+    def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
         """In balanced tuning, put the balanced samples in the batch's place."""
         if self._tuning:
             self._balance(batch)  # all methods have seen the batch as it came
         else:
             super().mix(memory, batch, batch_idx, key)
 
-    def _balance(self, batch: Any) -> None:
+    def _balance(self, batch: Batch) -> None:
         """In tuning, put as many of the balanced samples as a batch has in its place."""
         if not self._tuning or self._pool is None:
             return
@@ -311,7 +313,7 @@ class DyToxTraining(Method):
         return memory["x"][chosen], memory["y"][chosen]
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """After a client's last batch, everything is trainable again."""
         if self.federation is not None and (self._client_round is None or self.federation.last_batch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument
 from lightning_fcl.federation.aggregation import State
@@ -62,7 +63,7 @@ class Episodic(Method):
         return at_task(memory, client_round)
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Samples of the round take the place of the task's earlier ones.
 
@@ -90,7 +91,7 @@ def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
 
 
 def remember_task(
-    memory: Memory, data: Any, client_round: ClientRound, max_size: int | float, generator: torch.Generator
+    memory: Memory, data: Batch, client_round: ClientRound, max_size: int | float, generator: torch.Generator
 ) -> Memory:
     """The memory with samples of a client's data in place of the present task's earlier ones.
 
@@ -112,7 +113,7 @@ def remember_task(
     return with_task(memory, x[chosen], y[chosen], client_round.experience)
 
 
-def labelled(data: Any) -> tuple[Tensor, Tensor]:
+def labelled(data: Batch) -> tuple[Tensor, Tensor]:
     """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning.
 
     Raises:

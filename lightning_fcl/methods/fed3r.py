@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State, entries
@@ -90,14 +91,14 @@ class Fed3R(Method):
         """``A``, shape (classes, features + 1), and the upper triangle of ``B``, row by row, both in float64."""
         return {**_no_sums(module), **self._base}
 
-    def contribute(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> State:
+    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
         """The same of the client's samples, once in an experience."""
         if client_round.experience <= int(memory.get("experience", -1)):
             return {}
         return self._sums(self.module, own, data)
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Remember that the experience is in the sums, unless the upload got lost."""
         federation = self.federation
@@ -127,7 +128,7 @@ class Fed3R(Method):
         return float(federation.server_state(self.section)["B"][-1]) if federation is not None else 0.0
 
     @staticmethod
-    def _sums(module: L.LightningModule, state: State, data: Any) -> State:
+    def _sums(module: L.LightningModule, state: State, data: Batch) -> State:
         x, y = labelled(data)
         features, sums = embeddings(module, state, x), _no_sums(module)
         targets = F.one_hot(y.to(features.device), len(sums["A"]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
@@ -76,7 +76,7 @@ class FedKNOW(FedViT):
         super().attach(memory, server, active)
         self._networks = {}
 
-    def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
+    def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
         """Keep the task's largest free weights, tuned, and all that is small."""
         x, y = labelled(data)
         weights = _layers(self.module, self.head)

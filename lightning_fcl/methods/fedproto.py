@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import lightning.pytorch as L
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
@@ -66,7 +67,7 @@ class FedProto(Method):
         """Of each class a count and a sum of features, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
-    def contribute(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> State:
+    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
         """The same of the client's samples, by its own model."""
         x, y = labelled(data)
         return {"sums": class_sums(self.module, embeddings(self.module, own, x), y)}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import plan_batches
 from lightning_fcl.errors import argument, at_least, one_of, share
@@ -95,7 +96,7 @@ class FedViT(Method):
 
     # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
 
-    def extract(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> Memory:
+    def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
         """The memory with the knowledge of the task that has ended."""
         x, y = labelled(data)
         task = self.module
@@ -186,7 +187,7 @@ class FedViT(Method):
         self._steps, self._chosen, self._rows = 0, [], None
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """At a task's end, extract its knowledge; until then, keep the body for integration.
 
@@ -292,7 +293,7 @@ class LowestLoss:
         [1, 0]
     """
 
-    def make_sorted_indices(self, strategy: Any, data: Any) -> list[int]:
+    def make_sorted_indices(self, strategy: Any, data: Batch) -> list[int]:
         """Positions of a data set's samples ``(x, y, ...)`` by the cross-entropy of ``strategy.model``, ascending."""
         if not len(data):
             return []

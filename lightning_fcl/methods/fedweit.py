@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream, stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
@@ -185,7 +186,7 @@ class FedWEIT(Method):
         return sent
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep the client's base; at the task's end, send its adaptive.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Rules, State
@@ -96,14 +97,14 @@ class ICaRL(LwF):
         return (memory["x"], memory["y"]) if "x" in memory else None
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep what `LwF` keeps; when an experience ends, choose exemplars."""
         if client_round.drawn:
             memory = super().end_round(memory, own, data, client_round, generator)
         return memory | self._exemplars(memory, own, data) if memory and client_round.last_round else memory
 
-    def _exemplars(self, memory: Memory, own: State, data: Any) -> Memory:
+    def _exemplars(self, memory: Memory, own: State, data: Batch) -> Memory:
         x, y = labelled(data)
         features = F.normalize(embeddings(self.module, own, x)).to(x.device)
         old = tuple(part.to(x.device) for part in self.rehearse(memory) or (x[:0], y[:0]))
@@ -119,7 +120,7 @@ class ICaRL(LwF):
         """Of each class a count and a sum of features of length 1, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
-    def contribute(self, memory: Memory, own: State, data: Any, client_round: ClientRound) -> State:
+    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
         """The same of the client's exemplars, by its own model."""
         x, y = self._exemplars(memory, own, data).values()
         return {"sums": class_sums(self.module, F.normalize(embeddings(self.module, own, x)), y)}

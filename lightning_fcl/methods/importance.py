@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
@@ -238,7 +239,7 @@ class _Consolidation(Method):
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """At the end of an experience, add its importance to that of the earlier ones."""
         if self.strength == 0 or not client_round.last_round:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
@@ -162,7 +163,7 @@ class LVTMethod(Method):
         return self.module.mask_logits(output, y) if isinstance(self.module, MasksLogits) else output
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """When a task ends, remember its keys, how its loss depended on them, and the samples that are surest."""
         if not client_round.last_round:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.client_store import Memory
@@ -125,7 +127,7 @@ class IntrinsicPlasticity(Method):
         pl_module.adapting = not last
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """Move gain and bias by one step, in a plain Trainer: by now the batch holds what any method rehearses."""
         if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or self.federation is not None:

@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
@@ -131,7 +132,7 @@ class Replay(Method):
         return max(1, round(self.max_size * client_round.stream_samples))
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Take in the round's data, if it is time."""
         if self.update == "experience" and not client_round.last_round:
@@ -185,7 +186,7 @@ class Replay(Method):
                 part.training = training
 
 
-def _entries(data: Any) -> Memory:
+def _entries(data: Batch) -> Memory:
     """Samples as entries of a memory.
 
     Raises:

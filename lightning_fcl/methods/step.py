@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as L
 from torch import Tensor
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import LossOf, OutputOf
 
@@ -115,9 +116,9 @@ class Running:
     module: L.LightningModule
     federation: FederationView | None
     active: bool = True
-    batch: Any = None
+    batch: Batch = None
 
 
-def is_labelled(batch: Any) -> bool:
+def is_labelled(batch: Batch) -> bool:
     """Whether a batch is a pair of inputs and a tensor of targets."""
     return isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor)

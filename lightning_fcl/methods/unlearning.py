@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import of_clients
 from lightning_fcl.federation.aggregation import State, entries
@@ -83,7 +84,7 @@ class Unlearning(Method):
                 )
 
     def end_round(
-        self, memory: Memory, own: State, data: Any, client_round: ClientRound, generator: torch.Generator
+        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
         federation = self.federation

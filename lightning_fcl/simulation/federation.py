@@ -10,6 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
@@ -19,7 +20,6 @@ from lightning_fcl.federation.aggregation import Reduction, Rules, State, entrie
 from lightning_fcl.federation.client_store import ClientState, Memory
 from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.protocol import Batch
 from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
 from lightning_fcl.methods.compose import epochs_of, methods_of, rehearsed_by

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Request, batches, joined, number_of, read
+from lightning_fcl.data.batches import Batch, Request, batches, joined, number_of, read
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
@@ -252,7 +252,7 @@ class _CohortWork:
         own: IntArray = chosen[chosen < self.parts.samples[row]]
         return own
 
-    def mixed(self, batch: Any, row: int, step: int) -> Any:
+    def mixed(self, batch: Batch, row: int, step: int) -> Any:
         """A client's batch and the remembered samples that join it."""
         chosen = self._chosen(row, step)
         joining = torch.from_numpy(chosen[chosen >= self.parts.samples[row]] - self.parts.samples[row])

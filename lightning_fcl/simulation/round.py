@@ -11,12 +11,13 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import Batch, ListensToClients, ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation

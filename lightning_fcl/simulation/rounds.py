@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
@@ -72,14 +74,14 @@ class Rounds(Callback):
         check_monitors(trainer)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Perhaps other clients begin."""
         steps.next_batch(self.federation)
         self.strategy.use_optimizer()
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """Perhaps clients are done, or the round; a batch of None is a round without clients of this process."""
         if batch is None:

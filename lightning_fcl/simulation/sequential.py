@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
-from lightning_fcl.federation.protocol import Batch
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness

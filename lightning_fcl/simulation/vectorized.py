@@ -12,11 +12,12 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.optimizer_state import with_parameters
-from lightning_fcl.federation.protocol import Batch, Vectorizable
+from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of

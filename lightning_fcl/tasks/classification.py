@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.federation.protocol import EmbedsInputs
 from lightning_fcl.models.har_cnn import HARCNN
@@ -137,7 +138,7 @@ class Classifier(NetworkTask):
             )
         return self.model
 
-    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
+    def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         """Log loss and accuracy."""
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
@@ -168,7 +169,7 @@ class RandomClassifier(Classifier):
         """Random logits, shape (batch, num_classes), from torch's global generator."""
         return torch.rand(len(x), self.num_classes, device=x.device)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         """Nothing."""
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
@@ -201,7 +202,7 @@ class MajorityClassifier(Classifier):
         """How often each class was met, shape (batch, num_classes)."""
         return self.met.expand(len(x), -1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         """Count the classes."""
         self.met += torch.bincount(batch[1], minlength=self.num_classes)
 

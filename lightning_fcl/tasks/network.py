@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.tasks.task import Task
@@ -60,7 +61,7 @@ class NetworkTask(Task):
             return f"`{type(self).__name__}` overrides `training_step`"
         return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss of a batch."""
         x, y = batch
         loss = self.sample_loss(self(x), y).mean()
@@ -80,19 +81,19 @@ class NetworkTask(Task):
             self.log("train/loss", total / samples, batch_size=1)
         self._loss_sum, self._loss_samples = torch.zeros(()), 0
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log what predictions are measured by."""
         self.evaluate(batch, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log what predictions are measured by."""
         self.evaluate(batch, "test")
 
-    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
+    def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         """Log a batch's loss, and count what predictions are measured by."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The network's outputs for a batch: of samples, or of samples and their targets."""
         output: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
         return output

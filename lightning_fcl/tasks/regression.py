@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.tasks.network import NetworkTask
 
@@ -65,7 +66,7 @@ class Regressor(NetworkTask):
             )
         return y.to(output.dtype)
 
-    def evaluate(self, batch: Any, stage: Literal["val", "test"]) -> None:
+    def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         """Log loss and measures."""
         measures = self.val_measures if stage == "val" else self.test_measures
         x, y = batch

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.local_training import TrainerRequest
@@ -167,7 +169,7 @@ class ReservoirTask(Task):
                     accumulate(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
         return [samples * size for size in sizes]
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the statistics."""
         if self._counts():
             x, y = batch
@@ -198,7 +200,7 @@ class ReservoirTask(Task):
         if int(self.readout.tag) != tag:
             self.readout.reset(tag)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
         """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
         trainer = self.trainer
         if trainer.is_last_batch and self._counts() and federation_of(trainer) is None:
@@ -250,15 +252,15 @@ class ReservoirTask(Task):
         """What measures the readout in evaluation."""
         raise NotImplementedError
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log how good the readout is."""
         self._evaluate(batch, f"val/{self.quantity}", self.val_metric)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log how good the readout is."""
         self._evaluate(batch, f"test/{self.quantity}", self.test_metric)
 
-    def _evaluate(self, batch: Any, name: str, metric: Metric) -> None:
+    def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
         """Log a metric of what the readout says and should say."""
         x, y = batch
         for states, wanted in self.pairs(x, y):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.models.readout import FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
@@ -72,7 +73,7 @@ class RidgeClassifier(Classifier):
         features: Tensor = network.embed(x)
         return features
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         """Add a batch to the sums."""
         x, y = batch
         self.add(x, y)
