@@ -65,7 +65,7 @@ def test_a_dependency_s_licence_is_what_it_says_itself(name: str):
     if not said:
         assert name == "torchao", f"{name} names no licence: look into its files"
     else:
-        assert page()[name] == said
+        assert said <= page()[name]  # which may tell of more: torch 2.15.0 names two more than 2.14.1
 
 
 @pytest.mark.seconds
