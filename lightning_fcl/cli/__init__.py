@@ -1,4 +1,4 @@
-"""The command ``lightning-fcl``: one file a command; LightningCLI and jsonargparse do the parsing.
+"""The command ``lightning-fcl``: a file for each of its commands; LightningCLI and jsonargparse do the parsing.
 
 What never belongs here: anything that a run in Python would miss; a command calls what the rooms below offer.
 """

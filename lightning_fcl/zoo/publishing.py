@@ -82,8 +82,8 @@ def publish(
 ) -> Path | str:
     """Publish what a run has trained: into a folder with a registry, or a repository of the Hugging Face hub.
 
-    Nothing of a single client is published: entries that stay with clients are the server's own beginnings, and of a
-    readout's statistics the solution alone.
+    Nothing of a single client is published: entries that stay with clients are the server's own beginnings, and a
+    readout's statistics are published only where each class comes from three clients or more, once for a name.
 
     Args:
         run: The run's folder: what was ``--out`` of ``lightning-fcl fit``.
