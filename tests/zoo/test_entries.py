@@ -14,6 +14,7 @@ import lightning_fcl
 from lightning_fcl import FederatedStream, zoo
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.device.export import export_onnx
+from lightning_fcl.models.ridge import square
 from lightning_fcl.zoo.card import card
 from lightning_fcl.zoo.entry import CARD, CHECK, CONTINUE, WEIGHTS
 from lightning_fcl.zoo.publishing import spread_of
@@ -116,11 +117,18 @@ def test_a_person_is_unlearnt_from_a_published_reservoir(data_folder, name):
         readout.remove(gone.statistics)
         for found, sums in ((readout.A, wanted.A), (readout.B, wanted.B)):
             assert (found - sums).abs().max() <= rounding * sums.abs().max()
-    here.solve()
+        readout.solve()
+    # What was published solves the others' regression now, but for what the sums differ by; before it did not.
+    squares = square(wanted.B, wanted.in_features)
+    for weight, solves in ((task.readout.weight, True), (before, False)):
+        residual = weight @ squares + wanted.beta * weight - wanted.A
+        allowed = 2e-6 * (squares.abs().max() * weight.abs().sum(1, keepdim=True) + wanted.A.abs().max())
+        assert bool((residual.abs() <= allowed).all()) is solves
     # The regularisers of WESAD and HHAR are small, and rounding in the sums counts for more.
     tolerance = 1e-9 if "ucihar" in name else 1e-4
     assert torch.allclose(here.weight, wanted.weight, rtol=0, atol=tolerance)
-    assert not torch.allclose(here.weight, before, rtol=0, atol=1e-3)
+    for readout in (task.readout, here):
+        assert not torch.allclose(readout.weight, before, rtol=0, atol=1e-3)
 
 
 @pytest.mark.seconds
