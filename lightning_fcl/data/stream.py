@@ -197,8 +197,14 @@ class FederatedStream(L.LightningDataModule):
         return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
-        data = self.data.name if isinstance(self.data, PublicData) else self.data
-        return f"{type(self).__name__} of {data if isinstance(data, str) else 'the data'}, scenario {self.scenario}"
+        return f"{type(self).__name__} of {self.data_name}, scenario {self.scenario}"
+
+    @property
+    def data_name(self) -> str:
+        """The name of the public data set, or of the class of other data."""
+        if isinstance(self.data, str):
+            return self.data
+        return self.data.name if isinstance(self.data, PublicData | Samples) else type(self.data).__name__
 
     @property
     def seed(self) -> int:

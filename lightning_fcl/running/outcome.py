@@ -42,7 +42,7 @@ def outcome(
     recipe = config["recipe"]
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
-        "parts": _parts(trainer, stream, config["data"]["data"]),
+        "parts": _parts(trainer, stream),
         "seed": config["seed_everything"],
         "measured_on": metrics.on,
         "metrics": summarize(metrics.record),
@@ -62,15 +62,14 @@ def outcome(
     return results
 
 
-def _parts(trainer: L.Trainer, stream: FederatedStream, data: object) -> dict[str, str]:
+def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:
     """The model, the data and the methods, by name."""
     module = trainer.lightning_module
     inner = [type(child).__name__ for child in module.children()][:1]
     methods = [type(one).__name__ for one in trainer.callbacks if isinstance(one, Method)]  # type: ignore[attr-defined]
-    named = data if isinstance(data, str) else type(data).__name__
     shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
     return {
         "model": " in ".join([*inner, type(module).__name__]),
-        "data": ", ".join([named, *shared]),
+        "data": ", ".join([stream.data_name, *shared]),
         "methods": ", ".join(methods) or "none: averaging alone",
     }

@@ -61,7 +61,7 @@ def test_a_command_that_is_not_known_and_none(error_of, capsys):
 @pytest.mark.seconds
 def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     out = tmp_path / "out"
-    main(["fit", *tiny, "--out", str(out)])
+    main(["fit", *tiny, "--data.data", "{name: digits}", "--out", str(out)])
     results = json.loads((out / "results.json").read_text())
     assert results["recipe"] is not None
     assert len(results["record"]["rounds"]) == 2

@@ -567,6 +567,8 @@ def test_a_stream_in_words():
     assert str(FederatedStream("digits")) == "FederatedStream of digits, scenario ClassIncremental"
     assert str(FederatedStream(PublicData("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
     assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
+    own = Arrays(np.zeros((4, 1), np.float32), np.arange(4) % 2, None, ("a", "b"), None, None)
+    assert FederatedStream(own).data_name == "Arrays"
 
 
 def test_pixels_are_normalised_batch_by_batch():
