@@ -49,7 +49,8 @@ def take_in(folder: Path) -> list[Path]:
             f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
             "without --rows."
         )
-    names = ["table.json", "against-paper.png", *(figure["file"] for figure in _content(home).get("figures", []))]
+    figures = dict.fromkeys(figure["file"] for figure in _content(home).get("figures", []))  # scales may share a name
+    names = ["table.json", "against-paper.png", *figures]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
     return [write_whole(place / name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]
