@@ -14,7 +14,7 @@ from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.kept import keep, take
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
-from lightning_fcl.evaluation.figures import check_figures, write_figures
+from lightning_fcl.evaluation.figures import check_figures, figures_at, write_figures
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
@@ -40,7 +40,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     out = options.out or Path("runs") / f"{paper}-{scale}"
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    figures = [figure for figure in content.get("figures", []) if scale in figure.get("scales", [scale])]
+    figures = figures_at(scale, content.get("figures", []))
     check_figures(figures, expanded(content))
     jobs = {name: _jobs(name, row, scale, seeds, out) for name, row in rows.items()}
     kept = place_of(folder, scale)
@@ -97,7 +97,7 @@ def _write(
     whole: Table,
     results: Mapping[str, list[dict[str, Any]]],
     more: list[str],
-    figures: list[dict[str, Any]],
+    figures: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the table and the figures of some rows, and say where they are."""
     every = [one for runs in results.values() for one in runs]

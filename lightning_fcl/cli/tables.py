@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from lightning_fcl.evaluation.figures import figures_at
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.pages import Layout, papers_block, render, verdict_block, written_block
 from lightning_fcl.evaluation.table import Table, format_of, read_table
@@ -49,8 +50,8 @@ def take_in(folder: Path) -> list[Path]:
             f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
             "without --rows."
         )
-    figures = dict.fromkeys(figure["file"] for figure in _content(home).get("figures", []))  # scales may share a name
-    names = ["table.json", "against-paper.png", *figures]
+    figures = figures_at(table.scale, _content(home).get("figures", []))
+    names = ["table.json", "against-paper.png", *(figure["file"] for figure in figures)]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
     return [write_whole(place / name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]

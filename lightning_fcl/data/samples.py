@@ -107,6 +107,13 @@ class Samples:
         return None if self.scale is None or isinstance(self.x, Dataset) else (*self.scale, tuple(self.x.shape[1:]))
 
 
+def name_of(data: object) -> str:
+    """The name of a public data set, or of the class of whatever else a `FederatedStream` takes as its data."""
+    if isinstance(data, str):
+        return data
+    return data.name if isinstance(data, PublicData | Samples) else type(data).__name__
+
+
 def samples_of(data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule) -> Samples:
     """The samples of whatever a `FederatedStream` takes as its data.
 

@@ -27,6 +27,7 @@ from lightning_fcl.data.samples import (
     Collate,
     PublicData,
     Samples,
+    name_of,
     of_anything,
     samples_of,
 )
@@ -197,14 +198,7 @@ class FederatedStream(L.LightningDataModule):
         return cls(samples, scenario, **kwargs)
 
     def __str__(self) -> str:
-        return f"{type(self).__name__} of {self.data_name}, scenario {self.scenario}"
-
-    @property
-    def data_name(self) -> str:
-        """The name of the public data set, or of the class of other data."""
-        if isinstance(self.data, str):
-            return self.data
-        return self.data.name if isinstance(self.data, PublicData | Samples) else type(self.data).__name__
+        return f"{type(self).__name__} of {name_of(self.data)}, scenario {self.scenario}"
 
     @property
     def seed(self) -> int:

@@ -31,9 +31,19 @@ T = TypeVar("T")
 Panels: TypeAlias = Mapping[str, Mapping[str, Any]]
 ResultsByRow: TypeAlias = Mapping[str, Sequence[Results]]
 
-__all__ = ["check_figures", "write_figures"]
+__all__ = ["check_figures", "figures_at", "write_figures"]
 
 _KEYS = {"file", "kind", "title", "panels", "of", "experiences", "scales"}
+
+
+def figures_at(scale: str, figures: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that are drawn at a scale: all that name none of their own under ``scales``, or this one among them.
+
+    Example:
+        >>> figures_at("small", [{"file": "a.png"}, {"file": "b.png", "scales": ["paper"]}])
+        [{'file': 'a.png'}]
+    """
+    return [figure for figure in figures if scale in figure.get("scales", [scale])]
 
 
 def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
+from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.methods.method import Method
@@ -70,6 +71,6 @@ def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:
     shared = [type(one).__name__ for one in (stream.scenario, stream.partition) if one is not None]
     return {
         "model": " in ".join([*inner, type(module).__name__]),
-        "data": ", ".join([stream.data_name, *shared]),
+        "data": ", ".join([name_of(stream.data), *shared]),
         "methods": ", ".join(methods) or "none: averaging alone",
     }

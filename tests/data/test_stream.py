@@ -12,7 +12,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Shards
-from lightning_fcl.data.samples import PublicData
+from lightning_fcl.data.samples import PublicData, name_of
 from lightning_fcl.data.scenarios import (
     ClassIncremental,
     DomainIncremental,
@@ -568,7 +568,7 @@ def test_a_stream_in_words():
     assert str(FederatedStream(PublicData("lfw"), "odfcl")) == "FederatedStream of lfw, scenario ODFCLScenario"
     assert str(prepared(*arrays())) == "FederatedStream of the data, scenario ClassIncremental"
     own = Arrays(np.zeros((4, 1), np.float32), np.arange(4) % 2, None, ("a", "b"), None, None)
-    assert FederatedStream(own).data_name == "Arrays"
+    assert name_of(own) == "Arrays"
 
 
 def test_pixels_are_normalised_batch_by_batch():
