@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.evaluation.results import CONFIG, run_of
 from lightning_fcl.hub.documents import read_yaml
 
 WHAT = {"fit": "Train what a recipe says.", "test": "Test a run's newest checkpoint, or another."}
@@ -90,34 +91,35 @@ def _newest(folder: Path) -> list[str]:
     """The words for a run's recipe and its newest checkpoint."""
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
-    config, newest = folder / "config.yaml", newest_checkpoint(folder / "checkpoints")
+    config, newest = folder / CONFIG, newest_checkpoint(folder / "checkpoints")
     if not config.is_file() or not any(folder.glob("checkpoints/*.ckpt")):
         raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
     if newest is None:
         raise ValueError(
             f"Expected a whole checkpoint in {folder / 'checkpoints'} but all there are damaged. Repeat the run."
         )
-    return ["--config", str(config), "--ckpt_path", str(newest)]
+    return ["--config", str(config), "--ckpt_path", str(newest), "--out", str(folder)]
 
 
 def _out(recipes: Sequence[str]) -> str:
     """The folder of the results, where the command line does not say."""
     said = [read_yaml(Path(one)) for one in recipes if Path(one).is_file()]
     outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
+    outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
     names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
     return outs[-1] if outs else f"runs/{names[0]}" if names else "runs/fit"
 
 
 def _free(out: str) -> Path:
-    """The folder, or where it holds the results of another run, the first that is free with a number behind."""
+    """The folder, or where it holds another run, the first that is free with a number behind."""
     folder = Path(out)
     above = next(one for one in [folder, *folder.parents] if one.exists())
     if not above.is_dir():
         raise ValueError(f"Expected a folder for results at {out} but {above} is a file. Choose another by `--out`.")
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    free = next(one for one in chain([folder], numbered) if not (one / "results.json").exists())
+    free = next(one for one in chain([folder], numbered) if run_of(one / CONFIG) is None)
     if free != folder:
-        print(f"{folder} holds the results of another run: these go to {free}.")
+        print(f"{folder} holds another run, with which `lightning-fcl fit {folder}` goes on: this one goes to {free}.")
     return free
 
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
-from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.results import is_whole, read_results
+from lightning_fcl.evaluation.files import occupied, write_whole
+from lightning_fcl.evaluation.results import is_whole, read_results, start_over
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
@@ -174,17 +174,28 @@ def finished(job: Job) -> bool:
 
 def run_job(job: Job) -> None:
     """Run one job, from its newest checkpoint if the same job was interrupted."""
+    with occupied(job.out):
+        if not job.wrote(job.out):
+            begin(job)
+        elif _write_rest(job.out):
+            return
+        _train(job)
+
+
+def begin(job: Job) -> None:
+    """Remove what an earlier, different run has left in a job's folder, and sign it."""
+    shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
+    start_over(job.out)
+    job.out.mkdir(parents=True, exist_ok=True)
+    job.sign(job.out)
+
+
+def _train(job: Job) -> None:
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     with many_imports():
         from lightning_fcl.running.fit import run
 
-    if not job.wrote(job.out):
-        start_over(job.out)
-        job.out.mkdir(parents=True, exist_ok=True)
-        job.sign(job.out)
-    elif _write_rest(job.out):
-        return
     checkpoint = newest_checkpoint(job.out / "checkpoints")
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
     more = ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
@@ -192,13 +203,6 @@ def run_job(job: Job) -> None:
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])
-
-
-def start_over(out: Path) -> None:
-    """Remove what an earlier, different run has left in a folder."""
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    for name in ("results.json", "metrics.csv"):
-        (out / name).unlink(missing_ok=True)
 
 
 def _write_rest(out: Path) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fcl.cli.jobs import Job, finished, start_over
+from lightning_fcl.cli.jobs import Job, begin, finished
 from lightning_fcl.evaluation.results import read_results, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 
@@ -60,8 +60,6 @@ def _bring(job: Job, source: Path) -> None:
     if not job.wrote(source):
         raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
     results = read_results(source)
-    start_over(job.out)
-    job.out.mkdir(parents=True, exist_ok=True)
+    begin(job)
     write_results(job.out, results)
-    job.sign(job.out)
     write_files(job.out)

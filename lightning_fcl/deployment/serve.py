@@ -64,11 +64,11 @@ def serve(
             trainer.callbacks.append(federation.identity)  # type: ignore[attr-defined]
             return trainer
 
-        def before_fit(self) -> None:
+        def fit(self, model: L.LightningModule, **arguments: Any) -> None:
             """Take the server's own data."""
             if data is not None:
                 take_server_data(self.datamodule, read_data(data), clients)
-            super().before_fit()
+            super().fit(model, **arguments)
 
     warnings.filterwarnings("ignore", "`training_step` returned `None`")  # nodes train
     newest = newest_checkpoint(out / "checkpoints")

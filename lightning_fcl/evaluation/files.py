@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import weakref
@@ -69,6 +70,49 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     with replacing(path, len(data)) as temporary:
         temporary.write_bytes(data)
     return path
+
+
+def append(path: Path, size: int, data: bytes) -> None:
+    """Write behind the first ``size`` bytes of a file, in place of what may follow them.
+
+    Raises:
+        NoRoomError: If the disk is full.
+    """
+    try:
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _no_room(path, len(data)) from error
+        raise
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Let no other process train in a run's folder until the end of the block, or that of this process.
+
+    Raises:
+        ValueError: If another one does.
+    """
+    path = folder.resolve() / _LOCK
+    if sys.platform == "win32" or path in _temporary:  # it is this process's already
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(path, wait=False)
+    if descriptor is not None:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
+        _temporary.add(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            _remove(path)
+            os.close(descriptor)
 
 
 def sha256(path: Path) -> str:
@@ -189,17 +233,27 @@ def _sweep(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, wait: bool = True) -> int | None:
     """Make a file and lock it until its descriptor is closed, at the latest when this process ends.
 
     None: the system knows no locks, or not for this place.
+
+    Raises:
+        ValueError: If another has it, and is not to be waited for.
     """
     if sys.platform == "win32":
         return None
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 200).decode(errors="replace") or "another one"
+            os.close(descriptor)
+            raise ValueError(
+                f"Expected {path.parent} to be trained in by one process but process {owner} does so now. Wait for its "
+                "end, or choose another folder by `--out`."
+            ) from None
         except OSError:
             os.close(descriptor)
             return None

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.evaluation.files import sha256, write_whole
+from lightning_fcl.evaluation.record_file import NAME as RECORD
 
-__all__ = ["FORMAT", "is_whole", "read_results", "seal", "write_results"]
+__all__ = ["CONFIG", "FORMAT", "LAST", "is_whole", "read_results", "run_of", "seal", "start_over", "write_results"]
 
 FORMAT = 1
 """The format of ``results.json`` and of the seal: 0.1 wrote none."""
 
+CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
+"""Where the recipe of a run lies in its folder, and the checkpoint of its last round."""
+
 _SEAL = "files.json"
+_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.md", "report.html")
 _KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
 
 
@@ -99,6 +104,23 @@ def is_whole(folder: Path) -> bool:
     if not isinstance(digests, dict) or "results.json" not in digests:
         return False
     return all((folder / name).is_file() and sha256(folder / name) == digest for name, digest in digests.items())
+
+
+def run_of(config: Path) -> Path | None:
+    """The folder of the run whose recipe a file is; None: it is none's.
+
+    Example:
+        >>> run_of(Path("no/such/config.yaml"))
+    """
+    folder = config.parent
+    begun = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
+    return folder if config.name == CONFIG and begun else None
+
+
+def start_over(folder: Path) -> None:
+    """Remove what an earlier run has left in a folder: nothing of it is to be told as another's."""
+    for name in _WRITTEN:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

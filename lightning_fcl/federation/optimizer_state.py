@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.federation.client_store import Memory
 
@@ -40,6 +42,27 @@ arguments.
     if not isinstance(made, Optimizer):
         raise ValueError(f"Expected `{name}` to make a `torch.optim.Optimizer` but got {type(made).__name__}.")
     return made
+
+
+def settings_of(made: Optimizer | LRScheduler) -> dict[str, Any]:
+    """The settings with which an optimizer or a schedule begins, as far as they are plain values, for checkpoints.
+
+    Example:
+        >>> settings_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5))["lr"]
+        [0.5]
+    """
+    if isinstance(made, Optimizer):
+        names = dict.fromkeys(name for group in made.param_groups for name in group if name != "params")
+        told = {name: [group.get(name) for group in made.param_groups] for name in names}
+    else:
+        told = made.state_dict()
+    return {"class": type(made).__name__, **{name: value for name, value in told.items() if _is_plain(value)}}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def optimizer_memory(optimizer: Optimizer) -> Memory:

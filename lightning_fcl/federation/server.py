@@ -15,7 +15,7 @@ from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.messages import Messages, RoundRecord, own_entries
-from lightning_fcl.federation.optimizer_state import OptimizerFactory
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.server_optimizer import ServerOptimizer
 
@@ -133,9 +133,11 @@ class FederatedServer:
         return self._messages.record
 
     @property
-    def has_server_optimizer(self) -> bool:
-        """Whether an optimizer steps the server."""
-        return self._factory is not None
+    def optimizer_settings(self) -> dict[str, Any] | None:
+        """The settings of the optimizer that steps the server; None: none does."""
+        if self._factory is None:
+            return None
+        return settings_of(make_optimizer(self._factory, [nn.Parameter(torch.zeros(1))], "server_optimizer"))
 
     @property
     def personal(self) -> bool:

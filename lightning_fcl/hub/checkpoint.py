@@ -1,7 +1,9 @@
 """Checkpoints come in: from a file or from afar, verified, as tensors and plain values."""
 
+import pickletools
 import re
 from collections.abc import Callable
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -92,14 +94,25 @@ def check_archive(file: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder; None: there is none."""
-    for path in sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True):
+    """The whole checkpoint of the latest step in a folder, whatever the time of its file; None: there is none."""
+    moments = {}
+    for path in folder.glob("*.ckpt"):
         try:
             check_archive(path)
+            moments[path] = (*_moment(path), path.stat().st_mtime)
         except Exception:  # whatever a damaged file makes of its reader
             continue
-        return path
-    return None
+    return max(moments, key=lambda path: moments[path], default=None)
+
+
+def _moment(path: Path) -> tuple[int, ...]:
+    """The epoch and step of a checkpoint, which stand at its beginning; nothing is made of what it holds."""
+    with ZipFile(path) as archive:
+        content = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    first = islice(pickletools.genops(content), 12)
+    words = [word for code, word, _ in first if word is not None and "PUT" not in code.name]
+    told = dict(pairwise(words))
+    return tuple(int(told.get(name, -1)) for name in ("epoch", "global_step"))
 
 
 def _instead(file: Path) -> str:

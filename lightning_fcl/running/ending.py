@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,11 +19,11 @@ class StopAfterRound(Callback):
     A round is the safe point: within one, some clients have kept what they learnt in it and others have not.
 
     Args:
-        checkpoints: Where a checkpoint of the last round goes if no other callback writes one; None: nowhere.
+        checkpoint: Where that of the last round goes if no other callback writes one; None: nowhere.
     """
 
-    def __init__(self, checkpoints: Path | None) -> None:
-        self._checkpoints = checkpoints
+    def __init__(self, checkpoint: Path | None) -> None:
+        self._checkpoint = checkpoint
         self._saved = -1  # the round of the newest checkpoint
         self._told = False  # whether any process of the federation was told to stop
         self._patience = ExitStack()
@@ -55,8 +56,8 @@ class StopAfterRound(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write a checkpoint of the round if there is none."""
-        if self._told and self._checkpoints is not None and self._saved + 1 < trainer.current_epoch:
-            trainer.save_checkpoint(self._checkpoints / f"round-epoch={trainer.current_epoch - 1}.ckpt")
+        if self._told and self._checkpoint is not None and self._saved + 1 < trainer.current_epoch:
+            trainer.save_checkpoint(self._checkpoint)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Nothing is left to bring to an end."""
@@ -66,10 +67,11 @@ class StopAfterRound(Callback):
         """From now on a signal ends the process at once."""
         self._patience.close()
 
-    def check(self, out: Path, done: int, rounds: int, checkpoint: Path | None) -> None:
+    def check(self, program: str, out: Path, done: int, rounds: int, checkpoint: Path | None) -> None:
         """Say how to go on if the fit was told to stop.
 
         Args:
+            program: What goes on; empty: the script that runs.
             out: The run's folder.
             done: The rounds done.
             rounds: The rounds of the whole run.
@@ -83,6 +85,7 @@ class StopAfterRound(Callback):
         report = f"Results of the rounds done: {out / 'report.html'}"
         if done >= rounds:
             raise Stopped(stop.signal, f"all {rounds} rounds were done. {report}")
-        words = ["lightning-fcl", "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
+        words = ["python", sys.argv[0], "fit", "--config", str(out / "config.yaml"), "--ckpt_path", str(checkpoint)]
+        words = [program, "fit", str(out)] if program else words
         way = f"Go on with: {shlex.join(words)}" if checkpoint else "No checkpoint was asked for to go on from."
         raise Stopped(stop.signal, f"stopped after round {done} of {rounds}. {report}\n{way}")

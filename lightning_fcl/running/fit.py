@@ -24,9 +24,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
 from lightning_fcl.data.arguments import new_name
+from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
-from lightning_fcl.evaluation.results import write_results
+from lightning_fcl.evaluation.files import occupied
+from lightning_fcl.evaluation.results import LAST, run_of, write_results
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.hub.checkpoint import local_checkpoint, newest_checkpoint
 from lightning_fcl.hub.documents import check_yaml
@@ -36,6 +38,7 @@ from lightning_fcl.running.outcome import outcome
 from lightning_fcl.running.remedies import refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.save_config import SaveConfig
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.rounds import RESTORED
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
@@ -104,7 +107,7 @@ class FederatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what recipes say beside model, data and trainer."""
-        parser.add_argument("--out", type=str, default="runs/fit", help="folder of this run's results")
+        parser.add_argument("--out", type=str | None, help="folder of this run's results (default: runs/fit)")
         parser.add_class_arguments(Recipe, "recipe")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -132,8 +135,12 @@ class FederatedCLI(LightningCLI):
 
     @property
     def out(self) -> Path:
-        """The run's folder."""
-        return Path(self.config.get(self.config.get("subcommand") or "", self.config)["out"])
+        """The run's folder: as the command line or a recipe says, or that in which the recipe of a run lies."""
+        config = self.config.get(self.config.get("subcommand") or "", self.config)
+        if config["out"] is None:
+            runs = [run for file in config.get("config") or [] if (run := run_of(Path(file.relative)))]
+            return runs[-1] if runs else Path("runs/fit")
+        return Path(config["out"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Add loggers, checkpoints after every round, the progress bar and the metrics where the recipe has none."""
@@ -146,6 +153,7 @@ class FederatedCLI(LightningCLI):
             return not any(isinstance(callback, kind) for callback in callbacks)
 
         if self.config.subcommand == "fit":
+            last = self.out / LAST
             if lacks(ContinualMetrics):
                 callbacks.append(ContinualMetrics())
             if self.config["fit"]["recipe"]["measure_on"] == "validation":
@@ -155,48 +163,46 @@ class FederatedCLI(LightningCLI):
             if config["enable_progress_bar"] is not False and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
             if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
-                folder = self.out / "checkpoints"
-                callbacks.append(ModelCheckpoint(folder, "round-{epoch}", save_on_train_epoch_end=True))
-            wanted = config["enable_checkpointing"] is not False
-            self._ending = StopAfterRound(self.out / "checkpoints" if wanted else None)
+                always = {"enable_version_counter": False, "save_on_train_epoch_end": True}
+                callbacks.append(ModelCheckpoint(last.parent, last.stem, **always))
+            self._ending = StopAfterRound(last if config["enable_checkpointing"] is not False else None)
             callbacks.append(self._ending)
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:
                 kwargs["default_root_dir"] = str(self.out)  # without a logger, Lightning writes config.yaml there
             if config["max_epochs"] is None:
-                kwargs["max_epochs"] = -1  # as many as the stream has: see `before_fit`
+                kwargs["max_epochs"] = -1  # as many as the stream has: see `fit`
             if config["enable_model_summary"] is None:
                 kwargs["enable_model_summary"] = False
         else:  # a test leaves nothing behind
             kwargs |= {"logger": False} if config["logger"] is None else {}
             kwargs |= {"enable_checkpointing": False} if lacks(ModelCheckpoint) else {}
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        if self.config.subcommand == "fit" and type(trainer.strategy.checkpoint_io) is WholeCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpointIO(self.out)
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, SaveConfig):
+                callback.folder = self.out
+        return trainer
 
-    def before_fit(self) -> None:
-        """Train for all rounds of the stream where the recipe does not say; note when the fit began."""
-        if self.config["fit"]["trainer"]["max_epochs"] is None:
-            self.datamodule.setup("fit")
-            self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
-        self._began = time.monotonic()
-
-    def after_fit(self) -> None:
-        """Write ``results.json`` and the report.
-
-        Raises:
-            Stopped: If the fit was told to stop.
-        """
-        try:
-            if self.trainer.is_global_zero:
-                self._write_results()
+    def fit(self, model: L.LightningModule, **arguments: Any) -> None:
+        """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
+        first = self.trainer.is_global_zero
+        with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
+            if self.config["fit"]["trainer"]["max_epochs"] is None:
+                self.datamodule.setup("fit")
+                self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
+            began = time.monotonic()
+            self.trainer.fit(model, **arguments)
+            if first:
+                self._write_results(time.monotonic() - began)
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
-            self._ending.check(self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
-        finally:
-            self._ending.close()
+            newest = newest_checkpoint(self.out / "checkpoints")
+            self._ending.check(self.program, self.out, done, rounds, newest)
 
-    def _write_results(self) -> None:
+    def _write_results(self, seconds: float) -> None:
         command = f"{self.program or f'python {sys.argv[0]}'} fit --config {self.out / 'config.yaml'}"
-        seconds = time.monotonic() - self._began
         write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], seconds, command))
         write_files(self.out)
 
@@ -223,12 +229,6 @@ class _Test(_Fit):
 
 class Parts(FederatedCLI):
     """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Also take what only `fit` has, as the ``config.yaml`` of a run says it."""
-        super().add_arguments_to_parser(parser)
-        for name in ("--ckpt_path", "--weights_only"):
-            parser.add_argument(name)
 
     def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
         """Make none, but note what it would be made of."""

@@ -8,18 +8,31 @@ import lightning.pytorch as L
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.results import CONFIG, start_over
+
+_PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where the file is of the run, wherever it lies
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
+    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is.
+
+    Attributes:
+        folder: The run's, in which it lies.
+    """
+
+    folder = Path("runs/fit")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Nothing yet."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it, whole."""
-        folder = Path(trainer.log_dir or ".")  # which all processes ask for, as the first one tells it
         if not trainer.is_global_zero:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / self.config_filename, self.parser.dump(self.config, skip_none=False, skip_validation=True))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not trainer.ckpt_path:
+            start_over(self.folder)
+        config = self.config.clone()
+        for name in _PLACES:
+            config.pop(name, None)
+        write_whole(self.folder / CONFIG, self.parser.dump(config, skip_none=False, skip_validation=True))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from lightning_fcl.data.attached import need_stream
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import hparams_of
 from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
@@ -50,7 +53,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "client_weights": server.client_weights,
         "reductions": hparams_of(federation.rules),
         "robust": {"trim": server.trim, "byzantine": server.byzantine},
-        "server_optimizer": server.has_server_optimizer,
+        "server_optimizer": server.optimizer_settings,
         "keep_optimizer": federation.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
         "schedule": schedule.hparams() if schedule else None,
@@ -60,13 +63,16 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
     }
 
 
-def check_checkpoint(checkpoint: Mapping[str, Any], federation: str, here: Mapping[str, Any], path: object) -> None:
+def check_checkpoint(
+    checkpoint: Mapping[str, Any], federation: str, here: Mapping[str, Any], rounds: int, path: object
+) -> None:
     """Refuse a checkpoint from which a federation cannot go on.
 
     Args:
         checkpoint: The checkpoint.
         federation: The name under which a federation keeps its own among the callbacks' states.
         here: The `fingerprint_of` the federation that is to go on.
+        rounds: The rounds of its stream.
         path: Where the checkpoint is.
 
     Raises:
@@ -86,6 +92,14 @@ def check_checkpoint(checkpoint: Mapping[str, Any], federation: str, here: Mappi
             f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
             "of lightning-fcl wrote it. Continue with that version, or start without `ckpt_path`."
         )
+    progress, epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress"), checkpoint["epoch"]
+    counts = progress.get("current") if isinstance(progress, dict) else None
+    counts = [*counts.values()] if isinstance(counts, dict) else []
+    if not 0 <= epoch <= rounds or not counts or any(count not in (epoch, epoch + 1) for count in counts):
+        raise ValueError(
+            f"Expected `epoch` of the checkpoint {path} to be that of its training loop, between 0 and {rounds}, but "
+            f"got {epoch} and {quoted(counts)}. Continue from another one."
+        )
     if not kept["between_rounds"]:
         raise ValueError(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
@@ -99,6 +113,46 @@ def check_checkpoint(checkpoint: Mapping[str, Any], federation: str, here: Mappi
             f"Expected a checkpoint of this recipe but {path} is of another: {what}. Continue with the recipe that "
             "wrote it, or start without `ckpt_path`."
         )
+
+
+def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
+    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version.
+
+    Raises:
+        ValueError: If it is one, or tells no version.
+    """
+    told = checkpoint.get("pytorch-lightning_version")
+    if not isinstance(told, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", told):
+        raise ValueError(
+            f"Expected `pytorch-lightning_version` of the checkpoint {path} to be 2.0.0 or later but got "
+            f"{told!r:.100}. Write it again with `lightning` 2."
+        )
+
+
+def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: object) -> None:
+    """Refuse other optimizers and schedules than those of a checkpoint: theirs would be used, and yours told.
+
+    Args:
+        then: Those of the checkpoint, as `settings_of` tells them.
+        now: Those of the recipe.
+        path: Where the checkpoint is.
+
+    Raises:
+        ValueError: If they differ in what both versions of torch know.
+    """
+    for kind, made in now.items():
+        pairs = list(zip_longest(then.get(kind, []), made, fillvalue={"class": "none"}))
+        other = [
+            f"{name} of the {kind} was {old[name]}, is {new[name]}"
+            for old, new in pairs
+            for name in (old.keys() & new.keys() if old["class"] == new["class"] else ["class"])
+            if old[name] != new[name]
+        ]
+        if other:
+            raise ValueError(
+                f"Expected a checkpoint of this recipe but {path} is of another: {'; '.join(sorted(other))}. Continue "
+                "with the recipe that wrote it, or start without `ckpt_path`."
+            )
 
 
 def _check_contents(checkpoint: Mapping[str, Any], path: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -11,6 +12,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.record_file import NAME, RecordFile
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -18,7 +20,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     Lightning's moves it there from the system's temporary folder. That may be on another disk: then a move is a copy,
     which a kill or a full disk leaves half-written. What is no path of this machine, as ``s3://...``, is left to it.
+
+    Below the folder of a run, which has a record in a file, a checkpoint holds no record, but how far that file went.
+
+    Args:
+        run: The folder of the run; None: there is none, and each checkpoint holds its record.
     """
+
+    def __init__(self, run: Path | None = None) -> None:
+        super().__init__()
+        self._record = RecordFile(run.resolve() / NAME) if run is not None else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write it.
@@ -29,8 +40,33 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if len(urlparse(str(path)).scheme) > 1 or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        file = Path(path)
+        if self._record is not None and file.resolve().parent.parent == self._record.path.parent:
+            checkpoint = _with_records(checkpoint, "rounds", self._record.extend)
         content = io.BytesIO()
         torch.save(checkpoint, content)
-        file = Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content.getvalue())
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
+        """Read it, with the record of the run in whose folder it is."""
+        checkpoint = super().load_checkpoint(path, *arguments, **options)
+        if not isinstance(checkpoint, dict):
+            return checkpoint
+        file, own = RecordFile(Path(path).resolve().parents[1] / NAME), self._record
+        return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
+
+
+def _with_records(
+    checkpoint: dict[str, Any], sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """A checkpoint with the records of callbacks changed, those that hold what ``sign`` says."""
+    states = checkpoint.get("callbacks")
+    if not isinstance(states, dict):
+        return checkpoint
+    changed = {
+        name: {**state, "record": change(state["record"])}
+        for name, state in states.items()
+        if isinstance(state, dict) and isinstance(state.get("record"), dict) and sign in state["record"]
+    }
+    return {**checkpoint, "callbacks": {**states, **changed}}

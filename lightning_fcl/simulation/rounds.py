@@ -38,6 +38,7 @@ class Rounds(Callback):
     def __init__(self, strategy: RunsFederation) -> None:
         self.strategy = strategy
         self.began = False  # whether this fit has
+        self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
 
     @property
     def federation(self) -> Federation:
@@ -61,6 +62,7 @@ class Rounds(Callback):
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
             "between_rounds": federation.between_rounds,
+            "settings": self.settings,
         }
         return {**place, **federation.server.state_dict(federation.kept())}
 

@@ -11,12 +11,13 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
+from lightning_fcl.federation.optimizer_state import settings_of
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
@@ -24,7 +25,7 @@ from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation import round as steps
-from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of
+from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_ranks, check_settings, check_trainer
@@ -182,6 +183,8 @@ class FederatedStrategy(RanksStrategy):
         self._rounds.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer)
+            schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
+            self._rounds.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
@@ -273,9 +276,17 @@ class FederatedStrategy(RanksStrategy):
             )
         read = super().load_checkpoint
         checkpoint = read_checkpoint(lambda path: read(path, True), checkpoint_path)
+        check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
-            check_checkpoint(checkpoint, self._rounds.state_key, fingerprint_of(self.federation), checkpoint_path)
+            here, rounds = fingerprint_of(self.federation), need_stream(self.federation.module.trainer).plan.rounds
+            check_checkpoint(checkpoint, self._rounds.state_key, here, rounds, checkpoint_path)
         return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with the state of optimizers of the same settings."""
+        kept = checkpoint["callbacks"][self._rounds.state_key]
+        check_settings_alike(kept.get("settings", {}), self._rounds.settings, self.federation.module.trainer.ckpt_path)
+        super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the server state; what has been gathered by ``cat`` comes in its own length."""

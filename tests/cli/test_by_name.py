@@ -142,7 +142,7 @@ def test_a_copy_runs_as_it_is(tmp_path, monkeypatch, capsys, error_of):
     copied, recipe = (
         resolve(["fit", "--config", str(path)]) for path in ("mine.yaml", RECIPES["quickstart"].configs[0])
     )
-    assert copied == recipe | {"out": "runs/fit"}  # `fit mine.yaml` says runs/mine
+    assert copied == recipe | {"out": None}  # `fit mine.yaml` says runs/mine
     assert "Expected a new file but mine.yaml is there" in error_of(["cp", "flwf/flwf", "mine.yaml"])
     main(["cp", "flwf/flwf-2t-ft", "mine.yaml", "--force"])
     assert "max_epochs: 8 # communication rounds" in (tmp_path / "mine.yaml").read_text()
@@ -166,7 +166,7 @@ def test_a_recipe_trains_by_its_name_and_is_tested_by_its_folder(tmp_path, monke
     assert len(rounds) == 2
     capsys.readouterr()
     main(["fit", "quickstart", change, "--seed_everything", "1"])
-    assert "runs/quickstart holds the results of another run: these go to runs/quickstart-2" in capsys.readouterr().out
+    assert "runs/quickstart` goes on: this one goes to runs/quickstart-2" in capsys.readouterr().out
     seeds = [
         json.loads((tmp_path / "runs" / name / "results.json").read_text())["seed"]
         for name in ("quickstart", "quickstart-2")

@@ -177,7 +177,7 @@ def test_asked_twice_a_fit_stops_at_once(recipe, start, tmp_path, names, code):
     assert "Traceback" not in said and said.count("stopped.") == 1
     out = tmp_path / "out"
     assert not (out / "results.json").exists() and not temporary(tmp_path)
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["round-epoch=0.ckpt"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
 def side_by_side(recipe, start, tmp_path, workers=2):
