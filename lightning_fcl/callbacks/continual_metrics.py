@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import argument, check_fields, of_clients, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
@@ -80,6 +81,7 @@ class ContinualMetrics(Callback):
         self._current: dict[str, Counts | Values] = {}
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
         self._drawn: dict[int, set[str]] = {}  # who is to train in later rounds, as this one sees it
+        self._ways: list[tuple[int, ...]] = []  # the experience in each round, of clients that differ in it
         self._test: Tester | None = None
         self._started = 0.0
 
@@ -102,6 +104,7 @@ class ContinualMetrics(Callback):
                 f"Expected the stream's `{self.on}` to be above 0 but got no {self.on} samples to measure on."
             )
         self._current, self._own, self._drawn = {}, {}, {}
+        self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
         self._test = Tester.of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
@@ -194,15 +197,11 @@ class ContinualMetrics(Callback):
         happened: RoundRecord,
     ) -> None:
         """Add a round to the record, and log what models came to on the whole test set."""
-        plan = need_stream(trainer).plan
-        experiences = {client: numbers[trainer.current_epoch] for client, numbers in plan.experiences.items()}
-        experiences["server"] = max(experiences.values())
-        before = self.record["rounds"][-1]["experience"] if self.record["rounds"] else {}
         now = time.monotonic()
         self.record["rounds"].append(
             {
                 "round": trainer.current_epoch,
-                "experience": before if before == experiences else experiences,  # of many clients, kept once
+                "experience": self._experiences(need_stream(trainer).plan, trainer.current_epoch),
                 **({"values": tested} if "measures" in self.record else {"correct": tested}),
                 **({"own": self._own} if self.when == "both" else {}),
                 "upload_bytes": dict(happened.upload_bytes),
@@ -219,6 +218,14 @@ class ContinualMetrics(Callback):
         self._started, self._own, self._drawn = now, {}, {}
         values = {f"{model}/{name}": v for model, found in tested.items() for name, v in self._whole(found).items()}
         module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+
+    def _experiences(self, plan: Plan, round: int) -> dict[str, int]:
+        """The experience of each client in a round; of many clients, those of the round before as they are."""
+        if self.record["rounds"] and all(numbers[round] == numbers[round - 1] for numbers in self._ways):
+            before: dict[str, int] = self.record["rounds"][-1]["experience"]
+            return before
+        experiences = {client: numbers[round] for client, numbers in plan.experiences.items()}
+        return {**experiences, "server": max(experiences.values())}
 
     def _whole(self, found: Counts | Values) -> dict[str, float]:
         """What a model came to on the whole test set, if it was tested on all of it."""

@@ -58,13 +58,12 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     from lightning_fcl.running.named import recipe_words
 
     is_run = len(positional) == 1 and (Path(positional[0]).is_dir() or (name == "test" and not options.config))
-    going_on = is_run and not options.ckpt_path
-    words = [*(_newest(Path(positional[0])) if going_on else recipe_words(positional)), *words]
+    words = [*(_of_run(Path(positional[0]), options.ckpt_path) if is_run else recipe_words(positional)), *words]
     with many_imports():  # after what may be refused without them
         from lightning_fcl.running.fit import run
 
-    if going_on:
-        print(f"{'goes on from' if name == 'fit' else 'tests'} {words[3]}")
+    if is_run:
+        print(f"{'goes on from' if name == 'fit' else 'tests'} {words[1]}")
         done = run([name, *words])
         if name == "fit" and done.trainer.is_global_zero:
             print(_end(done.out))
@@ -87,8 +86,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         print(_end(done.out))
 
 
-def _newest(folder: Path) -> list[str]:
-    """The words for a run's recipe and its newest checkpoint."""
+def _of_run(folder: Path, checkpoint: str) -> list[str]:
+    """The words for a run's recipe, its folder, and its newest checkpoint unless another one is told."""
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
     config, newest = folder / CONFIG, newest_checkpoint(folder / "checkpoints")
@@ -98,7 +97,7 @@ def _newest(folder: Path) -> list[str]:
         raise ValueError(
             f"Expected a whole checkpoint in {folder / 'checkpoints'} but all there are damaged. Repeat the run."
         )
-    return ["--config", str(config), "--ckpt_path", str(newest), "--out", str(folder)]
+    return ["--ckpt_path", checkpoint or str(newest), "--config", str(config), "--out", str(folder)]
 
 
 def _out(recipes: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ class RecordFile:
             NoRoomError: If the disk is full.
         """
         rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
-        if self._number and (len(rounds) < self._number or rounds[self._number - 1] is not self._last):
+        if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
             self._begin()  # another fit's
         lines = [] if rest == self._rest else [{"rest": rest}]
         for entry in rounds[self._number :]:

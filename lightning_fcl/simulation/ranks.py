@@ -7,18 +7,12 @@ They meet when a round begins or ends, never within: the Trainer of each goes th
 from __future__ import annotations
 
 import io
-import itertools
 import os
-import pickle
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -26,99 +20,16 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.rendezvous import rendezvous
 
 from lightning_fcl import __version__
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.federation.ranks import ALONE, Ranks
+from lightning_fcl.simulation.meeting import MEETING, GlooRanks, check_processes, meet
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
-_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
-_SHORT = 4096  # bytes that ranks tell each other at once
-_START = timedelta(minutes=30)  # and for the others to start
-_MEETING = "LIGHTNING_FCL_MEETING"  # where the processes of one machine find each other
-_meetings = itertools.count()  # of this process
-
-
-class GlooRanks:
-    """Processes that reach each other by gloo, in a group of their own.
-
-    It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
-    a sign that each of its steps is one of all processes.
-
-    Args:
-        store: Where they find each other.
-        rank: Which one this is, from 0.
-        number: How many there are.
-
-    Raises:
-        ConnectionError: In each of its methods, if one of them has gone.
-    """
-
-    def __init__(self, store: Store, rank: int, number: int) -> None:
-        self.number, self.rank = number, rank
-        self._group = ProcessGroupGloo(store, rank, number, _TIMEOUT)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
-        """Itself: whoever is copied is in the same process."""
-        return self
-
-    def share(self, value: T) -> Sequence[T]:
-        """What each of them has, by rank."""
-        content = pickle.dumps(value)
-        mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
-        found = self._gather(_as_long_as(_SHORT, mine))  # most of what is said is short: they meet once
-        longest = 8 + max(map(_length, found))
-        if longest > _SHORT:
-            found = self._gather(_as_long_as(longest, mine))
-        return [value if rank == self.rank else _unpacked(rows) for rank, rows in enumerate(found)]
-
-    def add_up(self, numbers: Tensor) -> None:
-        """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
-        here = numbers.cpu()
-        with _explained():
-            self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
-        if here is not numbers:
-            numbers.copy_(here)
-
-    def leave(self) -> None:
-        """Let the others know that this one is not to be waited for."""
-        self._group.abort()
-
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.number)]
-        with _explained():
-            self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
-        return found
-
-
-def _as_long_as(length: int, content: Tensor) -> Tensor:
-    return torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
-
-
-def _length(content: Tensor) -> int:
-    return int.from_bytes(content[:8].numpy().tobytes(), "little")
-
-
-def _unpacked(content: Tensor) -> Any:
-    return pickle.loads(content[8 : 8 + _length(content)].numpy().tobytes())
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say in one sentence that another rank has gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ConnectionError(
-            "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
-            "said, if anything, stands above. Go on from the newest checkpoint, with any number of `devices`."
-        ) from error
 
 
 class _Meets:
@@ -127,7 +38,7 @@ class _Meets:
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if "LOCAL_RANK" not in os.environ:
             self._folder = TemporaryFolder("ranks")
-            os.environ[_MEETING] = f"file://{self._folder.path / 'meeting'}"
+            os.environ[MEETING] = f"file://{self._folder.path / 'meeting'}"
         return super().launch(function, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -223,6 +134,7 @@ class RanksStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         if self.expected == 1 or self.cluster_environment is None:
             return
+        check_processes(self.cluster_environment, self.num_processes, self.num_nodes)
         if self.start_method == "popen":
             self._launcher = _Scripts(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
@@ -238,7 +150,7 @@ class RanksStrategy(ParallelStrategy):
         if self.root_device.type == "cpu":
             torch.set_num_threads(1)  # small models: threads of several processes get in each other's way
         if self.ranks.number == 1:
-            self.ranks = _meet(environment, self.global_rank, self.expected, self.num_nodes)
+            self.ranks = meet(environment, self.global_rank, self.expected, self.num_nodes)
 
     def model_to_device(self) -> None:
         """Move the model to the device."""
@@ -280,18 +192,6 @@ class RanksStrategy(ParallelStrategy):
         if isinstance(self.ranks, GlooRanks):
             self.ranks.leave()
         self.ranks = ALONE
-
-
-def _meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) -> Ranks:
-    """Find the other processes: those of this machine by a file, those of others by the environment's address."""
-    os.environ.setdefault("MASTER_ADDR", environment.main_address)
-    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-    if nodes == 1:  # nobody else is to hear them
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    where = os.environ.get(_MEETING, "env://") if nodes == 1 else "env://"
-    store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
-    return GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number)
 
 
 def _name(reduce_op: Any) -> str:

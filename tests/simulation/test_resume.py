@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_fcl import FederatedStream
+from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import (
     ContinualMetrics,
     DERpp,
@@ -24,6 +25,7 @@ from lightning_fcl.callbacks import (
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.models import MLP
 
 
 def equal(left, right):
@@ -102,6 +104,33 @@ def test_a_checkpoint_of_another_recipe_is_refused(fit, make_stream, make_task, 
     with pytest.raises(ValueError, match=rf"Expected a checkpoint of this recipe but .*{message}"):
         fit(make_task(), make_stream(**change.get("stream", {})), callbacks(),
             ckpt_path=tmp_path / "round-epoch=0.ckpt", **options)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "message"),
+    [
+        ({"lr": 0.2}, {"step_size": 2}, r"lr of the optimizer was \[0.1\], is \[0.2\]"),
+        ({"lr": 0.1}, {"step_size": 3}, "step_size of the schedule was 2, is 3"),
+        ({"lr": 0.1}, None, "class of the schedule was StepLR, is none"),
+    ],
+)
+def test_another_optimizer_or_schedule_than_the_checkpoints_is_refused(
+    fit, make_stream, make_task, tmp_path, optimizer, schedule, message
+):
+    class Scheduled(Classifier):
+        settings: ClassVar = ({"lr": 0.1}, {"step_size": 2})
+
+        def configure_optimizers(self):
+            made = torch.optim.SGD(self.parameters(), **self.settings[0])
+            return {"optimizer": made} | (
+                {"lr_scheduler": torch.optim.lr_scheduler.StepLR(made, **self.settings[1])} if self.settings[1] else {}
+            )
+
+    saving = {"enable_checkpointing": True}
+    fit(Scheduled(MLP([6, 8, 4]), 4), make_stream(), callbacks(tmp_path), trainer_args=saving, max_epochs=2, seed=5)
+    Scheduled.settings = (optimizer, schedule)
+    with pytest.raises(ValueError, match=f"Expected a checkpoint of this recipe but .*{message}"):
+        fit(Scheduled(MLP([6, 8, 4]), 4), make_stream(), callbacks(), ckpt_path=tmp_path / "round-epoch=1.ckpt", seed=5)
 
 
 def test_a_plain_or_broken_checkpoint_is_refused(fit, make_stream, make_task, tmp_path):

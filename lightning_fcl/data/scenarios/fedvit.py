@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.scenario import IntArray, Plan, Pool, Scenario, numbered
+from lightning_fcl.data.scenarios.scenario import MOST_ROUNDS, IntArray, Plan, Pool, Scenario, numbered
+from lightning_fcl.errors import between
 
 Blocks = tuple[tuple[int, ...], ...]
 
@@ -69,6 +70,7 @@ class FedViTScenario(Scenario):
         for name, number in numbers.items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {number!r}. Raise it.")
+        between(1, MOST_ROUNDS, rounds_per_task=self.rounds_per_task)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         """The tasks of all clients, each in its order."""

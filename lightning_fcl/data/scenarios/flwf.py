@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, with_history
+from lightning_fcl.data.scenarios.scenario import (
+    EMPTY,
+    MOST_ROUNDS,
+    History,
+    IntArray,
+    Plan,
+    Pool,
+    Scenario,
+    with_history,
+)
+from lightning_fcl.errors import between
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class FLwFScenario(Scenario):
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
         """The clients' rounds, their samples drawn without replacement."""
+        between(1, MOST_ROUNDS, rounds=self.rounds)
         classes = np.unique(pool.y).tolist()
         tasks = self.tasks or {"client1": [[1], [2]], "generalized": [classes]}
         rng = np.random.default_rng([seed, 2])

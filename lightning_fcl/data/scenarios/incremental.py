@@ -11,8 +11,18 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import TensorDataset
 
-from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, numbered, with_history
-from lightning_fcl.errors import argument, at_least, check_fields, of_clients, one_of, require
+from lightning_fcl.data.scenarios.scenario import (
+    EMPTY,
+    MOST_ROUNDS,
+    History,
+    IntArray,
+    Plan,
+    Pool,
+    Scenario,
+    numbered,
+    with_history,
+)
+from lightning_fcl.errors import argument, at_least, between, check_fields, of_clients, one_of, require
 
 Order = Sequence[int | str] | Mapping[str, Sequence[int | str]] | None
 Groups = list[tuple[int, ...]]
@@ -46,7 +56,7 @@ class ClassIncremental(Scenario):
     """
 
     experiences: int | Sequence[int] = 5
-    rounds_per_experience: int = argument(1, at_least, 1)
+    rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     samples_per_round: int | None = argument(None, at_least, 1)
     class_order: Order = None
     order_per_client: bool = False
@@ -103,7 +113,7 @@ class DomainIncremental(Scenario):
         [[1, 2], [0, 3]]
     """
 
-    rounds_per_experience: int = argument(1, at_least, 1)
+    rounds_per_experience: int = argument(1, between, 1, MOST_ROUNDS)
     samples_per_round: int | None = argument(None, at_least, 1)
     domain_order: Order = None
     order_per_client: bool = False

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_fcl.data.scenarios.scenario import EMPTY, History, IntArray, Plan, Pool, Scenario, with_history
-from lightning_fcl.errors import argument, at_least, check_fields
+from lightning_fcl.data.scenarios.scenario import (
+    EMPTY,
+    MOST_ROUNDS,
+    History,
+    IntArray,
+    Plan,
+    Pool,
+    Scenario,
+    with_history,
+)
+from lightning_fcl.errors import argument, at_least, between, check_fields
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class ODFCLScenario(Scenario):
     test_per_class: int = 7
     validation_per_class: int = 0
     pretrain_per_class: int = argument(100, at_least, 0)
-    rounds_per_session: int = argument(20, at_least, 1)
+    rounds_per_session: int = argument(20, between, 1, MOST_ROUNDS)
     history: History = "round"
 
     def __post_init__(self) -> None:

@@ -19,6 +19,9 @@ from lightning_fcl.randomness import Keys, name_keys
 IntArray = npt.NDArray[np.int64]
 History = Literal["round", "seen", "all"]
 
+MOST_ROUNDS = 1_000_000
+"""Rounds of an experience: a plan has an entry for each."""
+
 EMPTY: IntArray = np.empty(0, dtype=np.int64)
 
 

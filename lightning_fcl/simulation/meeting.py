@@ -1,0 +1,165 @@
+"""How several processes find each other, and what they then tell each other: by gloo, of `torch.distributed`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_fcl.federation.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TIMEOUT = timedelta(hours=12)  # a rank waits for the slowest one of a round
+_SHORT = 4096  # bytes that ranks tell each other at once
+_START = timedelta(minutes=30)  # and for the others to start
+MEETING = "LIGHTNING_FCLMEETING"  # where the processes of one machine find each other
+_MOST = max(64, 4 * (os.cpu_count() or 1))  # processes of one machine
+_meetings = itertools.count()  # of this process
+
+
+class GlooRanks:
+    """Processes that reach each other by gloo, in a group of their own.
+
+    It is not the default group of `torch.distributed`: what else runs in a process, such as a metric, would take it for
+    a sign that each of its steps is one of all processes.
+
+    Args:
+        store: Where they find each other.
+        rank: Which one this is, from 0.
+        number: How many there are.
+
+    Raises:
+        ConnectionError: In each of its methods, if one of them has gone.
+    """
+
+    def __init__(self, store: Store, rank: int, number: int) -> None:
+        self.number, self.rank = number, rank
+        self._group = ProcessGroupGloo(store, rank, number, _TIMEOUT)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlooRanks:
+        """Itself: whoever is copied is in the same process."""
+        return self
+
+    def share(self, value: T) -> Sequence[T]:
+        """What each of them has, by rank."""
+        content = pickle.dumps(value)
+        mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
+        found = self._gather(_as_long_as(_SHORT, mine))  # most of what is said is short: they meet once
+        longest = 8 + max(map(_length, found))
+        if longest > _SHORT:
+            found = self._gather(_as_long_as(longest, mine))
+        return [value if rank == self.rank else _unpacked(rows) for rank, rows in enumerate(found)]
+
+    def add_up(self, numbers: Tensor) -> None:
+        """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
+        here = numbers.cpu()
+        with _explained():
+            self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
+        if here is not numbers:
+            numbers.copy_(here)
+
+    def leave(self) -> None:
+        """Let the others know that this one is not to be waited for."""
+        self._group.abort()
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self.number)]
+        with _explained():
+            self._group.allgather([found], [mine]).wait()  # type: ignore[attr-defined]
+        return found
+
+
+def _as_long_as(length: int, content: Tensor) -> Tensor:
+    return torch.nn.functional.pad(content, (0, length - len(content)))  # or cut
+
+
+def _length(content: Tensor) -> int:
+    return int.from_bytes(content[:8].numpy().tobytes(), "little")
+
+
+def _unpacked(content: Tensor) -> Any:
+    return pickle.loads(content[8 : 8 + _length(content)].numpy().tobytes())
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say in one sentence that another rank has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(
+            "Expected all processes of the federation to meet at the end of a round but one of them has gone: what it "
+            "said, if anything, stands above. Go on from the newest checkpoint, with any number of `devices`."
+        ) from error
+
+
+def meet(environment: ClusterEnvironment, rank: int, number: int, nodes: int) -> Ranks:
+    """Find the other processes: those of this machine by a file, those of others by the environment's address."""
+    os.environ.setdefault("MASTER_ADDR", environment.main_address)
+    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+    if nodes == 1:  # nobody else is to hear them
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    where = os.environ.get(MEETING, "env://") if nodes == 1 else "env://"
+    if nodes > 1:
+        log.warning(
+            "Waiting for the %d processes of %d machines at %s:%s.",
+            number,
+            nodes,
+            os.environ["MASTER_ADDR"],
+            os.environ["MASTER_PORT"],
+        )
+
+    def found() -> Ranks:
+        store, _, _ = next(rendezvous(where, rank, number, timeout=_START))
+        return GlooRanks(PrefixStore(f"federation {next(_meetings)}", store), rank, number)
+
+    return _in_a_thread(found)
+
+
+def _in_a_thread(function: Callable[[], T]) -> T:
+    """What a function returns that waits for others, within which no signal would be heard."""
+    found: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return found.result()
+
+
+def check_processes(environment: ClusterEnvironment, processes: int, nodes: int) -> None:
+    """Refuse more processes than a machine can start, and machines that could not find each other."""
+    if processes > _MOST:
+        raise ValueError(
+            f"Expected at most {_MOST} `devices`, a process each, on this machine but got {processes}. Set as many as "
+            "it has cores, or fewer."
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if nodes > 1 and missing and isinstance(environment, LightningEnvironment):
+        raise ValueError(
+            f"Expected each of `num_nodes={nodes}` machines to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its "
+            f"environment but {', '.join(missing)} is not set: they would wait for each other. Set them as "
+            "docs/scale-out.md tells, or leave `num_nodes` out."
+        )

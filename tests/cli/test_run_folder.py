@@ -1,0 +1,241 @@
+"""The folder of a run: it goes on where it lies, by one process, from its latest step, as the recipe that began it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from lightning_fcl.cli.main import main
+from lightning_fcl.evaluation.files import occupied
+from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.running.rows import recipes_folder
+
+
+@pytest.fixture
+def words(tmp_path, small_recipe):
+    """The words of a recipe of four rounds."""
+    content = small_recipe(rounds=4, clients=3)
+    content["data"]["scenario"]["init_args"]["rounds_per_experience"] = 2
+    content["trainer"]["logger"] = False
+    path = tmp_path / "four.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
+
+
+@pytest.fixture
+def begun(words, tmp_path):
+    """A run of which two rounds are done."""
+    out = tmp_path / "begun"
+    main(["fit", *words, "--out", str(out), "--trainer.max_epochs", "2"])
+    return out
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def told(folder):
+    """What a run's record tells, but for its times."""
+    record = read_results(folder)["record"]
+    return {**record, "rounds": [{**entry, "seconds": 0} for entry in record["rounds"]]}
+
+
+def state(folder):
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def changed(path, change):
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.seconds
+def test_a_copy_goes_on_in_its_own_folder_wherever_it_is_told_to(words, begun, tmp_path, monkeypatch):
+    before = contents(begun)
+    assert before.keys() == {"checkpoints/last.ckpt", "config.yaml", "files.json", "metrics.csv", "record.jsonl",
+                             "report.html", "report.md", "results.json"}  # fmt: skip
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(begun, copy)
+    monkeypatch.chdir(copy.parent)
+    main(["fit", "copy", "--trainer.max_epochs", "4"])
+    main(["fit", *words, "--out", "whole"])
+    assert contents(begun) == before and not (copy.parent / "runs").exists()
+    assert told(copy) == told(copy.parent / "whole") and len(told(copy)["rounds"]) == 4
+    left, right = state(copy), state(copy.parent / "whole")
+    assert all(torch.equal(left[name], right[name]) for name in left | right)
+    # By its configuration and a checkpoint, as a project of one's own does, it is the configuration's folder as well.
+    more = ["--config", str(begun / "config.yaml"), "--ckpt_path", str(begun / "checkpoints" / "last.ckpt")]
+    main(["fit", *more, "--trainer.max_epochs", "3"])
+    assert len(told(begun)["rounds"]) == 3
+
+
+@pytest.mark.seconds
+def test_another_run_of_that_name_gets_a_folder_of_its_own_before_the_first_has_results(words, begun, tmp_path, capsys):
+    (begun / "results.json").unlink()  # as a kill leaves it
+    before = contents(begun)
+    main(["fit", *words, "--out", str(begun), "--trainer.max_epochs", "1"])
+    assert contents(begun) == before and len(told(tmp_path / "begun-2")["rounds"]) == 1
+    assert f"{begun} holds another run" in capsys.readouterr().out
+
+
+@pytest.mark.seconds
+def test_the_checkpoint_of_the_latest_step_is_the_newest_whatever_the_files_times(words, begun, capsys):
+    folder = begun / "checkpoints"
+    shutil.copy(folder / "last.ckpt", folder / "before.ckpt")
+    main(["fit", str(begun), "--trainer.max_epochs", "4"])
+    os.utime(folder / "before.ckpt", (2e9, 2e9))  # after `cp -r` times are those of the copies
+    assert newest_checkpoint(folder) == folder / "last.ckpt"
+    main(["fit", str(begun), "--ckpt_path", str(folder / "before.ckpt"), "--trainer.max_epochs", "3"])
+    assert len(told(begun)["rounds"]) == 3  # an older one by its name
+
+
+@pytest.mark.seconds
+def test_a_second_fit_in_one_folder_is_refused_and_told_who_trains_there(words, begun, error_of):
+    hold = (
+        "import sys; from pathlib import Path; from lightning_fcl.evaluation.files import occupied\n"
+        "with occupied(Path(sys.argv[1])): print('has it', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", hold, str(begun)], **pipes)
+    assert process.stdout.readline() == "has it\n"
+    before = contents(begun)
+    for command in (["fit", str(begun)], ["fit", *words, "--out", str(begun), "--ckpt_path",
+                                          str(begun / "checkpoints" / "last.ckpt")]):  # fmt: skip
+        assert f"but process {process.pid} on " in error_of(command)
+    assert contents(begun) == before
+    process.kill()  # its lock goes with it, though the file stays
+    process.communicate()
+    main(["fit", str(begun), "--trainer.max_epochs", "3"])
+    assert not (begun / ".lock").exists()
+    with occupied(begun), occupied(begun):  # one process may ask twice
+        assert (begun / ".lock").exists()
+    assert not (begun / ".lock").exists()
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model.optimizer.lr", "0.03"], "lr of the optimizer was [0.1], is [0.03]"),
+        (["--model.optimizer.momentum", "0.25"], "momentum of the optimizer was [0.5], is [0.25]"),
+        (["--model.optimizer", "torch.optim.Adam"], "class of the optimizer was SGD, is Adam"),
+        (["--trainer.strategy.server_optimizer", "torch.optim.SGD", "--trainer.strategy.server_optimizer.lr", "0.5"],
+         "server_optimizer was None, is"),
+    ],
+)  # fmt: skip
+def test_going_on_with_another_optimizer_is_refused_by_name(begun, error_of, change, message):
+    before = contents(begun)
+    error = error_of(["fit", str(begun), "--trainer.max_epochs", "4", *change])
+    assert "Expected a checkpoint of this recipe but" in error and message in error
+    assert contents(begun) == before
+
+
+@pytest.mark.seconds
+def test_a_checkpoint_holds_how_far_the_record_went_and_outside_of_its_run_all_of_it(words, begun, tmp_path, error_of):
+    last, kept = begun / "checkpoints" / "last.ckpt", tmp_path / "kept.ckpt"
+    outside = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+               "init_args": {"dirpath": str(tmp_path / "outside"), "save_top_k": -1}}  # fmt: skip
+    more = tmp_path / "more.yaml"
+    more.write_text(yaml.safe_dump({"trainer": {"callbacks+": [outside]}}))
+    main(["fit", *words, "--config", str(more), "--out", str(tmp_path / "run"), "--trainer.max_epochs", "2"])
+    (whole, _) = sorted((tmp_path / "outside").glob("*.ckpt"))
+    assert len(torch.load(whole, weights_only=True)["callbacks"]["ContinualMetrics"]["record"]["rounds"]) == 1
+    main(["fit", *words, "--ckpt_path", str(whole), "--out", str(tmp_path / "on")])  # alone it goes on anywhere
+    assert torch.load(last, weights_only=True)["callbacks"]["ContinualMetrics"]["record"].keys() == {"bytes", "sha256"}
+    shutil.copy(last, kept)
+    error = error_of(["fit", *words, "--ckpt_path", str(kept), "--out", str(tmp_path / "alone")])
+    assert "record.jsonl, which tells what was measured until then, is missing or another run's" in error
+    # From the run's own folder to another one, its record comes along.
+    main(["fit", *words, "--ckpt_path", str(last), "--out", str(tmp_path / "moved")])
+    assert told(tmp_path / "moved") == told(tmp_path / "on") and len(told(tmp_path / "moved")["rounds"]) == 4
+    # What was written behind the checkpoint is of a round that was cut short.
+    with (begun / "record.jsonl").open("a") as file:
+        file.write('{"round": 2, "exper')
+    main(["fit", str(begun), "--trainer.max_epochs", "4"])
+    assert told(begun) == told(tmp_path / "on")
+    lines = (begun / "record.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("round") for line in lines] == [None, 0, 1, 2, 3]
+    record = (begun / "record.jsonl").read_bytes()
+    (begun / "record.jsonl").write_bytes(record.replace(b'"round": 1', b'"round": 7'))
+    assert "is missing or another run's" in error_of(["fit", str(begun)])
+
+
+@pytest.mark.seconds
+def test_a_checkpoint_does_not_grow_with_the_rounds_before(words, tmp_path):
+    sizes = []
+    for rounds in ("1", "4"):
+        more = ["--trainer.callbacks", "[]", "--out", str(tmp_path / rounds), "--trainer.max_epochs", rounds]
+        main(["fit", *words, *more])
+        sizes.append((tmp_path / rounds / "checkpoints" / "last.ckpt").stat().st_size)
+    assert abs(sizes[1] - sizes[0]) < 200  # counts have more digits
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": -1}, "Expected `epoch` of the checkpoint"),
+        ({"epoch": 10**9}, "Expected `epoch` of the checkpoint"),
+        ({"pytorch-lightning_version": "0.1"}, "Expected `pytorch-lightning_version` of the checkpoint"),
+        ({"pytorch-lightning_version": None}, "Expected `pytorch-lightning_version` of the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_no_epoch_or_version_is_refused(begun, error_of, change, message):
+    path = begun / "checkpoints" / "last.ckpt"
+    changed(path, lambda content: content.update(change))
+    assert message in error_of(["fit", str(begun), "--trainer.max_epochs", "4"])
+    if "epoch" in change:
+
+        def everywhere(content):
+            progress = content["loops"]["fit_loop"]["epoch_progress"]
+            for counts in progress.values():
+                counts.update(dict.fromkeys(counts, change["epoch"]))
+
+        changed(path, everywhere)
+        assert message in error_of(["fit", str(begun), "--trainer.max_epochs", "4"])
+    else:
+        assert message in error_of(["test", str(begun)])
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--trainer.devices", "1000000"], "`devices`, a process each, on this machine but got 1000000"),
+        (["--trainer.num_nodes", "5"], "to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its environment"),
+        (["--data.scenario.rounds_per_experience", "1000000000"],
+         "Expected `rounds_per_experience` to be between 1 and 1000000 but got 1000000000"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_can_do_is_refused_at_once(words, tmp_path, error_of, more, message):
+    assert message in error_of(["fit", *words, "--out", str(tmp_path / "out"), *more])
+
+
+@pytest.mark.slow
+def test_a_machine_that_waits_for_others_says_so_and_ends_when_it_is_told_to(words, tmp_path):
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "NODE_RANK": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_fcl",
+        "fit",
+        *words,
+        "--out",
+        str(tmp_path / "out"),
+        "--trainer.num_nodes",
+        "2",
+    ]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "Waiting for the 2 processes of 2 machines at 127.0.0.1:29517" in line:
+            break
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "stopped." in said
