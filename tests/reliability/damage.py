@@ -1,7 +1,8 @@
-"""Cases of damage: a byte changes in a checkpoint, or in a file of a finished search."""
+"""Cases of damage: a byte changes in a checkpoint or a file of a finished search; a run's folder is copied about."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -41,14 +42,12 @@ def _half_way(words: list[str], place: Path) -> None:
         "init_args": {"save_top_k": -1, "dirpath": "all"},
     }
     (place / "keep.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": [keep]}}))
-    said = call(["fit", *words, "--config", "keep.yaml", "--out", "out"], place)
-    if said.code:
-        raise RuntimeError(said.text)
+    _run(["fit", *words, "--config", "keep.yaml", "--out", "out"], place)
     first = min((place / "all").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     first.rename(place / "half.ckpt")
-    said = call(["fit", *words, "--out", "out", "--ckpt_path", "half.ckpt"], place)
-    if said.code:
-        raise RuntimeError(said.text)
+    _run(["fit", *words, "--out", "again", "--ckpt_path", "half.ckpt"], place)
+    shutil.rmtree(place / "out")
+    (place / "again").rename(place / "out")
 
 
 def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
@@ -66,14 +65,43 @@ def results_byte(campaign: Campaign, rng: random.Random, folder: Path) -> Outcom
     return _same(comes_to(done), comes_to(folder), what)
 
 
+def copied_run(campaign: Campaign, rng: random.Random, folder: Path) -> Outcome:
+    """A run's folder is copied, its files' times are others and its record has lines too many; the copy goes on."""
+    words = [word for recipe in small_recipe(folder) for word in ("--config", recipe)]
+    whole = campaign.once("whole", lambda place: _run(["fit", *words, "--out", "out"], place))
+    begun = campaign.once(
+        "begun", lambda place: _run(["fit", *words, "--out", "first", "--trainer.max_epochs", "2"], place)
+    )
+    before = {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()}
+    name = rng.choice(["out", "a b/out", "checkpoints/out"])
+    copy = folder / name
+    shutil.copytree(begun / "first", copy)
+    for path in copy.rglob("*"):
+        os.utime(path, (moment := rng.uniform(1e9, 2e9), moment))
+    record = copy / "record.jsonl"
+    record.write_bytes(record.read_bytes() + rng.choice([b"", b"{", b'{"round": 2}\n', rng.randbytes(100)]))
+    what = f"copied to {name}, {record.stat().st_size} bytes of record"
+    here = rng.choice([folder, copy.parent, copy])
+    said = call(["fit", os.path.relpath(copy, here), "--trainer.max_epochs", "4"], here)
+    if problem := said.wrong(what):
+        return problem
+    if said.code or {path: path.read_bytes() for path in begun.rglob("*") if path.is_file()} != before:
+        return Outcome("silent difference" if not said.code else "wrong ending", what, said.text)
+    return _same(comes_to(whole), comes_to(copy.parent), what)
+
+
+def _run(words: list[str], place: Path) -> None:
+    said = call(words, place)
+    if said.code:
+        raise RuntimeError(said.text)
+
+
 def _search(place: Path) -> None:
     recipes = small_recipe(place)
     lr = {"model.init_args.optimizer.init_args.lr": [0.1, 0.05]}
     content = {"configs": recipes, "objective": "final_accuracy/server", "sampler": "grid", "space": lr}
     (place / "search.yaml").write_text(yaml.safe_dump(content))
-    said = call(["tune", "search.yaml", "--workers", "1", "--out", "out"], place)
-    if said.code:
-        raise RuntimeError(said.text)
+    _run(["tune", "search.yaml", "--workers", "1", "--out", "out"], place)
 
 
 def _same(expected: dict[str, object], found: dict[str, object], what: str) -> Outcome:
