@@ -163,8 +163,10 @@ class FederatedCLI(LightningCLI):
             if config["enable_progress_bar"] is not False and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
             if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
-                always = {"enable_version_counter": False, "save_on_train_epoch_end": True}
-                callbacks.append(ModelCheckpoint(last.parent, last.stem, **always))
+                saving = ModelCheckpoint(
+                    last.parent, last.stem, save_on_train_epoch_end=True, enable_version_counter=False
+                )
+                callbacks.append(saving)
             self._ending = StopAfterRound(last if config["enable_checkpointing"] is not False else None)
             callbacks.append(self._ending)
             if config["logger"] is None:

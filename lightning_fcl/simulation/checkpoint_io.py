@@ -51,17 +51,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> Any:
         """Read it, with the record of the run in whose folder it is."""
         checkpoint = super().load_checkpoint(path, *arguments, **options)
-        if not isinstance(checkpoint, dict):
-            return checkpoint
         file, own = RecordFile(Path(path).resolve().parents[1] / NAME), self._record
         return _with_records(checkpoint, "sha256", (own if own and own.path == file.path else file).read)
 
 
-def _with_records(
-    checkpoint: dict[str, Any], sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def _with_records(checkpoint: Any, sign: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """A checkpoint with the records of callbacks changed, those that hold what ``sign`` says."""
-    states = checkpoint.get("callbacks")
+    states = checkpoint.get("callbacks") if isinstance(checkpoint, dict) else None
     if not isinstance(states, dict):
         return checkpoint
     changed = {
