@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-processes test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -22,8 +22,11 @@ test: .venv/ready ## the tests that take less than half a second each: nine of t
 coverage: .venv/ready ## all tests but the slow ones, with the lines that none has run
 	$(BIN)/python -m pytest -n 2 -m "not slow" --cov --cov-report=term
 
-test-slow: .venv/ready ## the others
-	$(BIN)/python -m pytest -n 2 -m "seconds or slow"
+test-slow: .venv/ready ## the others, but for those of the next line
+	$(BIN)/python -m pytest -n 2 -m "(seconds or slow) and not processes"
+
+test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
+	$(BIN)/python -m pytest -n 4 -m "(seconds or slow) and processes"
 
 # What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
 CPUS = OMP_NUM_THREADS=2 "ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"

@@ -90,14 +90,13 @@ def _of_run(folder: Path, checkpoint: str) -> list[str]:
     """The words for a run's recipe, its folder, and its newest checkpoint unless another one is told."""
     from lightning_fcl.hub.checkpoint import newest_checkpoint
 
-    config, newest = folder / CONFIG, newest_checkpoint(folder / "checkpoints")
-    if not config.is_file() or not any(folder.glob("checkpoints/*.ckpt")):
+    config, checkpoints = folder / CONFIG, folder / "checkpoints"
+    if not config.is_file() or not any(checkpoints.glob("*.ckpt")):
         raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
-    if newest is None:
-        raise ValueError(
-            f"Expected a whole checkpoint in {folder / 'checkpoints'} but all there are damaged. Repeat the run."
-        )
-    return ["--ckpt_path", checkpoint or str(newest), "--config", str(config), "--out", str(folder)]
+    chosen = checkpoint or newest_checkpoint(checkpoints)
+    if chosen is None:
+        raise ValueError(f"Expected a whole checkpoint in {checkpoints} but all there are damaged. Repeat the run.")
+    return ["--ckpt_path", str(chosen), "--config", str(config), "--out", str(folder)]
 
 
 def _out(recipes: Sequence[str]) -> str:

@@ -59,10 +59,6 @@ class StopAfterRound(Callback):
         if self._told and self._checkpoint is not None and self._saved + 1 < trainer.current_epoch:
             trainer.save_checkpoint(self._checkpoint)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Nothing is left to bring to an end."""
-        self.close()
-
     def close(self) -> None:
         """From now on a signal ends the process at once."""
         self._patience.close()

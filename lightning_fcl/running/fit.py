@@ -163,16 +163,14 @@ class FederatedCLI(LightningCLI):
             if config["enable_progress_bar"] is not False and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
             if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
-                saving = ModelCheckpoint(
-                    last.parent, last.stem, save_on_train_epoch_end=True, enable_version_counter=False
-                )
-                callbacks.append(saving)
+                saving = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+                callbacks.append(ModelCheckpoint(last.parent, last.stem, **saving))  # type: ignore[arg-type]
             self._ending = StopAfterRound(last if config["enable_checkpointing"] is not False else None)
             callbacks.append(self._ending)
             if config["logger"] is None:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:
-                kwargs["default_root_dir"] = str(self.out)  # without a logger, Lightning writes config.yaml there
+                kwargs["default_root_dir"] = str(self.out)  # where checkpoints of one's own go without a logger
             if config["max_epochs"] is None:
                 kwargs["max_epochs"] = -1  # as many as the stream has: see `fit`
             if config["enable_model_summary"] is None:
@@ -231,6 +229,12 @@ class _Test(_Fit):
 
 class Parts(FederatedCLI):
     """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Also take what only `fit` has, as ``--print_config`` writes it."""
+        super().add_arguments_to_parser(parser)
+        for name in ("--ckpt_path", "--weights_only"):
+            parser.add_argument(name)
 
     def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
         """Make none, but note what it would be made of."""
@@ -336,11 +340,7 @@ def _refusals() -> Iterator[None]:
 
 
 def resolve(arguments: Sequence[str]) -> dict[str, Any]:
-    """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet.
-
-    Raises:
-        ValueError: If a recipe or an argument is not understood.
-    """
+    """The recipe that the words of a command line stand for: with every default, checked, nothing made of it yet."""
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         run([*arguments, "--print_config"])
     return dict(yaml.safe_load(text.getvalue()))

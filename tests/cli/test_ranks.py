@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 FIT = [sys.executable, "-m", "lightning_fcl", "fit", "quickstart", "--trainer.enable_progress_bar", "false"]
 SMALL = ["--trainer.strategy.cohort_size", "2", "--trainer.accelerator", "cpu"]

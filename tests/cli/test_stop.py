@@ -22,6 +22,8 @@ from lightning_fcl.running.stop import stop
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.processes
+
 CALLBACKS = '''
 import os
 import signal

@@ -24,7 +24,7 @@ REPLAY = {
     }
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 def ended(one):
