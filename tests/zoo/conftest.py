@@ -80,7 +80,7 @@ def serve():
 
         handler = functools.partial(Handler, directory=str(folder))
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}", asked
 
     yield make
