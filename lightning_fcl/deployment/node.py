@@ -25,6 +25,7 @@ from lightning_fcl.deployment.own_data import read_data, take_data
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_same, check_size
 from lightning_fcl.deployment.recipe import build, fingerprint
 from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.simulation.federation import Federation
@@ -94,7 +95,10 @@ class Node:
         take_data(fit.parts.stream, read_data(self._data), outline)
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
-        own = self._folder / quote(str(head["federation"]), safe="") / quote(self.client, safe="")
+        try:
+            own = inside(self._folder, *(quote(str(name), safe="") for name in (head["federation"], self.client)))
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
         return fit.round(parcel, memories(own, self.client, round))
 
 

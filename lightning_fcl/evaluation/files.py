@@ -94,7 +94,8 @@ def writing(path: Path, size: int | None = None, then: str = "go on from the new
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Let one process at a time do something, while the others wait: a file is made for as long, and locked."""
-    descriptor = _lock(path)
+    with writing(path):
+        descriptor = _lock(path)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_fcl.errors import NoRoomError
 from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.pixels import Pixels
 from lightning_fcl.federation.ranks import Ranks
 
@@ -157,7 +158,7 @@ class ClientStore:
 
     def _path(self, client: str) -> Path:
         assert self._folder is not None
-        return self._folder / f"{quote(client, safe='')}{_SUFFIX}"
+        return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
 
 
 def _read(path: Path, client: str) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ NAME = "mlp.digits.flwf2t_replay"
 def small_zoo(tmp_path, monkeypatch):
     """A zoo of one network, which LIGHTNING_FCL_ZOO names; nothing is cached yet."""
     folder = tmp_path / "zoo"
-    collect(NAME, package_folder() / NAME, folder)
+    collect(package_folder() / NAME, folder)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     return folder
