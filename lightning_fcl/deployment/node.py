@@ -95,11 +95,24 @@ class Node:
         take_data(fit.parts.stream, read_data(self._data), outline)
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
-        try:
-            own = inside(self._folder, *(quote(str(name), safe="") for name in (head["federation"], self.client)))
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        own = own_folder(self._folder, str(head["federation"]), self.client)
         return fit.round(parcel, memories(own, self.client, round))
+
+
+def own_folder(folder: Path, federation: str, client: str) -> Path:
+    """A client's folder for a federation.
+
+    Raises:
+        RefusedError: If a folder cannot have their names.
+
+    Example:
+        >>> own_folder(Path("nodes"), "a/b", "c").as_posix()
+        'nodes/a%2Fb/c'
+    """
+    try:
+        return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

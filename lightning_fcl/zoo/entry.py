@@ -88,7 +88,7 @@ class Entry:
             if name not in FILES or not whole or len(told) != 2:
                 raise ValueError(
                     f"Expected the files of {self.name} to be among {', '.join(FILES)}, each with its `size` and "
-                    f"`sha256`, 64 digits, but got {name!r} with {str(told)[:200]}. Ask its publisher."
+                    f"`sha256`, 64 digits, but got {name[:100]!r} with {str(told)[:200]}. Ask its publisher."
                 )
 
     @property
@@ -115,7 +115,7 @@ class Entry:
         return seal(self.plain())
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Refuse what is no name of an entry.
 
     Raises:
@@ -127,10 +127,10 @@ def check_name(name: str) -> None:
         ValueError: Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, \
 but got '../etc'.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
         raise ValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
-            f"{name!r}."
+            f"{str(name)[:100]!r}."
         )
 
 

@@ -225,6 +225,8 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     recipe = entry.recipe | {"rounds_done": int(checkpoint["epoch"]) + 1}
     entry = replace(entry, version=version, recipe=recipe if isinstance(later, dict) else recipe | {"ends": later})
     folder, partial = inside(to, entry.folder), inside(to, f".{entry.folder}.part")
+    if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
+        read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
@@ -239,8 +241,7 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     write_whole(partial / CARD, card(entry, spread_of(entry), _numbers(network.state_dict())))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
-    if folder.exists() and read_folder(folder):  # of an attempt that was cut off; what is no entry is not removed
-        shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     register(to, published_in(folder))
     return folder

@@ -60,8 +60,8 @@ class Published:
     def __post_init__(self) -> None:
         if self.folder not in (self.entry.name, self.entry.full_name):
             raise ValueError(
-                f"Expected the folder of {self.entry.full_name} to have its name but got {self.folder!r}. Ask the "
-                "registry's publisher."
+                f"Expected the folder of {self.entry.full_name} to have its name but got {self.folder[:100]!r}. Ask "
+                "its publisher."
             )
 
     @property

@@ -192,3 +192,13 @@ def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
 def test_a_packages_network_is_as_its_card_says():
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
     assert verdict.right and abs(verdict.found - verdict.told) <= 1e-3
+
+
+@pytest.mark.seconds
+def test_what_is_no_entry_is_not_removed(plain, target):
+    mine = target / "mlp.mine"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("of mine")
+    with pytest.raises(FileNotFoundError, match=f"Expected {CONFIG} in {mine} but found none"):
+        publish(plain, "mlp.mine", target, licence=LICENCE)
+    assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}
