@@ -14,7 +14,17 @@ from lightning_fcl.hub.sealed import seal
 from lightning_fcl.zoo.entry import WEIGHTS
 
 UP = ("..", "../x", "../../x", "x/../../y", "./x", "x/./y", ".", "", "/", "x/", "x//y", "~/../../x", ".../x")
-ABSOLUTE = ("/x", "//x", "/etc/passwd", "C:/x", "c:x", "C:\\x", "\\\\host\\share\\x", "\\\\?\\C:\\x", "file:///x")
+ABSOLUTE = (
+    "/no/such/x",
+    "//no/such/x",
+    "/dev/null/x",
+    "C:/x",
+    "c:x",
+    "C:\\x",
+    "\\\\host\\share\\x",
+    "\\\\?\\C:\\x",
+    "file:///x",
+)
 UNPRINTED = tuple(f"a{chr(code)}b" for code in (*range(32), 127, 133, 160, 0x200B, 0x200E, 0x2028, 0x202E, 0xFEFF))
 FORBIDDEN = tuple(
     f"{before}{sign}{after}" for sign in '\\:*?"<>|' for before, after in itertools.product(("a", ""), "b.")
@@ -97,7 +107,7 @@ def evil_registry(content: Mapping[str, Any], door: str, value: object) -> bytes
 
 
 def mixed(rng: random.Random) -> str:
-    """A name of parts, most of which lead elsewhere."""
+    """A name of parts, most of which lead elsewhere: but where it was written to, no further than a case's folder."""
     parts = (
         "..",
         ".",
@@ -116,4 +126,4 @@ def mixed(rng: random.Random) -> str:
         "e\u0301",
         "nul",
     )
-    return "".join(rng.choices(parts, k=rng.randrange(1, 8)))
+    return "".join(rng.choices(parts, k=rng.randrange(1, 6))).lstrip("/")
