@@ -28,6 +28,7 @@ if sys.platform != "win32":
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG)
+_GO_ON = "go on from the newest checkpoint"
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
 _temporary: set[Path] = set()  # what a sudden end must not leave behind
@@ -65,7 +66,7 @@ def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(path: Path, size: int | None = None, then: str = "go on from the newest checkpoint") -> Iterator[None]:
+def writing(path: Path, size: int | None = None, then: str = _GO_ON) -> Iterator[None]:
     """Say in one message where a disk does not let something be written, and what to do.
 
     Args:
@@ -190,7 +191,7 @@ def remove_temporary() -> None:
         _remove(path)
 
 
-def _no_room(path: Path, size: int | None, then: str) -> NoRoomError:
+def _no_room(path: Path, size: int | None, then: str = _GO_ON) -> NoRoomError:
     needed = "more room" if size is None else f"{size:,} bytes"
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     return NoRoomError(
