@@ -11,6 +11,7 @@ import yaml
 
 from lightning_fcl.evaluation.figures import figures_at
 from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.pages import Layout, papers_block, render, verdict_block, written_block
 from lightning_fcl.evaluation.table import Table, format_of, read_table
 from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
@@ -54,7 +55,8 @@ def take_in(folder: Path) -> list[Path]:
     names = ["table.json", "against-paper.png", *(figure["file"] for figure in figures)]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
-    return [write_whole(place / name, (folder / name).read_bytes()) for name in names if (folder / name).is_file()]
+    found = [(inside(folder, name), inside(place, name)) for name in names]
+    return [write_whole(to, path.read_bytes()) for path, to in found if path.is_file()]
 
 
 def pages(recipes: Path) -> dict[Path, str]:

@@ -74,7 +74,7 @@ def _fetch(options: Namespace) -> None:
         raise ValueError("Expected names to fetch, or --all, but got none. `lightning-fcl zoo ls` lists them.")
     for name in names:
         folder = folder_of(name)
-        print(f"{name}: {collect(name, folder, options.to) if options.to else folder}")
+        print(f"{name}: {collect(folder, options.to) if options.to else folder}")
 
 
 def _verify(options: Namespace) -> None:

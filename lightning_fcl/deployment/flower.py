@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.deployment.node import Node
+from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
 from lightning_fcl.deployment.recipe import read_recipe
 from lightning_fcl.errors import require
@@ -171,7 +172,10 @@ def _own(context: Context) -> tuple[str, str, str | None]:
             "Expected a node config that names the client and its data but got "
             f'{dict(node)}. Start the node with --node-config \'client="a" data="a.npz"\'.'
         )
-    data = str(node.get("data") or Path(str(run.get("data-folder", ""))) / f"{client}.npz")
+    try:
+        data = str(node.get("data") or split_file(Path(str(run.get("data-folder", ""))), client))
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
     memories = node.get("memories") or run.get("memories") or None
     return client, data, None if memories is None else str(memories)
 

@@ -25,6 +25,7 @@ from lightning_fcl.deployment.own_data import read_data, take_data
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_same, check_size
 from lightning_fcl.deployment.recipe import build, fingerprint
 from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.simulation.federation import Federation
@@ -94,8 +95,24 @@ class Node:
         take_data(fit.parts.stream, read_data(self._data), outline)
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
-        own = self._folder / quote(str(head["federation"]), safe="") / quote(self.client, safe="")
+        own = own_folder(self._folder, str(head["federation"]), self.client)
         return fit.round(parcel, memories(own, self.client, round))
+
+
+def own_folder(folder: Path, federation: str, client: str) -> Path:
+    """A client's folder for a federation.
+
+    Raises:
+        RefusedError: If a folder cannot have their names.
+
+    Example:
+        >>> own_folder(Path("nodes"), "a/b", "c").as_posix()
+        'nodes/a%2Fb/c'
+    """
+    try:
+        return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 def memories(folder: Path, client: str, round: int) -> Path:

@@ -24,6 +24,7 @@ from lightning_fcl.deployment.outline import Outline, client_plan
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import replacing
+from lightning_fcl.evaluation.inside import inside
 
 _MEND = "Write it with `numpy.savez(path, x=..., y=...)`, or `lightning-fcl deploy split`."
 
@@ -195,8 +196,23 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         rows = [current.get(client, EMPTY) for current in plan.train]
         own = np.unique(np.concatenate(rows))
         rounds = np.stack([np.isin(own, some) for some in rows], axis=1)
-        files.append(_write(stream, folder / f"{quote(client, safe=' ')}.npz", own, rounds=rounds))
+        files.append(_write(stream, split_file(folder, client), own, rounds=rounds))
     return files
+
+
+def split_file(folder: Path, client: str) -> Path:
+    """A client's file of a split.
+
+    Raises:
+        ValueError: If its name is none of a file, or the server's.
+
+    Example:
+        >>> split_file(Path("shares"), "a/b").as_posix()
+        'shares/a%2Fb.npz'
+    """
+    if client.casefold() == "server":
+        raise ValueError(f"Expected a client by another name than the server's file but got {client}. Rename it.")
+    return inside(folder, f"{quote(client, safe=' ')}.npz")
 
 
 def _write(stream: FederatedStream, path: Path, rows: IntArray, **columns: NDArray[Any]) -> Path:

@@ -11,6 +11,7 @@ from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.files import save_figure
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
 from lightning_fcl.evaluation.panels import (
     Density,
@@ -71,7 +72,7 @@ def check_figures(figures: Sequence[Mapping[str, Any]], rows: Iterable[str]) -> 
             raise ValueError(f"Expected figure {name} to have {', '.join(sorted(_KEYS))} but got {', '.join(unknown)}.")
         if figure["kind"] not in _KINDS:
             raise ValueError(f"Expected `kind` of figure {name} to be {', '.join(_KINDS)} but got {figure['kind']}.")
-        if Path(name).name != name or Path(name).suffix != ".png":
+        if inside(Path(), name).parent != Path() or not name.endswith(".png"):
             raise ValueError(f"Expected `file` of figures to be a name that ends in .png but got {name}.")
         panels = figure["panels"]
         if not panels or not isinstance(panels, Mapping) or not all(isinstance(of, Mapping) for of in panels.values()):
@@ -132,7 +133,7 @@ def write_figures(
         if not panels:
             continue
         draw = _KINDS[figure["kind"]]
-        paths.append(save_figure(draw(figure.get("title", ""), panels, results_by_row), out / figure["file"]))
+        paths.append(save_figure(draw(figure.get("title", ""), panels, results_by_row), inside(out, figure["file"])))
     return paths
 
 

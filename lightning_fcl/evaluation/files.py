@@ -28,6 +28,8 @@ if sys.platform != "win32":
     import fcntl
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG)
+_GO_ON = "go on from the newest checkpoint"
 _LOCK = ".lock"
 _PREFIX = "lightning-fcl-"
 _temporary: set[Path] = set()  # what a sudden end must not leave behind
@@ -47,19 +49,59 @@ def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
         NoRoomError: If the disk is full.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    if (descriptor := _lock(temporary)) is None:  # others may write the same
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _temporary.add(temporary)
+    with writing(path, size):
+        if (descriptor := _lock(temporary)) is None:  # others may write the same
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.unlink(missing_ok=True)  # a link, perhaps
+        _temporary.add(temporary)
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            _temporary.discard(temporary)
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, size: int | None = None, then: str = _GO_ON) -> Iterator[None]:
+    """Say in one message where a disk does not let something be written, and what to do.
+
+    Args:
+        path: What is written.
+        size: Its bytes, where that is known.
+        then: What to do once there is room.
+
+    Raises:
+        NoRoomError: If the disk is full.
+        OSError: If the folder cannot be made, or not be written to.
+    """
     try:
-        yield temporary
-        os.replace(temporary, path)
+        yield
     except OSError as error:
         if error.errno in _FULL:
-            raise _no_room(path, size) from error
+            raise _no_room(path, size, then) from error
+        if error.errno in _CLOSED:
+            how = " by LIGHTNING_FCL_CACHE" if path.is_relative_to(cache_folder()) else ""
+            raise OSError(
+                f"Expected to write {path} but got: {error}. Make its folder one that can be written to, or name "
+                f"another{how}."
+            ) from error
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time do something, while the others wait: a file is made for as long, and locked."""
+    with writing(path):
+        descriptor = _lock(path)
+    try:
+        yield
     finally:
-        temporary.unlink(missing_ok=True)
-        _temporary.discard(temporary)
+        path.unlink(missing_ok=True)
         if descriptor is not None:
             os.close(descriptor)
 
@@ -78,16 +120,12 @@ def append(path: Path, size: int, data: bytes) -> None:
     Raises:
         NoRoomError: If the disk is full.
     """
-    try:
+    with writing(path, len(data)):
         path.touch()
         with path.open("r+b") as file:
             file.truncate(size)
             file.seek(size)
             file.write(data)
-    except OSError as error:
-        if error.errno in _FULL:
-            raise _no_room(path, len(data)) from error
-        raise
 
 
 @contextmanager
@@ -101,8 +139,9 @@ def occupied(folder: Path) -> Iterator[None]:
     if sys.platform == "win32" or path in _temporary:  # it is this process's already
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(path, wait=False)
+    with writing(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(path, wait=False)
     if descriptor is not None:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
@@ -193,12 +232,12 @@ def remove_temporary() -> None:
         _remove(path)
 
 
-def _no_room(path: Path, size: int | None) -> NoRoomError:
+def _no_room(path: Path, size: int | None, then: str = _GO_ON) -> NoRoomError:
     needed = "more room" if size is None else f"{size:,} bytes"
-    free = shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     return NoRoomError(
         f"Expected {needed} for {path} but the disk is full, or a quota reached: {free:,} bytes are free. Nothing that "
-        "was there is lost. Make room, then go on from the newest checkpoint."
+        f"was there is lost. Make room, then {then}."
     )
 
 
@@ -244,7 +283,9 @@ def _lock(path: Path, wait: bool = True) -> int | None:
     if sys.platform == "win32":
         return None
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if path.is_symlink():  # what is written goes into this file, and into no other
+            path.unlink()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -257,6 +298,7 @@ def _lock(path: Path, wait: bool = True) -> int | None:
         except OSError:
             os.close(descriptor)
             return None
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                return descriptor
         os.close(descriptor)  # its owner has renamed or removed it before it could be locked

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fcl.evaluation.files import sha256, write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.record_file import NAME as RECORD
 
 __all__ = ["CONFIG", "FORMAT", "LAST", "is_whole", "read_results", "run_of", "seal", "start_over", "write_results"]
@@ -103,7 +104,10 @@ def is_whole(folder: Path) -> bool:
     digests = content.get("sha256")
     if not isinstance(digests, dict) or "results.json" not in digests:
         return False
-    return all((folder / name).is_file() and sha256(folder / name) == digest for name, digest in digests.items())
+    try:
+        return all(sha256(inside(folder, name)) == digest for name, digest in digests.items())
+    except (OSError, ValueError):
+        return False
 
 
 def run_of(config: Path) -> Path | None:

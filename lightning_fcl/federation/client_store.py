@@ -14,7 +14,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_fcl.errors import NoRoomError
-from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
+from lightning_fcl.evaluation.files import TemporaryFolder, write_whole, writing
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.pixels import Pixels
 from lightning_fcl.federation.ranks import Ranks
 
@@ -62,7 +63,8 @@ class ClientStore:
                 self._temporary = TemporaryFolder("clients")
                 folder = self._temporary.path
             self._folder = Path(folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            with writing(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
 
     def keep_pixels(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
         """Keep images that methods remember as stored pixels from now on, also those that are there already.
@@ -157,7 +159,7 @@ class ClientStore:
 
     def _path(self, client: str) -> Path:
         assert self._folder is not None
-        return self._folder / f"{quote(client, safe='')}{_SUFFIX}"
+        return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
 
 
 def _read(path: Path, client: str) -> dict[str, Tensor]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import cache_folder
+from lightning_fcl.hub.download import download
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
@@ -22,6 +23,7 @@ def local_checkpoint(path: str | Path) -> Path:
     Raises:
         ValueError: If it is elsewhere and its SHA-256 is not told, or is another one.
         ConnectionError: If it cannot be downloaded.
+        OSError: If it cannot be written.
 
     Example:
         >>> local_checkpoint("https://example.org/last.ckpt")
@@ -38,17 +40,8 @@ def local_checkpoint(path: str | Path) -> Path:
             f"Expected a checkpoint from afar to tell its SHA-256 but got {path}. Append #sha256=... with its 64 "
             "digits, or download the file and look at it."
         )
-    pooch = require("pooch", "downloads files and verifies them")
-    try:
-        folder = pooch.os_cache("lightning-fcl") / "checkpoints"
-        kept = pooch.retrieve(url, f"sha256:{digest.lower()}", f"{digest.lower()}.ckpt", folder)
-    except OSError as error:
-        raise ConnectionError(
-            f"Expected to download {url} but got: {error}. Try again, or download it by hand."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"Expected to download {url} with its SHA-256 but: {error}") from error
-    return Path(kept)
+    digest = digest.lower()
+    return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
 
 
 def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, Any]:

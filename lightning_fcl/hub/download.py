@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.evaluation.files import locked, sha256, writing
 
 ATTEMPTS = 4
 """How often a connection that breaks is made again."""
@@ -25,7 +25,8 @@ def is_offline() -> bool:
 def download(url: str, path: Path, digest: str, size: int | None = None, wait: float = 1.0) -> Path:
     """The file of a URL, if it is the one whose SHA-256 is known; one that is there already is not asked for again.
 
-    What an attempt that broke has brought is kept beside it, and the next one goes on from there.
+    What an attempt that broke has brought is kept beside it, and the next one goes on from there. A file that is
+    there and is another stays until this one has come, whole.
 
     Args:
         url: ``https://...`` or ``http://...``.
@@ -37,33 +38,47 @@ def download(url: str, path: Path, digest: str, size: int | None = None, wait: f
     Raises:
         ValueError: If what comes is another file; nothing of it is kept.
         ConnectionError: If it cannot be had, or nothing may be asked for (see `is_offline`).
+        OSError: If it cannot be written; a `NoRoomError` if the disk is full.
     """
-    filelock = require("filelock", "lets one process download at a time; torch brings it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(path.with_name(f".{path.name}.lock")):
-        if path.is_file():
-            if sha256(path) == digest:
-                return path
-            path.unlink()
-        if is_offline():
-            raise ConnectionError(
-                f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not. Unset "
-                f"LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there."
-            )
-        partial = path.with_name(f".{path.name}.part")
-        resumed = partial.exists()
-        _retrying(lambda: _append(url, partial, size), url, path, wait)
-        if resumed and sha256(partial) != digest:  # what was there was of another file
-            partial.unlink()
-            _retrying(lambda: _append(url, partial, size), url, path, wait)
-        if (found := sha256(partial)) != digest:
-            partial.unlink()
-            raise ValueError(
-                f"Expected the file of SHA-256 {digest} from {url} but got one of {found}. Nothing of it is kept. Ask "
-                "its publisher, or name the registry that it belongs to."
-            )
-        os.replace(partial, path)
+    with writing(path, size, "try again"):
+        if _fits(path, digest):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(f".{path.name}.lock")):
+            if not _fits(path, digest):  # another process may have brought it meanwhile
+                _bring(url, path, digest, size, wait)
     return path
+
+
+def _fits(path: Path, digest: str) -> bool:
+    return path.is_file() and sha256(path) == digest
+
+
+def _bring(url: str, path: Path, digest: str, size: int | None, wait: float) -> None:
+    if is_offline():
+        raise ConnectionError(
+            f"Expected {path} to be there, as nothing is downloaded in offline mode, but it is not. Unset "
+            f"LIGHTNING_FCL_OFFLINE and HF_HUB_OFFLINE, or put {url} there."
+        )
+    partial = path.with_name(f".{path.name}.part")
+    if partial.is_symlink():  # it would be written to elsewhere
+        partial.unlink()
+    resumed = partial.exists()
+    _retrying(lambda: _append(url, partial, size), url, path, wait)
+    if resumed and sha256(partial) != digest:  # what was there was of another file
+        partial.unlink()
+        _retrying(lambda: _append(url, partial, size), url, path, wait)
+    if (found := sha256(partial)) != digest:
+        partial.unlink()
+        raise ValueError(
+            f"Expected the file of SHA-256 {digest} from {url} but got one of {found}. Nothing of it is kept. Ask "
+            "its publisher for it, or for the SHA-256 that it has now."
+        )
+    os.replace(partial, path)
+
+
+class _BrokenError(Exception):
+    """The connection broke: asking again may help."""
 
 
 class _RefusedError(Exception):
@@ -75,8 +90,8 @@ def _retrying(ask: Callable[[], None], url: str, path: Path, wait: float) -> Non
     for attempt in range(ATTEMPTS):
         try:
             return ask()
-        except (OSError, requests.RequestException, _RefusedError) as error:
-            if attempt + 1 < ATTEMPTS and not isinstance(error, _RefusedError):
+        except (requests.RequestException, _BrokenError, _RefusedError) as error:
+            if attempt + 1 < ATTEMPTS and not isinstance(error, _RefusedError | ValueError):  # no URL, for example
                 time.sleep(wait * 2**attempt)
                 continue
             raise ConnectionError(
@@ -98,7 +113,7 @@ def _append(url: str, partial: Path, size: int | None) -> None:
             if size is None or have == size:
                 return
             partial.unlink()
-            raise OSError("the part that is here is not of this file; it begins anew")
+            raise _BrokenError("the part that is here is not of this file; it begins anew")
         _check(answer.status_code, url)
         resumes = have and answer.status_code == 206
         total = int(answer.headers.get("Content-Length", 0)) + (have if resumes else 0)
@@ -109,7 +124,7 @@ def _append(url: str, partial: Path, size: int | None) -> None:
                 if size is not None and file.tell() > size:
                     break
     if (got := partial.stat().st_size) < (size if size is not None else total):
-        raise OSError(f"the connection ended after {got} bytes of {size if size is not None else total}")
+        raise _BrokenError(f"the connection ended after {got} bytes of {size if size is not None else total}")
 
 
 def _check(status: int, url: str) -> None:
@@ -117,7 +132,7 @@ def _check(status: int, url: str) -> None:
         return
     if 400 <= status < 500 and status not in (408, 425, 429):
         raise _RefusedError(f"HTTP status {status}")
-    raise OSError(f"HTTP status {status}")
+    raise _BrokenError(f"HTTP status {status}")
 
 
 def _bar(url: str, total: int, initial: int):  # type: ignore[no-untyped-def]  # noqa: ANN202

@@ -35,13 +35,14 @@ def unseal(data: bytes, name: object) -> dict[str, Any]:
         ValueError: If it is no such document, or has changed since it was written.
     """
     try:
-        content = json.loads(data) if len(data) <= SIZE else None
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
+        content: dict[str, Any] = {**json.loads(data)} if len(data) <= SIZE else {}
+        content.pop("checksum", None)
+        same = data == seal(content).encode()
+    except (ValueError, TypeError, RecursionError):
+        same, content = False, {}
+    if not content:
         raise ValueError(f"Expected {name} to be a JSON object of at most {SIZE} bytes but it is not. Get it again.")
-    told = content.pop("checksum", None)
-    if data != seal(content).encode() or told is None:
+    if not same:
         raise ValueError(
             f"Expected {name} to be as it was written but its checksum is another: it is damaged, or was changed by "
             "hand. Get it again."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import writing
 
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
@@ -143,7 +144,7 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         Raises:
             ConnectionError: If the download fails.
             ValueError: If what came is not the published file, which is deleted then.
-            OSError: If it cannot be unpacked, for want of space for example; nothing is left of the attempt.
+            OSError: If it cannot be written or unpacked, for want of space for example; nothing is left of the attempt.
             FileNotFoundError: If nothing is there and no digest is known; the message says what to do by hand.
         """
         root = data_root(root)
@@ -158,10 +159,13 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
     def _retrieve(self, path: Path) -> None:
         """Download the file and verify it; one that is there and verifies is not downloaded again."""
         pooch = require("pooch", "downloads files and verifies them")
+        requests = require("requests", "downloads files")
         show = sys.stderr.isatty()
         try:
-            pooch.retrieve(self.url, known_hash=self.digest, path=path.parent, fname=path.name, progressbar=show)
-        except OSError as error:
+            with writing(path, then="try again"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pooch.retrieve(self.url, known_hash=self.digest, path=path.parent, fname=path.name, progressbar=show)
+        except requests.RequestException as error:
             then = f" and run {self.command} to unpack it" if self.folder else ""
             raise ConnectionError(
                 f"Expected to download {self.url} but got: {error}. Try again, or download it by hand to {path}{then}."

@@ -215,6 +215,10 @@ def _cast(value: Any, hint: Any) -> Any:
     elif origin in (list, tuple, Sequence, Iterable) and isinstance(value, list):
         items = [_cast(item, within[min(place, len(within) - 1)]) for place, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {_cast(key, within[0]): _cast(item, within[1]) for key, item in value.items()}
+    elif hint is Any:
+        fits = True
     elif origin is not None:
         fits = isinstance(value, origin) and not isinstance(value, str)
     elif hint in (int, float):

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lightning_fcl.errors import did_you_mean
+from lightning_fcl.evaluation.inside import inside
 
 
 def recipes_folder() -> Path:
@@ -35,7 +36,7 @@ def paper_folder(paper: str) -> Path:
 
 def place_of(recipes: Path, scale: str) -> Path:
     """Where the table, figures and kept runs of a scale lie, in a paper's folder."""
-    return recipes if scale == "paper" else recipes / scale
+    return recipes if scale == "paper" else inside(recipes, scale)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,14 @@ FORMAT = 1
 
 CONFIG, WEIGHTS, CHECK, CARD = "config.json", "model.safetensors", "check.safetensors", "README.md"
 CONTINUE = "continue.safetensors"
+FILES = (CARD, WEIGHTS, CHECK, CONTINUE)
+"""The files that an entry may have beside its configuration."""
 
 Outputs = Literal["logits", "0/1", "-1/1", "features"]
 Stored = Literal["float32", "float16"]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,19 @@ class Entry:
             raise ValueError(
                 f"Expected the measurement of {self.name} to be of shape {self.shape} but got {self.measurement.shape}."
             )
+        for name, told in self.files.items():
+            size, digest = told.get("size"), told.get("sha256")
+            whole = type(size) is int and size >= 0 and isinstance(digest, str) and _DIGEST.fullmatch(digest)
+            if name not in FILES or not whole or len(told) != 2:
+                raise ValueError(
+                    f"Expected the files of {self.name} to be among {', '.join(FILES)}, each with its `size` and "
+                    f"`sha256`, 64 digits, but got {name[:100]!r} with {str(told)[:200]}. Ask its publisher."
+                )
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder beside a registry."""
+        return self.name if self.version == 1 else self.full_name
 
     @property
     def full_name(self) -> str:
@@ -87,7 +103,7 @@ class Entry:
 
     def with_files(self, folder: Path) -> Entry:
         """The same, with size and SHA-256 of what lies in a folder."""
-        paths = [folder / name for name in (CARD, WEIGHTS, CHECK, CONTINUE) if (folder / name).is_file()]
+        paths = [folder / name for name in FILES if (folder / name).is_file()]
         return replace(self, files={path.name: file_told(path) for path in paths})
 
     def plain(self) -> dict[str, Any]:
@@ -99,7 +115,7 @@ class Entry:
         return seal(self.plain())
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Refuse what is no name of an entry.
 
     Raises:
@@ -111,14 +127,14 @@ def check_name(name: str) -> None:
         ValueError: Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, \
 but got '../etc'.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
         raise ValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
-            f"{name!r}."
+            f"{str(name)[:100]!r}."
         )
 
 
-def read_entry(content: Mapping[str, Any], where: object) -> Entry:
+def read_entry(content: object, where: object) -> Entry:
     """An entry from plain data.
 
     Args:
@@ -128,18 +144,26 @@ def read_entry(content: Mapping[str, Any], where: object) -> Entry:
     Raises:
         ValueError: If it is of another format, or something in it is missing, unknown or of another type.
     """
-    told = dict(content)
+    told = dict(content) if isinstance(content, Mapping) else {}
     if (form := told.pop("format", None)) != FORMAT:
         raise ValueError(
             f"Expected {where} to be of format {FORMAT} but it is of {form}: another version of lightning-fcl wrote it."
             " Load it with that version."
         )
     if told.get("measurement") is not None:
-        told["measurement"] = Measurement(**_cast(Measurement, told["measurement"], f"{where}: measurement"))
-    return Entry(**_cast(Entry, told, str(where)))
+        told["measurement"] = Measurement(**cast_fields(Measurement, told["measurement"], f"{where}: measurement"))
+    entry = Entry(**cast_fields(Entry, told, str(where)))
+    if WEIGHTS not in entry.files:
+        raise ValueError(f"Expected {where} to tell of {WEIGHTS} but it does not. Get it again.")
+    return entry
 
 
-def _cast(kind: type, content: object, name: str) -> dict[str, Any]:
+def cast_fields(kind: type, content: object, name: str) -> dict[str, Any]:
+    """The fields of a dataclass from plain data, by their names and types.
+
+    Raises:
+        ValueError: If one is missing, unknown, or of another type.
+    """
     if not isinstance(content, Mapping):
         raise ValueError(f"Expected {name} to be a mapping but got {content!r}.")
     known = [one.name for one in fields(kind)]
@@ -157,16 +181,24 @@ def read_folder(folder: Path) -> Entry:
         FileNotFoundError: If a file is missing.
         ValueError: If one is damaged.
     """
-    config = folder / CONFIG
-    if not config.is_file():
-        raise FileNotFoundError(f"Expected {CONFIG} in {folder} but found none. Name the folder of a published model.")
-    entry = read_entry(unseal(config.read_bytes(), config), config)
+    entry = read_config(folder)
     for name in entry.files:
         if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
             check_file(folder / name, entry.files[name])
-    if WEIGHTS not in entry.files:
-        raise ValueError(f"Expected {config} to tell of {WEIGHTS} but it does not. Get it again.")
     return entry
+
+
+def read_config(folder: Path) -> Entry:
+    """The entry of a folder, whatever its files are.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged.
+    """
+    config = folder / CONFIG
+    if not config.is_file():
+        raise FileNotFoundError(f"Expected {CONFIG} in {folder} but found none. Name the folder of a published model.")
+    return read_entry(unseal(config.read_bytes(), config), config)
 
 
 def file_told(path: Path) -> dict[str, Any]:

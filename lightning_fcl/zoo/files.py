@@ -39,7 +39,9 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
         heading = bool(lines) and not any(_is_number(field) for field in lines[0])
         table = np.array([[float(field) for field in line] for line in lines[heading:]])
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"Expected {path} to hold numbers, as many in each line, but got: {error}.") from error
+        raise ValueError(
+            f"Expected {path} to hold numbers, as many in each line, but got: {str(error)[:200]}. Mend that line."
+        ) from error
     measurement, shape = entry.measurement, tuple(entry.shape)
     if measurement is not None and "time" in measurement.axes and table.ndim == 2:
         steps = shape[measurement.axes.index("time")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fcl.errors import require
+from lightning_fcl.evaluation.files import writing
 from lightning_fcl.hub.sealed import unseal
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, read_entry
 
@@ -98,8 +99,12 @@ _LOG_IN = "Log in by `hf auth login` with a token that may write, and try again.
 @contextmanager
 def _telling(what: str, remedy: str) -> Iterator[Any]:
     """The hub's library, whose many errors, those of its HTTP library among them, become one."""
-    hub = require("huggingface_hub", "speaks to the Hugging Face hub")
-    try:
-        yield hub
-    except Exception as error:
-        raise ConnectionError(f"Expected to {what} but got: {error}. {remedy}") from error
+    for_what = "speaks to the Hugging Face hub"
+    hub, cache = require("huggingface_hub", for_what), require("huggingface_hub.constants", for_what).HF_HUB_CACHE
+    with writing(Path(cache), then="try again"):
+        try:
+            yield hub
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno:  # the disk's
+                raise
+            raise ConnectionError(f"Expected to {what} but got: {error}. {remedy}") from error

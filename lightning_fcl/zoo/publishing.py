@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.device.report import device_report
-from lightning_fcl.evaluation.files import TemporaryFolder, write_whole
+from lightning_fcl.evaluation.files import TemporaryFolder, locked, write_whole, writing
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import FORMAT, Cell, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
-from lightning_fcl.hub.sealed import unseal
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
 from lightning_fcl.running.rows import paper_folder, place_of, scale_of
@@ -38,13 +38,14 @@ from lightning_fcl.zoo.entry import (
     check_file,
     check_name,
     file_told,
-    read_entry,
+    read_config,
+    read_folder,
 )
 from lightning_fcl.zoo.hub import Head, head_of, upload
 from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder, read_tensors
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import Published, locked, published_in, register, registered
+from lightning_fcl.zoo.registry import LOCK, Published, published_in, register, registered
 from lightning_fcl.zoo.verifying import test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
@@ -139,9 +140,10 @@ def publish(
     half = len(told) == 2 and abs(told[True] - told[False]) <= LOST if half is None else half
     metrics = {"test_accuracy": told[half], **entry.metrics} if told else entry.metrics
     model, entry = models[half], replace(entry, metrics=metrics, stored="float16" if half else "float32")
-    to.mkdir(parents=True, exist_ok=True)
-    with locked(to):
-        return _write(model.network, entry, to, checkpoint, parts)
+    with writing(to):
+        to.mkdir(parents=True, exist_ok=True)
+        with locked(to / LOCK):
+            return _write(model.network, entry, to, checkpoint, parts)
 
 
 def _go_on_from(head: Head, name: str, to: Path) -> None:
@@ -153,7 +155,7 @@ def _go_on_from(head: Head, name: str, to: Path) -> None:
             f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
             "its own."
         )
-    register(to, Published(head.entry, name, {}))
+    register(to, Published(head.entry, name))
 
 
 def _entry(
@@ -222,8 +224,9 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     later = continuation(checkpoint, parts, first=version == 1)
     recipe = entry.recipe | {"rounds_done": int(checkpoint["epoch"]) + 1}
     entry = replace(entry, version=version, recipe=recipe if isinstance(later, dict) else recipe | {"ends": later})
-    folder = to / (entry.name if version == 1 else entry.full_name)
-    partial = to / f".{folder.name}.part"
+    folder, partial = inside(to, entry.folder), inside(to, f".{entry.folder}.part")
+    if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
+        read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
@@ -238,7 +241,7 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     write_whole(partial / CARD, card(entry, spread_of(entry), _numbers(network.state_dict())))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was cut off: no registry names it
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     register(to, published_in(folder))
     return folder
@@ -259,16 +262,15 @@ def renew_card(folder: Path) -> bool:
     Raises:
         ValueError: If its configuration, its weights or the registry are damaged.
     """
-    config = folder / CONFIG
-    entry = read_entry(unseal(config.read_bytes(), config), config)
+    entry = read_config(folder)
     check_file(folder / WEIGHTS, entry.files[WEIGHTS])
     old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
     text = card(entry, spread_of(entry), _numbers(read_tensors(folder / WEIGHTS))).encode()
-    with locked(folder.parent):
+    with locked(folder.parent / LOCK):
         withdrawn = {one.entry.full_name: one.withdrawn for one in registered(folder.parent)}
         write_whole(folder / CARD, text)
         files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
-        write_whole(config, replace(entry, files=files).text())
+        write_whole(folder / CONFIG, replace(entry, files=files).text())
         register(folder.parent, published_in(folder, withdrawn.get(entry.full_name, "")))
     return text != old
 
@@ -287,6 +289,7 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
-    file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
+    home, scale = paper_folder(paper), scale_of(configs)
+    file = place_of(home, scale) / "table.json"
     known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
     return read_table(file).rows.get(str(row), {}) if known else {}

@@ -33,8 +33,7 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
         same = resolve(["fit", *config_words(configs), *words, "--seed_everything", str(results["seed"])])
         if _on_any_processes(_plain(same)) == plain:
-            names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
-            return {"configs": names, "words": list(words), "sha256": _digest(configs, words)}
+            return _told(configs, words)
     return {}
 
 
@@ -63,22 +62,22 @@ def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -
     Raises:
         UnknownRecipeError: If it is none, or another by now.
     """
-    configs = [recipes_folder() / config for config in recipe.get("configs", [])]
-    words = list(recipe.get("words", []))
-    here = recipes_folder().resolve()
-    whole = configs and all(path.is_file() and here in path.resolve().parents for path in configs)
-    if not whole or _digest(configs, words) != recipe.get("sha256"):
-        raise UnknownRecipeError(
-            f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
-            "tells of, or hand in the recipe."
-        )
-    return read_parts(configs, [*words, "--data.seed", str(recipe["seed"])], with_trainer)
+    for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
+        # A recipe is a program: of what the entry tells nothing is run, it is only compared.
+        if _told(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
+            return read_parts(configs, [*words, "--data.seed", str(seed)], with_trainer)
+    raise UnknownRecipeError(
+        f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
+        "tells of, or hand in the recipe."
+    )
 
 
-def _digest(configs: Sequence[Path], words: Sequence[str]) -> str:
-    """Of what recipes say: their comments, and what they say of themselves, may change."""
+def _told(configs: Sequence[Path], words: Sequence[str]) -> dict[str, Any]:
+    """A recipe's files, further words, and SHA-256: comments, and what it says of itself, may change."""
+    names = [config.relative_to(recipes_folder()).as_posix() for config in configs]
     content = [_plain(read_yaml(path)) for path in configs]
-    return hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([content, list(words)]).encode()).hexdigest()
+    return {"configs": names, "words": list(words), "sha256": digest}
 
 
 def _on_any_processes(recipe: dict[str, Any]) -> dict[str, Any]:

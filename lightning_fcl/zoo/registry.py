@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -14,17 +14,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import did_you_mean, require
-from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.errors import did_you_mean
+from lightning_fcl.evaluation.files import cache_folder, locked, replacing, write_whole, writing
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.download import download
 from lightning_fcl.hub.sealed import seal, unseal
-from lightning_fcl.zoo.entry import CONFIG, CONTINUE, Entry, check_file, check_name, file_told, read_entry, read_folder
+from lightning_fcl.zoo.entry import (
+    CONFIG,
+    CONTINUE,
+    FILES,
+    Entry,
+    cast_fields,
+    check_file,
+    read_config,
+    read_entry,
+    read_folder,
+)
 from lightning_fcl.zoo.hub import from_hub
 
 FORMAT = 1
 """The version of registries."""
 
-REGISTRY = "registry.json"
+REGISTRY, LOCK = "registry.json", ".registry.lock"
 
 _URL = re.compile(r"(?P<url>https?://[^#]+?)/?(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
@@ -35,20 +46,39 @@ class Published:
 
     Args:
         entry: What is said of it.
-        folder: Its folder, beside the registry.
-        config: Size and SHA-256 of its configuration.
+        folder: Its folder, beside the registry: its name, perhaps with ``@`` and its version.
         withdrawn: Why it must not be used any more; empty: it may.
+
+    Raises:
+        ValueError: If the folder is another.
     """
 
     entry: Entry
     folder: str
-    config: dict[str, Any]
     withdrawn: str = ""
+
+    def __post_init__(self) -> None:
+        if self.folder not in (self.entry.name, self.entry.full_name):
+            raise ValueError(
+                f"Expected the folder of {self.entry.full_name} to have its name but got {self.folder[:100]!r}. Ask "
+                "its publisher."
+            )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Size and SHA-256 of its configuration."""
+        data = self.entry.text().encode()
+        return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def files(self, to_continue: bool = False) -> dict[str, dict[str, Any]]:
         """Size and SHA-256 of the entry's files, by name; what it goes on learning from if that is wanted."""
         own = {name: told for name, told in self.entry.files.items() if to_continue or name != CONTINUE}
         return {CONFIG: self.config, **own}
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        told = {"folder": self.folder, "config": self.config, "withdrawn": self.withdrawn}
+        return {"entry": self.entry.plain(), **told}
 
 
 @dataclass(frozen=True)
@@ -184,16 +214,22 @@ def read_registry(data: bytes, *places: str) -> Registry:
             f"Expected {where} to be of format {FORMAT} but it is of {content.get('format')}: another version of "
             "lightning-fcl wrote it. Load it with that version."
         )
-    try:
-        entries = [
-            Published(read_entry(one["entry"], where), str(one["folder"]), dict(one["config"]), str(one["withdrawn"]))
-            for one in content["models"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"Expected {where} to list models but something is missing: {error}.") from error
-    for one in entries:
-        check_name(one.folder.partition("@")[0])  # it leads nowhere else
-    return Registry(tuple(entries), places)
+    models = content.get("models")
+    if not isinstance(models, list):
+        raise ValueError(f"Expected {where} to list models but it does not. Get it again.")
+    return Registry(tuple(_read_published(one, where) for one in models), places)
+
+
+def _read_published(content: object, where: str) -> Published:
+    told = dict(content) if isinstance(content, dict) else {}
+    config, entry = told.pop("config", None), read_entry(told.get("entry"), where)
+    published = Published(**cast_fields(Published, {**told, "entry": entry}, where))
+    if config != published.config:
+        raise ValueError(
+            f"Expected {where} to tell the SHA-256 of the configuration of {entry.full_name} but got "
+            f"{str(config)[:200]}. Get it again, or ask its publisher."
+        )
+    return published
 
 
 def register(to: Path, published: Published) -> None:
@@ -219,43 +255,39 @@ def published_in(folder: Path, withdrawn: str = "") -> Published:
         FileNotFoundError: If a file is missing.
         ValueError: If one is damaged.
     """
-    return Published(read_folder(folder), folder.name, file_told(folder / CONFIG), withdrawn)
+    return Published(read_folder(folder), folder.name, withdrawn)
 
 
-def collect(name: str, folder: Path, to: Path) -> Path:
+def collect(folder: Path, to: Path) -> Path:
     """Copy an entry's folder beside a registry, and name it there.
 
     Args:
-        name: The entry's name, for its folder's.
         folder: Where it is.
         to: The registry's folder; it is made if it is not there.
+
+    Raises:
+        OSError: If it cannot be written, or something else is there by its name.
+        ValueError: If it is damaged.
     """
-    target = to / name
-    to.mkdir(parents=True, exist_ok=True)
-    with locked(to):
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
-        for file in published_in(folder).files(to_continue=(folder / CONTINUE).exists()):
-            shutil.copy2(folder / file, target / file)
-        register(to, published_in(target))
+    entry = read_folder(folder)
+    target = inside(to, entry.folder)
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(to / LOCK):
+            if any((target / file).exists() for file in (CONFIG, *FILES)) and read_config(target).name != entry.name:
+                raise FileExistsError(f"Expected {target} to hold {entry.name} but it holds another. Move it.")
+            for file in (CONFIG, *entry.files):
+                if (folder / file).exists():
+                    with replacing(target / file) as copy:
+                        shutil.copy2(folder / file, copy)
+            register(to, published_in(target))
     return target
-
-
-def locked(folder: Path) -> AbstractContextManager[Any]:
-    """A folder's registry, for one process at a time."""
-    filelock = require("filelock", "lets one process publish at a time; torch brings it")
-    lock: AbstractContextManager[Any] = filelock.FileLock(folder / ".registry.lock")
-    return lock
 
 
 def registry_text(entries: tuple[Published, ...]) -> str:
     """What a registry's file holds."""
     ordered = sorted(entries, key=lambda one: (one.entry.name, one.entry.version))
-    models = [
-        {"entry": one.entry.plain(), "folder": one.folder, "config": one.config, "withdrawn": one.withdrawn}
-        for one in ordered
-    ]
-    return seal({"format": FORMAT, "models": models})
+    return seal({"format": FORMAT, "models": [one.plain() for one in ordered]})
 
 
 def _told(place: str) -> Registry:
@@ -263,7 +295,7 @@ def _told(place: str) -> Registry:
     remote = _URL.fullmatch(place)
     if remote is not None:
         digest = remote["digest"].lower()
-        file = download(f"{remote['url']}/{REGISTRY}", cache_folder() / "zoo" / digest / REGISTRY, digest)
+        file = download(f"{remote['url']}/{REGISTRY}", inside(cache_folder() / "zoo", digest, REGISTRY), digest)
         return read_registry(file.read_bytes(), remote["url"])
     file = Path(place).expanduser() / REGISTRY
     if not file.is_file():
@@ -276,9 +308,9 @@ def _told(place: str) -> Registry:
 def _verified(registry: Registry, published: Published, to_continue: bool) -> Path:
     """The folder of an entry: beside its registry, else in the cache, else downloaded to it."""
     files = published.files(to_continue)
-    cached = cache_folder() / "zoo" / str(published.config["sha256"])
+    cached = inside(cache_folder() / "zoo", published.config["sha256"])
     remote = [place for place in registry.places if _URL.fullmatch(place)]
-    folders = [Path(place) / published.folder for place in registry.places if place not in remote]
+    folders = [inside(Path(place), published.folder) for place in registry.places if place not in remote]
     for folder in folders if remote else (*folders, cached):
         if all((folder / file).is_file() for file in files):
             for file, told in files.items():
@@ -291,5 +323,5 @@ def _verified(registry: Registry, published: Published, to_continue: bool) -> Pa
             "LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it."
         )
     for file, told in files.items():  # one that is in the cache already, and whole, is not asked for
-        download(f"{remote[0]}/{published.folder}/{file}", cached / file, told["sha256"], told["size"])
+        download(f"{remote[0]}/{published.folder}/{file}", inside(cached, file), told["sha256"], told["size"])
     return cached

@@ -107,3 +107,11 @@ def test_tables_that_are_not_finished_are_refused(toy, tmp_path, capsys):
     write(tmp_path / "out")
     refused("Expected table main of toy to be one that can be made. Expected rows among one, two but got three.")
     assert set(expanded(rows)) == {"one", "two"}
+
+
+@pytest.mark.parametrize("scale", ["..", "../../victim", "/victim", "a/../..", "x\\y", "", " "])
+def test_a_table_of_a_scale_that_leads_elsewhere_is_refused(toy, tmp_path, error_of, scale):
+    write(tmp_path / "out", scale)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert "Expected a plain name of something inside" in error_of(["tables", str(tmp_path / "out")])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before

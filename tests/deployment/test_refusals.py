@@ -180,3 +180,15 @@ def test_what_can_only_be_simulated_is_refused_when_it_is_deployed(error_of, tmp
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     assert "holds something else" in error_of(["deploy", "flower", "quickstart", "--out", str(tmp_path / "mine")])
+
+
+@pytest.mark.seconds
+def test_a_federation_whose_name_leads_elsewhere_is_refused_by_a_node(deployed, wire):
+    link = wire([deployed.node(client) for client in deployed.clients])
+    deployed.serve(link, clients_at_least=3)
+    number, sent = next((number, parcel) for number, parcel in link.asked if parcel.state)
+    before = sorted(deployed.folder.rglob("*"))
+    for name in ("..", ".", "", "x" * 300, "../../victim" * 30):
+        refused = link.reached[number].answer(Parcel({**sent.head, "federation": name}, sent.state)).head["refused"]
+        assert refused.startswith(f"Expected a plain name of something inside {deployed.folder / 'memories'} but got")
+    assert sorted(deployed.folder.rglob("*")) == before

@@ -160,7 +160,9 @@ def test_panels_whose_rows_were_not_run_are_left_out_of_their_figure(tmp_path, r
         ({"panels": {}}, "`panels` of figure a.png to give for each panel's title its lines, label: row, but got {}"),
         ({"panels": {"x": "A"}}, "`panels` of figure a.png to give"),
         ({"panles": {}}, "figure a.png to have experiences, file, .* but got panles"),
-        ({"file": "../a.png"}, r"`file` of figures to be a name that ends in .png but got \.\./a\.png"),
+        ({"file": "../a.png"}, r"a plain name of something inside \. but got '\.\./a\.png'"),
+        ({"file": "a/b.png"}, "`file` of figures to be a name that ends in .png but got a/b.png"),
+        ({"file": "a.svg"}, "`file` of figures to be a name that ends in .png but got a.svg"),
         (
             {"experiences": True, "panels": {"": {"a": "A", "b": "B"}}},
             "one row in each panel of figure a.png, .* a, b",

@@ -239,3 +239,10 @@ def test_in_memory_each_process_keeps_its_own():
     store.meet(Process(1, None))
     store.replace({"b": STATE})
     assert list(store) == ["b"]
+
+
+def test_a_folder_below_a_file_is_told(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    folder = tmp_path / "file" / "clients"
+    with pytest.raises(OSError, match=f"Expected to write {folder} but got: .* or name another"):
+        ClientStore("disk", folder)

@@ -1,11 +1,15 @@
+import errno
 import hashlib
 import http.server
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from lightning_fcl.errors import NoRoomError
+from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.download import download
 
 CONTENT = bytes(range(256)) * 4000
@@ -60,7 +64,7 @@ class Host:
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/file.bin"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_what_breaks_on_the_way_goes_on_where_it_stopped(host, tmp_path, faults,
     served, path = host(*faults), tmp_path / "file.bin"
     assert download(served.url, path, DIGEST, len(CONTENT), wait=0.01).read_bytes() == CONTENT
     assert [start > 0 for _, start in served.asked] == resumes
-    assert {file.name for file in tmp_path.iterdir()} <= {"file.bin", ".file.bin.lock"}
+    assert {file.name for file in tmp_path.iterdir()} == {"file.bin"}
 
 
 @pytest.mark.seconds
@@ -103,7 +107,7 @@ def test_another_file_is_refused_and_nothing_of_it_is_kept(host, tmp_path, fault
     served, path = host(fault), tmp_path / "file.bin"
     with pytest.raises(ValueError, match=f"Expected the file of SHA-256 {DIGEST}"):
         download(served.url, path, DIGEST, size, wait=0.01)
-    assert {file.name for file in tmp_path.iterdir()} <= {".file.bin.lock"}
+    assert list(tmp_path.iterdir()) == []
     assert download(served.url, path, DIGEST, size, wait=0.01).read_bytes() == CONTENT
 
 
@@ -168,3 +172,73 @@ def test_two_processes_at_once_ask_for_it_once(host, tmp_path):
     assert [process.wait(100) for process in both] == [0, 0]
     assert path.read_bytes() == CONTENT
     assert len(served.asked) == 1
+
+
+def test_what_is_there_stays_until_the_new_one_is_verified(host, tmp_path, monkeypatch):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"another")
+    for fault, error in (("wrong byte", ValueError), (404, ConnectionError)):
+        with pytest.raises(error, match=r"^Expected "):
+            download(host(fault).url, path, DIGEST, wait=0.01)
+        assert path.read_bytes() == b"another" and list(tmp_path.iterdir()) == [path]
+    monkeypatch.setenv("LIGHTNING_FCL_OFFLINE", "1")
+    with pytest.raises(ConnectionError, match="offline"):
+        download(host().url, path, DIGEST)
+    assert path.read_bytes() == b"another" and list(tmp_path.iterdir()) == [path]
+
+
+def test_links_beside_a_file_are_not_written_through(host, tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "cache"
+    folder.mkdir()
+    victim.write_bytes(b"whole")
+    for name in ("file.bin", ".file.bin.part", ".file.bin.lock", ".file.txt.tmp", "file.txt"):
+        (folder / name).symlink_to(victim)
+    assert download(host().url, folder / "file.bin", DIGEST).read_bytes() == CONTENT
+    assert write_whole(folder / "file.txt", "text").read_text() == "text"
+    assert victim.read_bytes() == b"whole" and {file.name for file in folder.iterdir()} == {"file.bin", "file.txt"}
+
+
+def test_a_full_disk_is_no_broken_connection(host, tmp_path, full_disk):
+    path, served = tmp_path / "file.bin", host()
+    with full_disk(4096), pytest.raises(NoRoomError, match=rf"Expected 1,024,000 bytes for {path} .* try again"):
+        download(served.url, path, DIGEST, len(CONTENT))
+    assert len(served.asked) == 1 and not path.exists()
+    assert download(served.url, path, DIGEST, len(CONTENT)).read_bytes() == CONTENT
+    assert served.asked[1][1] > 0  # it goes on where the disk was full
+
+
+def test_a_cache_that_cannot_be_written_to_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").write_text("no folder")
+    path = cache_folder() / "file.bin"
+    with pytest.raises(OSError, match=rf"Expected to write {path} but got: .* name another by LIGHTNING_FCL_CACHE\."):
+        download("http://127.0.0.1:1/file.bin", path, DIGEST)
+    monkeypatch.setattr("lightning_fcl.hub.download.locked", read_only)  # root may write anywhere
+    with pytest.raises(OSError, match=r"Read-only file system.* Make its folder one that can be written to"):
+        download("http://127.0.0.1:1/file.bin", tmp_path / "file.bin", DIGEST)
+
+
+def read_only(path):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+ADDER = """
+import sys, time
+from pathlib import Path
+from lightning_fcl.evaluation.files import locked
+number, lock = Path(sys.argv[1]), Path(sys.argv[2])
+for _ in range(60):
+    with locked(lock):
+        found = int(number.read_text())
+        time.sleep(0.001)
+        number.write_text(str(found + 1))
+"""
+
+
+@pytest.mark.seconds
+def test_one_at_a_time_also_where_the_locks_file_goes(tmp_path):
+    number, lock = tmp_path / "number", tmp_path / ".lock"
+    number.write_text("0")
+    words = [sys.executable, "-c", ADDER, str(number), str(lock)]
+    assert [process.wait(100) for process in [subprocess.Popen(words) for _ in range(4)]] == [0] * 4
+    assert number.read_text() == "240" and list(tmp_path.iterdir()) == [number]

@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 
 import damage
+import doors
 import endings
 import evil
 from campaign import KINDS, ROOT, Campaign, Outcome
@@ -43,6 +44,12 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
         "A run's folder is copied, its files have other times; the copy goes on.",
     ),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe change (hypothesis)."),
+    "registries": (
+        doors.evil_registry_of,
+        250,
+        "A registry, in a folder or at a URL, names files, digests or sizes that it must not.",
+    ),
+    "names": (doors.evil_name, 1000, "A file or a message names a file, client or federation by what leads elsewhere."),
     "evil": (evil.evil_file, len(evil.EVIL), "A file that would call something, or never end."),
 }
 """A name's case, its usual number, and what it does."""

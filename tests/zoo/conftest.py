@@ -20,7 +20,7 @@ NAME = "mlp.digits.flwf2t_replay"
 def small_zoo(tmp_path, monkeypatch):
     """A zoo of one network, which LIGHTNING_FCL_ZOO names; nothing is cached yet."""
     folder = tmp_path / "zoo"
-    collect(NAME, package_folder() / NAME, folder)
+    collect(package_folder() / NAME, folder)
     monkeypatch.setenv("LIGHTNING_FCL_ZOO", str(folder))
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path / "cache"))
     return folder
@@ -80,7 +80,7 @@ def serve():
 
         handler = functools.partial(Handler, directory=str(folder))
         servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}", asked
 
     yield make

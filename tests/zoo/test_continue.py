@@ -45,8 +45,9 @@ def as_packaged(monkeypatch, tmp_path):
         config = yaml.safe_load((run / "config.yaml").read_text())
         config["trainer"]["max_epochs"] = rounds
         (run.parent / "recipe.yaml").write_text(yaml.safe_dump(config))
-        digest = recipes._digest([run.parent / "recipe.yaml"], [])
-        return {"configs": ["recipe.yaml"], "words": [], "sha256": digest}
+        packaged = [run.parent / "recipe.yaml"], ()
+        monkeypatch.setattr("lightning_fcl.zoo.recipe._candidates", lambda told: [packaged])
+        return recipes._told(*packaged)
 
     return make
 

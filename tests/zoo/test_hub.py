@@ -195,3 +195,11 @@ upload(Path({run!r}), head_of("hf:our/models")._replace(commit="0" * 40), "of an
 def test_of_two_pushes_at_once_one_is_refused(hub, commits, run):
     assert "ConnectionError: Expected to bring" in hub("-c", LATE.format(run=run)).stderr
     assert [*commits] == [COMMIT]
+
+
+@pytest.mark.seconds
+def test_a_cache_of_the_hub_below_a_file_is_told(hub, tmp_path):
+    (tmp_path / "hf").write_text("no folder")
+    done = hub("-m", "lightning_fcl.cli.main", "zoo", "info", f"hf:our/models@{COMMIT}")
+    assert done.returncode == 2 and done.stderr.count("Expected") == 1, done.stderr
+    assert f"Expected to write {tmp_path / 'hf' / 'hub'} but got: " in done.stderr

@@ -14,7 +14,7 @@ from lightning_fcl import zoo
 from lightning_fcl.evaluation.files import sha256
 from lightning_fcl.hub.sealed import seal, unseal
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, WEIGHTS, read_folder
-from lightning_fcl.zoo.registry import REGISTRY, Published, published_in, read_registry, register, registry_text
+from lightning_fcl.zoo.registry import REGISTRY, published_in, read_registry, register, registry_text
 
 NAME = "mlp.digits.flwf2t_replay"
 DIGITS = load_digits()
@@ -177,7 +177,7 @@ def test_a_withdrawn_network_is_refused_with_its_reason(small_zoo):
 def test_a_registry_leads_nowhere_else(small_zoo):
     file = small_zoo / REGISTRY
     (one,) = read_registry(file.read_bytes(), str(small_zoo)).entries
-    file.write_text(registry_text((Published(one.entry, "../elsewhere", one.config),)))
+    file.write_text(seal({"format": 1, "models": [one.plain() | {"folder": "../elsewhere"}]}))
     with pytest.raises(ValueError, match=r"but got '../elsewhere'"):
         zoo.load(NAME)
 

@@ -65,7 +65,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
     told = sum(record["rounds"][-1]["correct"]["server"]) / sum(record["totals"])
     assert model.entry.metrics["test_accuracy"] == pytest.approx(told)
     assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, WEIGHTS}
-    assert {file.name for file in target.iterdir()} <= {"mlp.mine", REGISTRY, ".registry.lock"}
+    assert {file.name for file in target.iterdir()} == {"mlp.mine", REGISTRY}
 
 
 @pytest.mark.seconds
@@ -192,3 +192,13 @@ def test_a_wrong_number_on_a_card_is_told(target, small_zoo, monkeypatch):
 def test_a_packages_network_is_as_its_card_says():
     verdict = zoo.verify("mlp.digits.flwf2t_replay")
     assert verdict.right and abs(verdict.found - verdict.told) <= 1e-3
+
+
+@pytest.mark.seconds
+def test_what_is_no_entry_is_not_removed(plain, target):
+    mine = target / "mlp.mine"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("of mine")
+    with pytest.raises(FileNotFoundError, match=f"Expected {CONFIG} in {mine} but found none"):
+        publish(plain, "mlp.mine", target, licence=LICENCE)
+    assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}

@@ -47,8 +47,7 @@ def test_another_file_than_the_registry_tells_is_refused(small_zoo, remote, name
 
 @pytest.mark.seconds
 def test_another_registry_than_the_setting_tells_is_refused(small_zoo, remote):
-    shutil.copytree(small_zoo / NAME, small_zoo / "mlp.other")
-    collect("mlp.other", small_zoo / NAME, small_zoo)
+    collect(package_folder() / "esn.ucihar.incfed", small_zoo)
     with pytest.raises(ValueError, match=r"Expected the file of SHA-256 .*registry\.json"):
         zoo.load(NAME)
 

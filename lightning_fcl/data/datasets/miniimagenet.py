@@ -15,6 +15,7 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import read_lines
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
 from lightning_fcl.errors import one_of
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.source import Layout, Source
 
 _FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
@@ -81,7 +82,7 @@ def load(
     folder = SOURCE.find(root)[1]
     rows = [row for key, name in _FILES.items() if part in ("all", key) for row in _listed(folder / name)]
     classes, y = np.unique([wnid for _, wnid in rows], return_inverse=True)
-    images = (read_image(folder / "images" / name, "JPEG", "RGB") for name, _ in rows)
+    images = (read_image(inside(folder / "images", name), "JPEG", "RGB") for name, _ in rows)
     return photographs(stacked(images, len(rows), size), y, classes.tolist(), normalize)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.source import Layout, Source
 
 _NPZ = "100classes.npz"
@@ -85,13 +86,14 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
 
 def _from_folder(folder: Path, size: int) -> _Photographs:
     wnids = sorted(set(read_lines(folder / "wnids.txt", SOURCE.remedy)))
-    train = [numbered(folder / "train" / wnid / "images", r"n\d+_(\d+)\.JPEG") for wnid in wnids]
+    folders = [inside(folder / "train", wnid, "images") for wnid in wnids]
+    train = [numbered(one, r"n\d+_(\d+)\.JPEG") for one in folders]
     most = max(len(images) for images in train)
-    for wnid, images in zip(wnids, train, strict=True):
+    for one, images in zip(folders, train, strict=True):
         if not images or len(images) < most:
             raise ValueError(
-                f"Expected {folder / 'train' / wnid / 'images'} to hold {most or 500} images, as the other classes do, "
-                f"but got {len(images)}: the archive is not wholly unpacked. {SOURCE.remedy}"
+                f"Expected {one} to hold {most or 500} images, as the other classes do, but got {len(images)}: the "
+                f"archive is not wholly unpacked. {SOURCE.remedy}"
             )
     test, labels = _annotated(folder, wnids)
     paths = [*(path for images in train for path in images), *test]
@@ -111,7 +113,7 @@ def _annotated(folder: Path, wnids: list[str]) -> tuple[list[Path], list[int]]:
                 f"Expected line {number} of {path} to name an image such as `val_0.JPEG` and a class of `wnids.txt` "
                 f"but got {line[:60]!r}. {SOURCE.remedy}"
             )
-        images.append(folder / "val" / "images" / name)
+        images.append(inside(folder / "val" / "images", name))
         labels.append(wnids.index(wnid))
     return images, labels
 

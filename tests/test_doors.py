@@ -1,0 +1,171 @@
+"""Names that files and messages bring, at every door: they lead into their folder, or nowhere."""
+
+import hashlib
+import json
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_fcl.data.datasets import miniimagenet, tinyimagenet
+from lightning_fcl.deployment.flower import _own
+from lightning_fcl.deployment.node import own_folder
+from lightning_fcl.deployment.own_data import split_file
+from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.evaluation import figures
+from lightning_fcl.evaluation.figures import check_figures, write_figures
+from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.results import is_whole
+from lightning_fcl.federation.client_store import ClientStore
+
+NAMES = runpy.run_path(str(Path(__file__).parent / "reliability" / "names.py"))
+EVIL, TEXTS = NAMES["EVIL"], NAMES["TEXTS"]
+WHOLE = hashlib.sha256(b"whole").hexdigest()
+REFUSED = "Expected a plain name of something inside .*Rename it, or do not use what names it"
+
+
+@pytest.mark.parametrize("name", EVIL, ids=lambda name: ascii(name)[:40])
+def test_no_evil_name_is_joined(tmp_path, name):
+    with pytest.raises(ValueError, match=REFUSED):
+        inside(tmp_path, name)
+    with pytest.raises(ValueError, match=REFUSED):
+        inside(tmp_path, "x", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "0", "a.png", ".part", "x/y z", "Zürich", "学校/1", "a%2F..b", "val_0.JPEG", "é" * 120]
+)
+def test_a_plain_name_is_joined_as_it_is(tmp_path, name):
+    assert inside(tmp_path, name) == tmp_path / name
+    assert inside(tmp_path, "x", name) == tmp_path / "x" / name
+
+
+def test_no_name_is_none_of_the_folders():
+    with pytest.raises(ValueError, match=REFUSED):
+        inside(Path("here"))
+
+
+def test_links_lead_nowhere_else(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "victim").write_text("whole")
+    links = {"up": "..", "out": outside, "file": outside / "victim", "gone": "../gone", "self": "."}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    (folder / "deep").mkdir()
+    (folder / "deep" / "in").symlink_to("..")
+    for name in (*links, "out/victim", "up/outside/victim", "self/file", "deep/in"):
+        with pytest.raises(ValueError, match=REFUSED):
+            inside(folder, name)
+    assert inside(folder, "deep", "in", "deep").samefile(folder / "deep")
+    (tmp_path / "link").symlink_to(folder)  # a folder that someone has named may be elsewhere itself
+    assert inside(tmp_path / "link", "deep") == tmp_path / "link" / "deep"
+
+
+def all_below(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in a folder, with files where evil names lead to."""
+    folder = tmp_path / "own" / "folder"
+    for place in (tmp_path, folder.parent, folder, folder / "a", tmp_path / "x"):
+        place.mkdir(exist_ok=True)
+        for name in ("x.png", "y", "x.npz", "x.safetensors"):
+            (place / name).write_bytes(b"whole")
+    return folder
+
+
+@pytest.mark.parametrize("kind", [str, dict])
+def test_no_file_of_a_run_is_elsewhere(folder, kind):
+    (folder / "results.json").write_bytes(b"whole")
+    digests = {"results.json": WHOLE}
+
+    def sealed(more):
+        (folder / "files.json").write_text(json.dumps({"format": 1, "sha256": {**digests, **more}}))
+        return is_whole(folder)
+
+    assert sealed({}) and sealed({"x.png": WHOLE, "a/x.png": WHOLE})
+    for name in TEXTS if kind is str else EVIL:
+        assert not sealed({name: WHOLE} if kind is str else {"x.png": repr(name) if isinstance(name, bytes) else name})
+    for name in ("../x.png", str(folder.parent / "x.png")):
+        assert not sealed({name: WHOLE})
+
+
+def test_no_figure_is_drawn_elsewhere(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(figures._KINDS, "volume_by_round", lambda *_: None)
+    before = all_below(tmp_path)
+    for name in (*EVIL, "../x.png", "a/../../x.png", str(tmp_path / "x.png")):
+        figure = {"file": name, "kind": "volume_by_round", "panels": {"": {"A": "A"}}}
+        with pytest.raises(ValueError, match=r"Expected (a plain name|`file` of figures to be a name that ends in)"):
+            check_figures([figure], ["A"])
+        with pytest.raises(ValueError, match=REFUSED):
+            write_figures(folder, [figure], {"A": [{}]})
+    assert all_below(tmp_path) == before
+
+
+def test_no_memory_of_a_client_is_elsewhere(folder, tmp_path):
+    clients, before, store = folder / "clients", all_below(tmp_path), ClientStore("disk", folder / "clients")
+    kept = {}
+    for number, name in enumerate((*TEXTS, "../x", str(tmp_path / "x"))):
+        try:
+            store[name] = {"model": {"number": torch.tensor(number)}}
+            kept[name] = number
+        except ValueError as error:
+            assert re.search(REFUSED, str(error)) or isinstance(error, UnicodeEncodeError)
+    assert {*store} == {*kept} and all(store[name]["model"]["number"] == number for name, number in kept.items())
+    after = all_below(tmp_path)
+    assert before.items() <= after.items()
+    assert {path.parent for path in after.keys() - before.keys()} == {clients} and len(after) - len(before) == len(kept)
+
+
+def test_no_federation_and_no_client_has_a_folder_elsewhere(folder):
+    found = []
+    for name in (*TEXTS, str(folder)):
+        for names in ((name, "client"), ("federation", name)):
+            try:
+                found.append(own_folder(folder, *names))
+            except RefusedError as error:
+                assert re.search(REFUSED, str(error))
+    assert len(found) == len({*found}) > 100
+    assert all(path.parent.parent == folder == path.resolve().parent.parent for path in found)
+    for names in (("..", "x"), ("x", ".."), (".", "."), ("", "x")):
+        with pytest.raises(RefusedError, match=REFUSED):
+            own_folder(folder, *names)
+
+
+def test_no_share_of_a_split_is_elsewhere(folder):
+    found = []
+    for name in TEXTS:
+        context = SimpleNamespace(node_config={"client": name}, run_config={"data-folder": str(folder)})
+        try:
+            found.append(split_file(folder, name))
+            assert _own(context)[1] == str(found[-1]) or not name
+        except ValueError:
+            if name:
+                with pytest.raises(RefusedError):
+                    _own(context)
+    assert len(found) == len({*found}) > 100 and all(path.parent == folder for path in found)
+    with pytest.raises(ValueError, match="by another name than the server's file but got Server"):
+        split_file(folder, "Server")
+
+
+def test_no_list_of_a_data_set_names_an_image_elsewhere(folder, tmp_path):
+    (folder / "images").mkdir()
+    for name in TEXTS:
+        if name and name == name.strip() and name.isprintable():
+            (folder / "wnids.txt").write_text(name)
+            with pytest.raises(ValueError, match=REFUSED):
+                tinyimagenet.load(folder)
+            (folder / "train.csv").write_text(f"filename,label\n{name},n01532829\n")
+            with pytest.raises(ValueError, match=r"^Expected line 2 of .* to name an image and its class"):
+                miniimagenet.load(folder, part="train")
+    (folder / "images" / "a.jpg").symlink_to(tmp_path / "x.png")
+    (folder / "train.csv").write_text("filename,label\na.jpg,n01532829\n")
+    with pytest.raises(ValueError, match=REFUSED):
+        miniimagenet.load(folder, part="train")

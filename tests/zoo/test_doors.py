@@ -1,0 +1,173 @@
+"""Evil registries and entries are refused in one message; nothing is read, written or removed outside their folders."""
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_fcl import zoo
+from lightning_fcl.cli.main import main
+from lightning_fcl.evaluation.files import sha256
+from lightning_fcl.hub.sealed import seal, unseal
+from lightning_fcl.running.rows import recipes_folder
+from lightning_fcl.zoo import recipe as recipes
+from lightning_fcl.zoo.entry import CARD, CONFIG, WEIGHTS
+from lightning_fcl.zoo.registry import REGISTRY, collect, find, package_folder
+
+NAME = "mlp.digits.flwf2t_replay"
+NAMES = runpy.run_path(str(Path(__file__).parents[1] / "reliability" / "names.py"))
+DOORS, TEXTS, evil, hashed = (NAMES[each] for each in ("DOORS", "FILES", "evil_registry", "hashed"))
+
+
+def all_below(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def registry(small_zoo, tmp_path):
+    """A registry's file, with files where evil names lead to."""
+    for place in (tmp_path, small_zoo, small_zoo / NAME, tmp_path / "a"):
+        place.mkdir(exist_ok=True)
+        for name in ("x", "y", "victim"):
+            (place / name).write_text("whole")
+    return small_zoo / REGISTRY
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_that_a_registry_names_leads_elsewhere(registry, tmp_path, door):
+    whole = registry.read_bytes()
+    content, before = unseal(whole, registry), all_below(tmp_path)
+    for value in (*DOORS[door][1], f"{tmp_path}/victim"):
+        registry.write_bytes(evil(content, door, value))
+        with pytest.raises(ValueError, match=r"^Expected .*\.$") as refused:
+            zoo.load(NAME)
+        assert len(str(refused.value)) < 1000
+    registry.write_bytes(whole)
+    assert all_below(tmp_path) == before and zoo.load(NAME)
+
+
+@pytest.mark.parametrize("name", ["../../victim", "model.safetensors/../../../victim", "{outside}"])
+@pytest.mark.parametrize(
+    "door", ["another file", "one file more", "a file's digest", "the configuration's digest", "the folder"]
+)
+def test_nothing_that_a_registry_from_afar_names_leads_elsewhere(registry, tmp_path, serve, monkeypatch, door, name):
+    data = evil(unseal(registry.read_bytes(), registry), door, name.format(outside=tmp_path / "victim"))
+    registry.write_bytes(data)
+    url, asked = serve(registry.parent)
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
+    before = all_below(tmp_path)
+    with pytest.raises(ValueError, match=r"^Expected .*\.$"):
+        zoo.load(NAME)
+    kept = tmp_path / "cache" / "zoo" / sha256(registry) / REGISTRY
+    assert all_below(tmp_path) == {**before, kept: data} and asked == [f"/{REGISTRY}"]
+
+
+def test_a_registry_cannot_take_the_place_of_what_another_has_brought(registry, tmp_path, serve, monkeypatch):
+    url, _ = serve(registry.parent)
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
+    zoo.load(NAME)
+    content, whole = unseal(registry.read_bytes(), registry), all_below(tmp_path / "cache")
+    (registry.parent / NAME / WEIGHTS).write_bytes(b"another")
+    content["models"][0]["entry"]["files"][WEIGHTS] = {"size": 7, "sha256": hashed(b"another")}
+    registry.write_text(seal(content))
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
+    with pytest.raises(ValueError, match=f"to tell the SHA-256 of the configuration of {NAME}@1"):
+        zoo.load(NAME)
+    assert whole.items() <= all_below(tmp_path / "cache").items()
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"x": "\\ud800"}\n', b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"[]", b"null", b'"x"']
+)
+def test_what_cannot_be_written_is_no_document(data):
+    with pytest.raises(ValueError, match=r"Expected here to be a JSON object of at most"):
+        unseal(data, "here")
+
+
+@pytest.mark.parametrize("models", [None, 3, "x", {}, [None], [[]], ["x"], [{}]])
+def test_models_of_another_kind_are_refused(registry, models):
+    registry.write_text(seal({"format": 1, "models": models}))
+    with pytest.raises(ValueError, match=r"^Expected .*registry\.json to "):
+        zoo.load(NAME)
+
+
+@pytest.mark.seconds
+def test_nothing_that_an_entry_names_is_read_elsewhere(registry, tmp_path):
+    folder = registry.parent / NAME
+    content, before = json.loads((folder / CONFIG).read_text()), all_below(tmp_path)
+    del content["checksum"]
+    for name in (*TEXTS, f"{tmp_path}/victim"):
+        files = {**content["files"], name: {"size": 5, "sha256": hashed(b"whole")}}
+        (folder / CONFIG).write_text(seal({**content, "files": files}))
+        with pytest.raises(ValueError, match=r"^Expected the files of .* to be among README\.md"):
+            zoo.load(folder)
+    (folder / CONFIG).write_bytes(before[folder / CONFIG])
+    assert all_below(tmp_path) == before
+
+
+def test_links_to_elsewhere(registry, tmp_path, serve, monkeypatch):
+    own, elsewhere, cache = registry.parent / NAME, tmp_path / "elsewhere", tmp_path / "cache" / "zoo"
+    for file in own.iterdir():  # as in the hub's cache
+        (own / file.name).rename(registry.parent / f"blob-{file.name}")
+        file.symlink_to(f"../blob-{file.name}")
+    assert zoo.load(NAME)
+    url, _ = serve(registry.parent)
+    own.rename(elsewhere)
+    own.symlink_to(elsewhere)
+    before = all_below(elsewhere)
+    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+        zoo.load(NAME)
+    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+        collect(package_folder() / NAME, registry.parent)
+    cache.mkdir(parents=True)
+    (cache / find(NAME).config["sha256"]).symlink_to(elsewhere)
+    monkeypatch.setenv("LIGHTNING_FCL_ZOO", f"{url}#sha256={sha256(registry)}")
+    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+        zoo.load(NAME)
+    assert all_below(elsewhere) == before
+
+
+def test_a_copy_takes_the_place_of_its_like_alone(registry, tmp_path):
+    main(["zoo", "fetch", str(registry.parent / NAME), "--to", str(registry.parent)])  # onto itself
+    assert zoo.load(NAME)
+    mine = tmp_path / "mine" / NAME
+    mine.mkdir(parents=True)
+    (mine / CARD).write_text("of mine")
+    with pytest.raises(FileNotFoundError, match=f"Expected {CONFIG} in {mine} but found none"):
+        collect(registry.parent / NAME, mine.parent)
+    shutil.copy(package_folder() / "esn.ucihar.incfed" / CONFIG, mine)
+    with pytest.raises(FileExistsError, match=f"Expected {mine} to hold {NAME} but it holds another"):
+        collect(registry.parent / NAME, mine.parent)
+    assert (mine / CARD).read_text() == "of mine" and {path.name for path in mine.parent.iterdir()} == {NAME}
+    with pytest.raises(OSError, match=rf"Expected to write {tmp_path / 'victim' / NAME} but got"):
+        collect(registry.parent / NAME, tmp_path / "victim")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"words": ["--trainer.callbacks", "os.system"]},
+        {"words": ["--config", "../evil.yaml"]},
+        {"words": 3},
+        {"configs": ["../../evil.yaml"]},
+        {"configs": ["/evil.yaml"]},
+        {"configs": None},
+        {"paper": ["flwf"], "row": {}},
+        {"paper": "../evil", "row": "x"},
+        {"seed": "0 --config evil.yaml"},
+        {"seed": None},
+        {"sha256": "0" * 64},
+    ],
+)
+def test_of_an_entrys_recipe_nothing_is_run_that_is_not_the_packages(told):
+    own = find(NAME).entry.recipe
+    agrees = (
+        recipes._told([recipes_folder() / "quickstart.yaml"], told["words"])
+        if "words" in told and told["words"] != 3
+        else {}
+    )
+    with pytest.raises(recipes.UnknownRecipeError, match="to be of a recipe of this package but its own is another"):
+        recipes.parts_of({**own, **agrees, **told}, NAME)
