@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.batches import joined
-from lightning_fcl.data.datasets.files import read_npz
+from lightning_fcl.data.datasets.files import check_arrays, read_arrays
+from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.samples import Samples, samples_of
 from lightning_fcl.data.scenarios import EMPTY, IntArray
 from lightning_fcl.data.stream import FederatedStream
@@ -26,6 +27,8 @@ from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import replacing
 from lightning_fcl.evaluation.inside import inside
 
+_KINDS = {"x": "iuf", "y": "biufU", "group": "iuU", "classes": "U", "mean": "f", "std": "f"}
+_KINDS |= {"rounds": "biu", "part": "U"}
 _MEND = "Write it with `numpy.savez(path, x=..., y=...)`, or `lightning-fcl deploy split`."
 
 
@@ -71,32 +74,23 @@ def read_data(where: str | Path) -> OwnData:
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise RefusedError(
-            f"Expected the data of this node at {where} but {error}. Name an .npz file, a folder of images, or a "
-            'DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
+            f"Expected the data of this node at {where} but {str(error).rstrip('.')}. Name an .npz file, a folder "
+            'of images, or a DataModule, in its node config: --node-config \'client="a" data="a.npz"\'.'
         ) from error
 
 
 def _read_file(path: Path) -> OwnData:
-    with np.load(path, allow_pickle=False) as archive:
-        there = {name: archive[name].ndim for name in archive.files}
-    if "x" not in there or "y" not in there:
-        raise ValueError(f"it holds {', '.join(there) or 'nothing'}, not `x` and `y`. {_MEND}")
-    free: dict[str, tuple[int | str, ...]] = {
-        "x": ("n", *(f"x{i}" for i in range(1, there["x"]))),
-        "y": ("n", *(f"y{i}" for i in range(1, there["y"]))),
-        "group": ("n",),
+    read = read_arrays(path, _KINDS)
+    if "x" not in read or "y" not in read:
+        raise ValueError(f"it holds {', '.join(read) or 'nothing'}, not `x` and `y`. {_MEND}")
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "x": ("n", *read["x"].shape[1:]),
+        "y": ("n", *read["y"].shape[1:]),
         "classes": ("classes",),
-        "mean": tuple(f"mean{i}" for i in range(there.get("mean", 0))),
-        "std": tuple(f"std{i}" for i in range(there.get("std", 0))),
         "rounds": ("n", "rounds"),
-        "part": ("n",),
     }
-    kinds = {"x": "iuf", "y": "iufU", "group": "iuU", "classes": "U", "mean": "f", "std": "f", "part": "U"}
-    kinds["rounds"] = "biu"
-    known = {name: ("biufU" if name == "y" else kinds[name], free[name]) for name in free if name in there}
-    read = read_npz(path, {name: (kind, shape) for name, (kind, shape) in known.items() if name != "y"}, _MEND)
-    with np.load(path, allow_pickle=False) as archive:
-        read["y"] = archive["y"]
+    shapes |= {name: read[name].shape for name in ("mean", "std") if name in read}
+    check_arrays(path, read, {name: (_KINDS[name], shapes.get(name, ("n",))) for name in read}, _MEND)
     return _of_arrays(read)
 
 
@@ -121,7 +115,11 @@ def _of_arrays(read: Mapping[str, NDArray[Any]]) -> OwnData:
 def _read_images(folder: Path) -> Samples:
     """A folder of images for each class, scaled to [0, 1]."""
     torchvision = require("torchvision", "reads folders of images")
-    found = torchvision.datasets.ImageFolder(folder, transform=torchvision.transforms.functional.to_tensor)
+    found = torchvision.datasets.ImageFolder(
+        folder,
+        transform=torchvision.transforms.functional.to_tensor,
+        loader=lambda path: read_image(Path(path), None, "RGB").copy(),  # a tensor may be written to
+    )
     x, y = joined([[image[None], torch.tensor([label])] for image, label in found])
     return replace(samples_of(TensorDataset(x, y)), x=x, targets=y.numpy(), classes=tuple(found.classes))
 

@@ -174,7 +174,7 @@ def _read(path: Path, client: str) -> dict[str, Tensor]:
             # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
             # empty tensors of several types share an address, which `torch.save` refuses.
             flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(_damaged(path, client, str(error))) from error
     if about.get("format") != FORMAT:
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import math
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from lightning_fcl.data.datasets.files import read_lines
 from lightning_fcl.errors import did_you_mean, listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
@@ -208,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix == ".csv":
         try:
             return _read_csv(path)
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise ValueError(f"Expected {path} to be CSV but got: {error}. Write it anew.") from error
     found = read_yaml(path)
     if not isinstance(found, Mapping):
@@ -217,9 +217,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"Expected a CSV file of speeds at {path} but there is none.")
-    rows = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""))
+    rows = csv.DictReader(read_lines(path, "Write it anew."))
     names = rows.fieldnames or ()
     for name in names:
         if name not in (_CLIENT, *_FIELDS):
@@ -228,7 +226,7 @@ def _read_csv(path: Path) -> dict[str, Any]:
                 f"{name}.{did_you_mean(name, (_CLIENT, *_FIELDS))}"
             )
     if _CLIENT not in names:
-        raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names) or 'none'}. Add it.")
+        raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names)}. Add it.")
     found: dict[str, Any] = {}
     for row in rows:
         if None in row:  # where `csv` puts what is too much

@@ -10,6 +10,7 @@ from zipfile import BadZipFile, ZipFile
 
 from lightning_fcl.evaluation.files import cache_folder
 from lightning_fcl.hub.download import download
+from lightning_fcl.hub.reading import check_members
 
 _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
 
@@ -75,12 +76,14 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
 
 
 def check_archive(file: Path) -> None:
-    """Compare the checksums of everything in a zip file.
+    """Compare the checksums of everything in a zip file, unless it claims to be larger than is plausible.
 
     Raises:
+        ValueError: If it does.
         BadZipFile: If it is none, is cut off, or something in it has another checksum.
     """
     with ZipFile(file) as archive:
+        check_members(archive, file.stat().st_size)
         damaged = archive.testzip()
     if damaged is not None:
         raise BadZipFile(f"{damaged} has another checksum")

@@ -2,18 +2,17 @@
 
 import os
 import re
+import stat
 import sys
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import writing
-
-_BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
+from lightning_fcl.hub.reading import check_members, check_size
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -176,14 +175,9 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-                if archive.suffix == ".zip":
-                    with zipfile.ZipFile(archive) as content:
-                        content.extractall(scratch)  # strips what would lead out of the folder
-                else:
-                    with tarfile.open(archive) as content:
-                        content.extractall(scratch, filter="data")
+                _extract(archive, scratch)
                 (Path(scratch) / self.folder).rename(target)
-        except _BROKEN as error:
+        except Exception as error:  # whatever a damaged archive makes of its reader
             raise OSError(
                 f"Expected to unpack {archive} to {target} but got: {error}. Make room there, or delete what is in the "
                 f"way, and run {self.command} again."
@@ -201,3 +195,30 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         """What to do with a damaged copy, for messages."""
         again = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
         return f"Delete this copy and {again}."
+
+
+def _extract(archive: Path, scratch: str) -> None:
+    """Unpack an archive of files and folders, none of which leads out of where they are put."""
+    packed, total = archive.stat().st_size, 0
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as zipped:
+            check_members(zipped, packed)
+            for member in zipped.infolist():
+                _check_name(member.filename, not stat.S_ISLNK(member.external_attr >> 16))
+            zipped.extractall(scratch)
+        return
+
+    def admit(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
+        nonlocal total
+        total += member.size
+        check_size(total, packed)
+        _check_name(member.name, member.isfile() or member.isdir())
+        return tarfile.data_filter(member, place)
+
+    with tarfile.open(archive) as tar:
+        tar.extractall(scratch, filter=admit)
+
+
+def _check_name(name: str, plain: bool) -> None:
+    if not plain or name.startswith("/") or ".." in name.replace("\\", "/").split("/"):
+        raise OSError(f"{name!r}, which is a link or leads out of the folder")

@@ -1,11 +1,13 @@
 """What a server and its nodes refuse, by name."""
 
 import pickle
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.flower import parcel_of, record_of
@@ -148,6 +150,9 @@ def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
         "no samples": ({"x": rows[:0], "y": np.array([], dtype="U1")}, "it holds 0 samples"),
         "no targets": ({"x": rows}, "not `x` and `y`"),
         "numbers that are not finite": ({"x": rows * np.nan, "y": np.array(["0"] * 4)}, "not finite"),
+        "fewer targets": ({"x": rows, "y": np.array(["0"] * 3)}, r"own.npz to hold numbers or text of shape \(4,\)"),
+        "a single target": ({"x": rows, "y": np.array("0")}, r"but got <U1 of shape \(\)"),
+        "targets of bytes": ({"x": rows, "y": np.array([b"0"] * 4)}, r"but got \|S1"),
     }
     for columns, message in files.values():
         np.savez(tmp_path / "own.npz", **columns)
@@ -155,6 +160,46 @@ def test_data_that_do_not_fit_are_refused(deployed, tmp_path):
             read_data(tmp_path / "own.npz")
     with pytest.raises(RefusedError, match="No module named"):
         read_data("no_such_module:Data")
+
+
+def test_damaged_data_are_refused_or_the_same(tmp_path):
+    path, rng = tmp_path / "own.npz", np.random.default_rng(0)
+    columns = {"y": np.array(list("abab")), "group": np.array(list("nsns")), "rounds": np.eye(4, dtype=bool)}
+    np.savez_compressed(path, x=rng.integers(255, size=(4, 3, 2, 2), dtype=np.uint8), **columns, mean=np.zeros(3))
+    content = path.read_bytes()
+
+    def found(changed):
+        path.write_bytes(changed)
+        try:
+            data = read_data(path)
+        except RefusedError as error:
+            assert str(path) in str(error)
+            return None
+        samples = data.samples
+        return samples.x.tolist(), samples.targets.tolist(), samples.group.tolist(), data.rounds.tolist()
+
+    whole = found(content)
+    assert whole is not None
+    directory = range(8 * content.index(b"PK\x01\x02"), 8 * len(content), 5)  # where an array may be lost sight of
+    for bit in [*rng.integers(8 * len(content), size=300).tolist(), *directory]:
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert found(bytes(flipped)) in (None, whole), f"bit {bit}"
+    for length in range(0, len(content), len(content) // 50):
+        assert found(content[:length]) is None
+
+
+def test_damaged_photographs_are_refused_by_name(tmp_path):
+    (tmp_path / "cat").mkdir()
+    path = tmp_path / "cat" / "1.png"
+    Image.effect_noise((16, 16), 40).save(path)
+    whole = path.read_bytes()
+    bomb = b"P6 60000 60000 255\n"
+    assert read_data(tmp_path).samples.x.shape == (1, 3, 16, 16)
+    for content in (whole[: len(whole) // 2], whole.replace(b"IDAT", b"IDAX"), bomb, b""):
+        path.write_bytes(content)
+        with pytest.raises(RefusedError, match=f"Expected {re.escape(str(path))} to be a whole .* image but got: "):
+            read_data(tmp_path)
 
 
 @pytest.mark.seconds

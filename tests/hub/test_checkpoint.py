@@ -91,6 +91,13 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path):
     assert newest_checkpoint(tmp_path) is None
 
 
+def test_one_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    (tmp_path / "last.ckpt").write_bytes(archive(STATE))
+    monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", "100")
+    with pytest.raises(ValueError, match=r"bytes once read, above the limit of 100 \(set LIGHTNING_FCL_MAX_BYTES"):
+        read_checkpoint(lambda path: pytest.fail("it was read"), tmp_path / "last.ckpt")
+
+
 @pytest.fixture
 def afar(serve, monkeypatch, tmp_path):
     """Serves a checkpoint, and lets downloads be kept below ``tmp_path``."""

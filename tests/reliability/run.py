@@ -38,11 +38,8 @@ CASES: dict[str, tuple[Callable[[Campaign, random.Random, Path], Outcome], int, 
     "disks": (endings.fill, 10, "No file may grow beyond a random size; then there is room, and it is started again."),
     "checkpoints": (damage.checkpoint_byte, 250, "A byte of a checkpoint changes, from which a fit then goes on."),
     "results": (damage.results_byte, 250, "A byte changes in a file of a finished search, which is started again."),
-    "folders": (
-        damage.copied_run,
-        40,
-        "A run's folder is copied, its files have other times; the copy goes on.",
-    ),
+    "folders": (damage.copied_run, 40, "A run's folder is copied, its files have other times; the copy goes on."),
+    "data": (damage.data_file, 100, "A recipe's data are cut off, change in a bit, or claim to be of gigabytes."),
     "recipes": (recipes.mutated_recipe, 500, "One to three places of a recipe change (hypothesis)."),
     "registries": (
         doors.evil_registry_of,

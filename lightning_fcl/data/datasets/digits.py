@@ -8,6 +8,7 @@ import numpy as np
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import require
+from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
 
 _SKLEARN = find_spec("sklearn")
@@ -49,6 +50,7 @@ def load(root: str | Path | None = None) -> Arrays:
 
     Raises:
         ModuleNotFoundError: If scikit-learn is not installed.
+        ValueError: If its file is damaged.
 
     Example:
         >>> data = load()
@@ -57,7 +59,9 @@ def load(root: str | Path | None = None) -> Arrays:
     """
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")
-    table = np.loadtxt(SOURCE.find(root)[1], delimiter=",")  # importing scikit-learn for it would take seconds
+    path = SOURCE.find(root)[1]
+    with reading(path, "to hold the digits of scikit-learn", "Run `pip install --force-reinstall scikit-learn`."):
+        table = np.loadtxt(path, delimiter=",")  # importing scikit-learn for it would take seconds
     return Arrays(
         x=(table[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32),
         y=table[:, -1].astype(np.int64),

@@ -1,26 +1,80 @@
-"""Files of data sets, read with checks: arrays of npz files without pickles, lines of text, numbered files."""
+"""Files of data sets, read with checks and limits: arrays of npz files, lines of text, numbered files."""
 
+import math
 import re
-import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-AGAIN = "Delete this copy and get the file again."
+from lightning_fcl.hub.reading import AGAIN, check_members, check_size, reading
+
+Wanted = Mapping[str, tuple[str, tuple[int | str, ...]]]
 
 _CONTENTS = {"f": "floats", "iu": "integers", "biu": "integers", "iuf": "numbers", "U": "text", "pixels": "images"}
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, TypeError, AttributeError, RuntimeError)
+_CONTENTS |= {"iuU": "integers or text", "biufU": "numbers or text"}
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_HEADER = 1000  # characters of an array's header; those of numbers and text have some 100
+
+TEXT = 40
+"""Bytes of memory for a byte of text, at most: a line of one digit is a string of 64 bytes with 9 to point to it."""
 
 
-def read_npz(
-    path: Path, wanted: Mapping[str, tuple[str, tuple[int | str, ...]]], remedy: str = AGAIN
-) -> dict[str, NDArray[Any]]:
-    """Read arrays of an npz file and check their kinds and shapes.
+def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
+    """Read arrays of numbers and text of an npz file, with its checksums compared.
+
+    Nothing is unpacked of a file that claims to be larger than is plausible, see
+    `lightning_fcl.hub.reading.check_size`, nor of an array that claims another size than its file has.
+
+    Args:
+        path: The file.
+        names: The arrays.
+        remedy: What to do with a damaged copy.
+
+    Returns:
+        Those of the arrays that are there.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no sound npz file, or too large.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.npz"
+        >>> np.savez(path, x=np.zeros(3), y=np.ones(2))
+        >>> read_arrays(path, ["y", "z"])
+        {'y': array([1., 1.])}
+    """
+    with reading(path, "to be a sound npz file without pickles", remedy), ZipFile(path) as archive:
+        check_members(archive, path.stat().st_size)
+        found = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        for member in archive.infolist():  # lest one is overlooked: its name is compared with its other place
+            if member.comment:
+                raise BadZipFile(f"a comment to {member.filename}, which may be other members")
+            archive.open(member).close()
+        return {name: _array(archive, found[name]) for name in names if name in found}
+
+
+def _array(archive: ZipFile, member: ZipInfo) -> NDArray[Any]:
+    with archive.open(member) as file:
+        shape, _, dtype = _HEADERS[npy.read_magic(file)](file, max_header_size=_HEADER)
+        size = math.prod(shape) * dtype.itemsize
+        fits = size + file.tell() == member.file_size and (size or shape[:1] == (0,))  # no bytes fit any number
+        if not fits and not dtype.hasobject:  # NumPy refuses objects by itself
+            raise ValueError(f"{dtype} of shape {shape} in the {member.file_size} bytes of {member.filename}")
+    with archive.open(member) as file:
+        array: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+        file.read()  # the checksum is compared at the end
+    return array
+
+
+def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
+    """Read arrays of an npz file, as `read_arrays` does, and check their kinds and shapes.
 
     Args:
         path: The file.
@@ -32,7 +86,8 @@ def read_npz(
         The wanted arrays.
 
     Raises:
-        ValueError: If the file is no sound npz file, lacks an array or holds another kind or shape.
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no sound npz file or too large, lacks an array or holds another kind or shape.
 
     Example:
         >>> import tempfile
@@ -41,16 +96,31 @@ def read_npz(
         >>> sorted(read_npz(path, {"x": ("f", ("n", 2)), "y": ("iu", ("n",))}))
         ['x', 'y']
     """
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [name for name in wanted if name not in archive]
-            arrays = {name: archive[name] for name in wanted if name not in missing}
-    except _BROKEN as error:
-        raise ValueError(
-            f"Expected {path} to be a sound npz file without pickles but got: {error}. {remedy}"
-        ) from error
-    if missing:
+    arrays = read_arrays(path, wanted, remedy)
+    if missing := [name for name in wanted if name not in arrays]:
         raise ValueError(f"Expected {path} to hold an array {missing[0]!r} but it does not. {remedy}")
+    check_arrays(path, arrays, wanted, remedy)
+    return arrays
+
+
+def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted, remedy: str = AGAIN) -> None:
+    """Refuse arrays of other kinds and shapes than those that are wanted.
+
+    Args:
+        path: Their file, for messages.
+        arrays: All of the wanted.
+        wanted: As `read_npz` has it.
+        remedy: What to do.
+
+    Raises:
+        ValueError: If one is of another kind or shape.
+
+    Example:
+        >>> check_arrays(Path("a.npz"), {"x": np.zeros(3)}, {"x": ("iu", ("n",))})
+        Traceback (most recent call last):
+        ValueError: Expected `x` of a.npz to hold integers of shape (3,) but got float64 of shape (3,). Delete this \
+copy and get the file again.
+    """
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in wanted.items():
         found, dtype = arrays[name].shape, arrays[name].dtype
@@ -64,7 +134,6 @@ def read_npz(
             problem = f"uint8 images but got {len(arrays[name])} of {dtype}"
         if problem:
             raise ValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}")
-    return arrays
 
 
 def in_range(
@@ -116,7 +185,7 @@ def read_lines(path: Path, remedy: str, at_most: int | None = None, errors: str 
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no text or has no lines.
+        ValueError: If it is no text, too large or has no lines.
 
     Example:
         >>> import tempfile
@@ -125,14 +194,10 @@ def read_lines(path: Path, remedy: str, at_most: int | None = None, errors: str 
         >>> read_lines(path, "Get it again.")
         ['n01443537', 'n01629819']
     """
-    try:
-        with path.open(encoding="utf-8", errors=errors) as file:
-            lines = islice(iter(lambda: file.readline(1_000_000), ""), at_most)
-            found = [line.rstrip() for line in lines if line.strip()]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {remedy}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected {path} to be a text file but got: {error}. {remedy}") from error
+    with reading(path, "to be a text file", remedy), path.open(encoding="utf-8-sig", errors=errors) as file:
+        check_size(0 if at_most else TEXT * path.stat().st_size)
+        lines = islice(iter(lambda: file.readline(1_000_000), ""), at_most)
+        found = [line.rstrip() for line in lines if line.strip()]
     if not found:
         raise ValueError(f"Expected {path} to have lines but it is empty. {remedy}")
     return found

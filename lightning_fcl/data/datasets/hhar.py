@@ -26,6 +26,7 @@ from lightning_fcl.data.datasets.series import (
     stretches,
 )
 from lightning_fcl.errors import one_of, require
+from lightning_fcl.hub.reading import check_size, reading
 from lightning_fcl.hub.source import Layout, Source
 
 if TYPE_CHECKING:
@@ -221,17 +222,12 @@ def _recordings(folder: Path, models: tuple[str, ...], rate: float, features: st
 def _read(path: Path, models: tuple[str, ...]) -> dict[_Owner, _Sensor]:
     pd = require("pandas", "reads large CSV files in pieces")
     parts: dict[_Owner, list[_Sensor]] = {}
-    try:
+    with reading(path, f"to hold whole rows of {', '.join(_COLUMNS)}", SOURCE.remedy):
+        check_size(path.stat().st_size)
         # The files are too large to be held as text, and `null` is a name here.
         with pd.read_csv(path, usecols=list(_COLUMNS), dtype=_COLUMNS, na_filter=False, chunksize=1_000_000) as reader:
             for table in reader:
                 _gather(table, models, parts)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {SOURCE.remedy}") from error
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(
-            f"Expected {path} to hold whole rows of {', '.join(_COLUMNS)} but got: {error}. {SOURCE.remedy}"
-        ) from error
     return {owner: _ordered(pieces) for owner, pieces in parts.items()}
 
 

@@ -1,7 +1,6 @@
 """Images: read with checks, resized and stacked, as pixels with the scale of photographs or as scaled grey faces."""
 
 import math
-import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import AGAIN
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import one_of, require
+from lightning_fcl.hub.reading import AGAIN, check_size, reading
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
@@ -22,8 +21,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 # What an image of 8 bits per channel is to Pillow, by what is made of it; a few photographs of ImageNet are CMYK.
 _MODES = {"L": ("L", "RGB"), "RGB": ("L", "RGB", "CMYK")}
-# A damaged header can end in most of these, whatever the format.
-_BROKEN = (ArithmeticError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError, struct.error)
+# What people's own photographs are; others, such as EPS, would have another program called.
+_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _STEP = 1024
 
 
@@ -67,13 +66,14 @@ def check_faces(size: Sequence[int], normalize: str) -> None:
 
 
 def read_image(
-    path: Path, file_format: str, mode: Literal["L", "RGB"], shape: tuple[int, int] | None = None
+    path: Path, file_format: str | None, mode: Literal["L", "RGB"], shape: tuple[int, int] | None = None
 ) -> NDArray[np.uint8]:
-    """Read an image of 8 bits per channel.
+    """Read an image of 8 bits per channel; the checksums that a PNG file has are compared.
 
     Args:
         path: The file.
         file_format: The only format that is read, by Pillow's name: "JPEG", "PNG", or "PPM", to which PGM belongs.
+            None: any usual format, of any depth.
         mode: ``"RGB"``: in colour, grey becomes three equal channels; ``"L"``: as grey, colours become ITU-R 601-2
             luma.
         shape: Height and width that the image must have. They stand in its header, so that a wrong image of any size
@@ -83,7 +83,8 @@ def read_image(
         The pixels, of shape (height, width, 3) in colour or (height, width) as grey.
 
     Raises:
-        ValueError: If the file cannot be read, is cut short, or has another size or depth.
+        FileNotFoundError: If the file is missing.
+        ValueError: If it cannot be read, is cut short, too large, or has another size or depth.
 
     Example:
         >>> import tempfile
@@ -93,15 +94,18 @@ def read_image(
         [[[97, 98, 99], [100, 101, 102]]]
     """
     require("PIL.Image", "reads images")
-    from PIL import Image
+    from PIL import Image, PngImagePlugin
 
-    try:
-        with Image.open(path, formats=[file_format]) as image:
-            found, its_mode = (image.height, image.width), image.mode
-            fits = shape in (None, found) and its_mode in _MODES[mode]
-            pixels = np.asarray(image.convert(mode)) if fits else np.empty(0, np.uint8)
-    except (*_BROKEN, Image.DecompressionBombError) as error:
-        raise ValueError(f"Expected {path} to be a whole {file_format} image but got: {error}. {AGAIN}") from error
+    formats = [file_format] if file_format else list(_FORMATS)
+    with reading(path, f"to be a whole {' or '.join(formats)} image"), Image.open(path, formats=formats) as image:
+        found, its_mode = (image.height, image.width), image.mode
+        check_size(4 * image.height * image.width, path.stat().st_size)
+        fits = shape in (None, found) and (file_format is None or its_mode in _MODES[mode])
+        if image.format == "PNG":
+            with path.open("rb") as file:
+                file.seek(8)  # to the first chunk; loading compares the checksums of some only
+                PngImagePlugin.ChunkStream(file).verify()
+        pixels = np.asarray(image.convert(mode)) if fits else np.empty(0, np.uint8)
     if not fits:
         size = "" if shape is None else f"of height {shape[0]} and width {shape[1]} "
         raise ValueError(

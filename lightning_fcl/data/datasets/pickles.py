@@ -1,12 +1,16 @@
 """Pickles of arrays that may call nothing."""
 
 import math
+import mmap
 import pickle
+import pickletools
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_fcl.hub.reading import AGAIN, check_size, reading
 
 _ADMITTED = {
     **{(f"numpy.{core}.multiarray", name): name for core in ("core", "_core") for name in ("_reconstruct", "scalar")},
@@ -18,14 +22,10 @@ _NUMBERS = {
     f"{kind}{size}" for kind, sizes in {"b": "1", "i": "1248", "u": "1248", "f": "248"}.items() for size in sizes
 }
 
-# A damaged pickle can end in nearly any built-in error; the machine's own (memory, interrupt) are not among them.
-_BROKEN = (
-    *(ArithmeticError, AttributeError, EOFError, ImportError, LookupError, OSError, RecursionError),
-    *(pickle.UnpicklingError, TypeError, ValueError),
-)
+_OBJECT = 256  # bytes that an opcode makes at most, beside its argument: those of an empty set
 
 
-def read_pickle(path: Path, remedy: str = "Get it again.") -> Any:
+def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
     """Read a pickle of numbers, strings, lists, dicts and NumPy arrays of numbers; refuse every other.
 
     What the file wants called is only noted down, never called; from the notes, arrays are built afterwards, if they
@@ -40,8 +40,8 @@ def read_pickle(path: Path, remedy: str = "Get it again.") -> Any:
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If the file wants anything but arrays of numbers, is cut short or is no pickle; the message names
-            the refused global and the file.
+        ValueError: If the file wants anything but arrays of numbers, is cut short, no pickle or claims to be larger
+            than is plausible; the message names the refused global and the file.
 
     Example:
         >>> import tempfile
@@ -52,23 +52,27 @@ def read_pickle(path: Path, remedy: str = "Get it again.") -> Any:
         >>> _ = path.write_bytes(pickle.dumps(print))
         >>> read_pickle(path)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: Expected ...a.pkl to hold arrays of numbers only but it asks for `builtins.print`, ...
+        ValueError: Expected ...a.pkl to be a whole pickle ... but got: `builtins.print`, which could run any code. ...
     """
-    try:
-        with path.open("rb") as file:
-            return _built(_Notes(file, encoding="latin1").load())
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"Expected the file {path} but it is missing. {remedy}") from error
-    except _RefusedError as refused:
-        raise ValueError(f"Expected {path} to hold arrays of numbers only but it {refused}") from None
-    except _BROKEN as error:
-        raise ValueError(
-            f"Expected {path} to be a whole pickle but got {type(error).__name__}: {error}. {remedy}"
-        ) from error
+    with reading(path, "to be a whole pickle of numbers", remedy), path.open("rb") as file:
+        if not path.stat().st_size:
+            raise ValueError("an empty file")
+        # Of a file that is mapped no more can be asked for than is there.
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _check(content)
+            content.seek(0)
+            return _built(_Notes(content, encoding="latin1").load(), {})
 
 
-class _RefusedError(Exception):
-    """What a pickle asks for and does not get."""
+def _check(content: mmap.mmap) -> None:
+    """Refuse what claims more than is there, before room is made for it."""
+    size = len(content)
+    for number, (opcode, value, place) in enumerate(pickletools.genops(cast(IO[bytes], content))):
+        if not number % 1000:
+            check_size(size + _OBJECT * number, size)
+        # Memories are numbered one by one, and the unpickler makes room for all up to the highest.
+        if opcode.name.endswith("PUT") and (value or 0) > (place or 0):
+            raise ValueError(f"a memory of number {value} at byte {place}")
 
 
 class _Call:
@@ -102,35 +106,48 @@ class _Notes(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
-            raise _RefusedError(
-                f"asks for `{module}.{name}`, which could run any code. Use the publishers' own file, and delete this "
-                "one if you do not know who made it."
-            )
+            raise ValueError(f"`{module}.{name}`, which could run any code")
         return _Global(_ADMITTED[module, name])
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _RefusedError("refers to objects outside of itself. Use the publishers' own file.")
+        raise ValueError("objects outside of itself")
 
 
-def _built(value: Any) -> Any:
+def _built(value: Any, done: dict[object, Any]) -> Any:
+    """What notes stand for; what is noted twice is built once, as a small file could grow without an end."""
+    if id(value) not in done:
+        done[id(value)] = _build(value, done)
+    return done[id(value)]
+
+
+def _build(value: Any, done: dict[object, Any]) -> Any:
     if isinstance(value, dict):
-        return {_built(key): _built(entry) for key, entry in value.items()}
+        return {_built(key, done): _built(entry, done) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_built(entry) for entry in value)
+        return type(value)(_built(entry, done) for entry in value)
     if not isinstance(value, _Call):
         return value
     if value.name == "_reconstruct":
         _, shape, dtype, fortran, raw = value.state
-        return _array(raw, _dtype(dtype), tuple(shape), "F" if fortran else "C")
+        return _array(_dtype(dtype), tuple(shape), "F" if fortran else "C", _bytes(raw, done))
     if value.name == "scalar":
-        return _array(value.args[1], _dtype(value.args[0]), (), "C")[()]
-    if value.name == "encode":
-        return _bytes(value)
+        return _array(_dtype(value.args[0]), (), "C", _bytes(value.args[1], done))[()]
+    if value.name == "encode" and value.args[1:] in (("latin1",), ("latin-1",)):
+        return _bytes(value.args[0], done)
     raise ValueError(f"a bare {value.name}")
 
 
-def _array(raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any) -> NDArray[Any]:
-    content = _bytes(raw)
+def _bytes(raw: Any, done: dict[object, Any]) -> bytes:
+    content = _built(raw, done)
+    if isinstance(content, bytes):
+        return content
+    key = id(content), "bytes"  # of a string, as Python 2 has written bytes
+    if key not in done:
+        done[key] = str.encode(content, "latin1")
+    return bytes(done[key])
+
+
+def _array(dtype: np.dtype[Any], shape: tuple[int, ...], order: Any, content: bytes) -> NDArray[Any]:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(content)} bytes for {dtype} of shape {shape}")
     return np.frombuffer(content, dtype).reshape(shape, order=order)
@@ -139,11 +156,5 @@ def _array(raw: Any, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any) -
 def _dtype(call: Any) -> np.dtype[Any]:
     code, order = call.args[0], call.state[1] if call.state else "|"
     if call.name != "dtype" or code not in _NUMBERS or order not in ("<", ">", "|", "="):
-        raise _RefusedError(f"holds an array of type {str(code)!r}. Use the publishers' own file.")
+        raise ValueError(f"an array of type {str(code)!r}")
     return np.dtype(f"{order}{code}")
-
-
-def _bytes(raw: Any) -> bytes:
-    if isinstance(raw, _Call) and raw.name == "encode" and raw.args[1:] in (("latin1",), ("latin-1",)):
-        raw = raw.args[0]
-    return raw if isinstance(raw, bytes) else str.encode(raw, "latin1")

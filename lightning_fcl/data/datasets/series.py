@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import AGAIN, read_npz
+from lightning_fcl.data.datasets.files import read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, scaled, z_score
 from lightning_fcl.errors import one_of
+from lightning_fcl.hub.reading import AGAIN
 
 Scale = Literal["user", "causal", "none"]
 Sensor = tuple[str, str, float, float]  # a feature: its name, unit, least and largest value

@@ -9,7 +9,6 @@ today).
 import io
 import re
 import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, read_npz
+from lightning_fcl.data.datasets.files import TEXT, in_range, read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, moments, scaled
 from lightning_fcl.errors import one_of
+from lightning_fcl.hub.reading import check_members, check_size, reading
 from lightning_fcl.hub.source import Layout, Source
 
 _FOLDER = "UCI HAR Dataset"
@@ -64,7 +64,6 @@ _RATE = 50.0
 _STEPS = 128
 _SUBJECTS = 30
 _CLASSES = ("walking", "walking_upstairs", "walking_downstairs", "sitting", "standing", "laying")
-_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError)
 
 
 def load(
@@ -163,15 +162,16 @@ def _from_npz(path: Path, sensors: Sequence[str]) -> Arrays:
 
 def _inside(path: Path) -> zipfile.Path:
     """The folder inside the zip, or inside the zip in it."""
-    try:
+    with reading(path, "to be a sound zip file", SOURCE.remedy):
+        check_size(size := path.stat().st_size)
         archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+        check_members(archive, size)
         for name in archive.namelist():
             if PurePosixPath(name).name == _INNER:
                 archive = zipfile.ZipFile(io.BytesIO(archive.read(name)))
+                check_members(archive, size)
                 break
         return zipfile.Path(archive, f"{_FOLDER}/")
-    except _BROKEN as error:
-        raise ValueError(f"Expected {path} to be a sound zip file but got: {error}. {SOURCE.remedy}") from error
 
 
 def _from_text(folder: Path | zipfile.Path, path: Path, sensors: Sequence[str]) -> Arrays:
@@ -200,11 +200,16 @@ def _from_text(folder: Path | zipfile.Path, path: Path, sensors: Sequence[str]) 
 
 
 def _read(folder: Path | zipfile.Path, path: Path, name: str) -> bytes:
+    place = folder.joinpath(name)
     try:
-        return folder.joinpath(name).read_bytes()
+        if isinstance(place, Path):  # of a zip file's members, the sizes are checked
+            check_size(TEXT * place.stat().st_size)
+        content = place.read_bytes()
+        check_size(TEXT * len(content))
+        return content
     except (FileNotFoundError, KeyError) as error:
         raise FileNotFoundError(f"Expected the file `{name}` in {path} but it is missing. {SOURCE.remedy}") from error
-    except _BROKEN as error:
+    except Exception as error:  # whatever a damaged file makes of its reader
         raise ValueError(f"Expected `{name}` in {path} to be readable but got: {error}. {SOURCE.remedy}") from error
 
 

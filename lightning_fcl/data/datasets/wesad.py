@@ -265,7 +265,7 @@ def _chest_start(path: Path) -> float:
         header = json.loads(next(line for line in head if line.startswith("# {"))[1:])
         _, minutes, seconds = next(iter(header.values()))["time"].split(":")
         return 60.0 * int(minutes) + float(seconds)
-    except (StopIteration, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StopIteration, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"Expected {path} to begin with a header that gives the start as `time` but got {head[:2]}. {SOURCE.remedy}"
         ) from error

@@ -159,7 +159,7 @@ def test_damaged_images_are_named(tmp_path, damage, name, put, refused):
 def test_a_missing_image_of_the_validation_set(tmp_path, put):
     path = put(tmp_path, FILES) / "val/images/val_2.JPEG"
     path.unlink()
-    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole JPEG image but got: [Errno 2]")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"Expected the file {path} but it is missing. Delete")):
         tinyimagenet.load(tmp_path)
 
 

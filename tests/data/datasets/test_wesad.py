@@ -242,7 +242,7 @@ def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
         assert place.exists()
         place.unlink()
     path = put_pickle(tmp_path, protocol=protocol, extra=evil)
-    message = rf"Expected {re.escape(str(path))} to hold arrays of numbers only but it asks for `\S+`, which could run"
+    message = rf"Expected {re.escape(str(path))} to be a whole pickle of numbers but got: `\S+`, which could run"
     with pytest.raises(ValueError, match=message):
         wesad.load(tmp_path)
     assert not place.exists()
@@ -250,7 +250,7 @@ def test_a_pickle_calls_nothing(tmp_path, attack, protocol):
 
 def test_arrays_of_objects_are_refused_even_when_harmless(tmp_path):
     path = put_pickle(tmp_path, extra=np.array([None, "a"], dtype=object))
-    with pytest.raises(ValueError, match=re.escape(f"{path} to hold arrays of numbers only but it holds an array of")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} to be a whole pickle of numbers but got: an array of")):
         wesad.load(tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_pickle_is_named(tmp_path, content):
     path = put_pickle(tmp_path)
     whole = path.read_bytes()
     path.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "text": b"hello"}[content])
-    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole pickle but got")):
+    with pytest.raises(ValueError, match=re.escape(f"Expected {path} to be a whole pickle of numbers but got")):
         wesad.load(tmp_path)
 
 

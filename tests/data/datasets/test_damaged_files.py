@@ -1,0 +1,241 @@
+"""Damaged files and bombs are refused in one message with the file's name, before they take memory."""
+
+import io
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_fcl.data.datasets import cifar100, core50, hhar
+from lightning_fcl.data.datasets.files import read_arrays, read_lines
+from lightning_fcl.data.datasets.images import read_image
+from lightning_fcl.data.datasets.pickles import read_pickle
+
+AGAIN = "Delete this copy and "
+
+
+def npz(compressed):
+    rng = np.random.default_rng(0)
+    columns = {"X": rng.normal(size=(2, 3, 128)).astype(np.float32), "y": np.array([0, 5]), "user": np.array([0, 8])}
+    buffer = io.BytesIO()
+    (np.savez_compressed if compressed else np.savez)(buffer, **columns)
+    return buffer.getvalue()
+
+
+def encoded(file_format, size=(32, 32)):
+    buffer = io.BytesIO()
+    Image.effect_noise(size, 40).convert("RGB").save(buffer, file_format)
+    return buffer.getvalue()
+
+
+LAYOUTS = {
+    "npz": (hhar, "windows.npz", npz(False)),
+    "compressed npz": (hhar, "windows.npz", npz(True)),
+    "PNG": (core50, "core50_32x32/s1/o1/C_01_01_000.png", encoded("PNG")),
+    "pickle": (cifar100, "meta", None),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, tmp_path, cifar, put):
+    """Writes bytes in place of a data set's file, and gives what it is then loaded as, or the message."""
+    module, name, content = LAYOUTS[request.param]
+    if module is cifar100:
+        put(tmp_path, cifar.files(cifar.contents))
+        content = (tmp_path / name).read_bytes()
+
+    def loaded(changed):
+        path = put(tmp_path / name, changed)
+        try:
+            data = module.load(tmp_path)
+        except ValueError as error:
+            assert str(path) in str(error)
+            return str(error)
+        # Pickles have no checksum: a name may come out as another.
+        return data.x.tobytes(), data.y.tolist(), str(data.client), module is cifar100 or data.classes
+
+    return content, loaded
+
+
+@pytest.mark.seconds
+def test_a_flipped_bit_is_refused_or_changes_nothing(layout):
+    content, loaded = layout
+    whole = loaded(content)
+    assert not isinstance(whole, str)
+    for bit in np.random.default_rng(0).integers(8 * len(content), size=300).tolist():
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        found = loaded(bytes(flipped))
+        assert found == whole or (isinstance(found, str) and AGAIN in found), f"bit {bit}"
+
+
+@pytest.mark.seconds
+def test_what_is_cut_off_is_refused(layout):
+    content, loaded = layout
+    for length in np.linspace(0, len(content) - 5, 50).astype(int).tolist():  # a PNG may lack its end's checksum
+        found = loaded(content[:length])
+        assert isinstance(found, str) and AGAIN in found, f"{length} of {len(content)} bytes"
+
+
+READERS = {
+    ".npz": lambda path: read_arrays(path, ["x"]),
+    ".png": lambda path: read_image(path, None, "RGB"),
+    ".pkl": read_pickle,
+    ".txt": lambda path: read_lines(path, f"{AGAIN}get it again."),
+}
+
+
+@pytest.mark.parametrize("suffix", READERS)
+def test_what_is_no_file_or_may_not_be_read_is_named(tmp_path, suffix, refused):
+    path, read = tmp_path / f"a{suffix}", READERS[suffix]
+    message = refused(read, path, error=FileNotFoundError)
+    assert message.startswith(f"Expected the file {path} but it is missing. {AGAIN}")
+    path.mkdir()
+    message = refused(read, path)
+    assert message.startswith(f"Expected {path} to be a ") and f" but got: a folder. {AGAIN}" in message
+    path.rmdir()
+    os.mkfifo(path)  # whoever opened it would wait for ever
+    assert " but got: a device" in refused(read, path)
+    path.unlink()
+    path.write_bytes(b"hello")
+    path.chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # whom permissions do not concern is somebody else for a moment
+    try:
+        message = refused(read, path)
+    finally:
+        os.seteuid(user)
+    assert message.startswith(f"Expected {path} to be a ") and "Permission denied" in message and AGAIN in message
+
+
+def member(header, claimed=None, zeros=0):
+    """An npz file with an array of this header and a number of zeros, whose directory claims a size."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open("x.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for _ in range(zeros // 10**6):
+                file.write(bytes(10**6))
+        archive.infolist()[0].file_size = claimed or archive.infolist()[0].file_size
+    return buffer.getvalue()
+
+
+def zipped(content):
+    """An npz file with these bytes for an array."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("x.npy", content)
+    return buffer.getvalue()
+
+
+def header(shape, dtype="|u1"):
+    return {"descr": dtype, "fortran_order": False, "shape": shape}
+
+
+def png(side):
+    chunks = [b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(bytes(99)), b"IEND"]
+    framed = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+def jpeg(side):
+    content = encoded("JPEG", (48, 48))
+    return content.replace(struct.pack(">HH", 48, 48), struct.pack(">HH", side, side))
+
+
+GIGABYTES = 2**40
+LIMIT = "LIGHTNING_FCL_MAX_BYTES"
+# Bytes, or the length of a file of zeros that lies nowhere on the disk; and what the message says.
+BOMBS = {
+    "directory.npz": (member(header((5,)), 5_600_000_000), f"{LIMIT} to raise it"),
+    "header.npz": (member(header((GIGABYTES, 2), "<f8")), f"float64 of shape ({GIGABYTES}, 2) in the 128 bytes"),
+    "nothing.npz": (member(header((GIGABYTES, 0))), f"uint8 of shape ({GIGABYTES}, 0) in the 128 bytes"),
+    "text.npz": (member(header((GIGABYTES,), "<U0")), f"<U0 of shape ({GIGABYTES},) in the 128 bytes"),
+    "long.npz": (member(header((), "-" * 9000)), "Header info length"),
+    "deep.npz": (zipped(np.lib.format.magic(1, 0) + b"\x84\x03{'descr': " + b"(" * 890), "but got: "),
+    "packing.npz": (npz(True).replace(b"\x08\x00", b"\x0e\x00"), "packed by method 14"),
+    "rgb.png": (png(60_000), "exceeds limit"),
+    "jpeg.png": (jpeg(60_000), "exceeds limit"),
+    "ppm.png": (b"P6 60000 60000 255\n", "exceeds limit"),
+    "frame.pkl": (b"\x80\x04\x95" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
+    "bytes.pkl": (b"\x80\x04\x8e" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
+    "bytearray.pkl": (b"\x80\x05\x96" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
+    "text.pkl": (b"\x80\x04\x8d" + struct.pack("<Q", GIGABYTES) + b"N.", "but got: "),
+    "memory.pkl": (b"\x80\x02Nr\xff\xff\xff\x7f.", "a memory of number 2147483647"),
+    "sparse.npz": (GIGABYTES, "but got: "),
+    "sparse.txt": (GIGABYTES, f"{LIMIT} to raise it"),
+}
+CHILD = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_damaged_files import READERS
+def status(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
+resource.setrlimit(resource.RLIMIT_AS, (1024 * status("VmSize") + 200_000_000,) * 2)
+before = status("VmHWM")
+for path in map(Path, sys.argv[2:]):
+    try:
+        READERS[path.suffix](path)
+        print("read")
+    except ValueError as error:
+        print(error)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to an amount of memory")
+def test_bombs_are_refused_before_they_take_memory(tmp_path):
+    bombs = {**BOMBS, "lying.npz": (member(header((872,)), 1000, zeros=400 * 10**6), "Bad CRC-32")}
+    for name, (content, _) in bombs.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(content) if isinstance(content, int) else file.write(content)
+    words = [sys.executable, "-c", CHILD, os.path.dirname(__file__), *(str(tmp_path / name) for name in bombs)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *messages, peak = done.stdout.splitlines()
+    for (name, (_, said)), message in zip(bombs.items(), messages, strict=True):
+        assert message.startswith(f"Expected {tmp_path / name} to be a ") and said in message and AGAIN in message
+    assert int(peak) < 50_000  # kB that were taken beside what Python and NumPy take
+
+
+def test_the_limit_is_raised_by_name(tmp_path, monkeypatch, refused):
+    (tmp_path / "a.npz").write_bytes(member(header((3 * 10**6,)), zeros=3 * 10**6))
+    (tmp_path / "a.png").write_bytes(encoded("PNG", (1000, 800)))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps([{} for _ in range(6_800)]))
+    (tmp_path / "a.txt").write_text("1\n" * 40_000)
+    for suffix, read in READERS.items():
+        path = tmp_path / f"a{suffix}"
+        for limit, fits in ((None, True), ("4000000", True), ("3000000", False), ("3 GB", False)):
+            monkeypatch.setenv(LIMIT, limit) if limit else monkeypatch.delenv(LIMIT, raising=False)
+            if fits:
+                read(path)
+            else:
+                message = refused(read, path)
+                assert str(path) in message and LIMIT in message and limit in message
+
+
+def test_what_a_pickle_names_again_and_again_is_built_once(tmp_path):
+    path, laughs = tmp_path / "a.pkl", np.arange(3)
+    for _ in range(60):
+        laughs = [laughs, laughs]
+    path.write_bytes(pickle.dumps(laughs))
+    read = read_pickle(path)
+    for _ in range(60):
+        assert read[0] is read[1]
+        read = read[0]
+    np.testing.assert_array_equal(read, np.arange(3))
+
+
+def test_an_image_of_a_format_that_calls_programs_is_refused(tmp_path, refused):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+    (tmp_path / "a.eps").rename(tmp_path / "a.png")
+    assert "cannot identify image file" in refused(READERS[".png"], tmp_path / "a.png")
