@@ -283,7 +283,7 @@ def test_seeds(monkeypatch):
         (lambda: FederatedStream(num_workers=-1), "Expected `num_workers` to be at least 0 but got -1."),
         (
             lambda: ClassIncremental(rounds_per_experience=0),
-            "Expected `rounds_per_experience` to be at least 1 but got 0.",
+            "Expected `rounds_per_experience` to be between 1 and 1000000 but got 0.",
         ),
         (
             lambda: FederatedStream(partition="fair"),

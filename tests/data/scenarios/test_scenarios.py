@@ -452,7 +452,7 @@ def test_odfcl_does_not_mind_labels_that_nobody_has():
         ({"base": 0}, "Expected `base` to be at least 1 but got 0."),
         ({"sessions": 0}, "Expected `sessions` to be at least 1 but got 0."),
         ({"nodes": 0}, "Expected `nodes` to be at least 1 but got 0."),
-        ({"rounds_per_session": 0}, "Expected `rounds_per_session` to be at least 1 but got 0."),
+        ({"rounds_per_session": 0}, "Expected `rounds_per_session` to be between 1 and 1000000 but got 0."),
         ({"pretrain_per_class": -1}, "Expected `pretrain_per_class` to be at least 0 but got -1."),
         (
             {"people": 9},
