@@ -176,6 +176,7 @@ class FederatedCLI(LightningCLI):
     def before_fit(self) -> None:
         """Train for all rounds of the stream where the recipe does not say; note when the fit began."""
         if self.config["fit"]["trainer"]["max_epochs"] is None:
+            self.datamodule.trainer = self.trainer
             self.datamodule.setup("fit")
             self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
         self._began = time.monotonic()
