@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fcl.callbacks.pretrain import fit_alone
-from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
+from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import require
@@ -123,6 +123,7 @@ class BaseSession(Callback):
             self.freeze(network)
             return
         stream = _checked(network, stream)
+        refuse_transfer_hook(pl_module, stream, type(self).__name__)
         self._train(network, stream, trainer)
         images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)

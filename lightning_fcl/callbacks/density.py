@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.attached import need_stream, transfer_batch
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.protocol import need_federation
@@ -100,7 +100,7 @@ class ActivationDensity(Callback):
         # A data set's own code may draw random numbers, which training must not notice.
         with isolate_rng(), evaluating(module), precision.forward_context():
             for start in range(0, len(test), _BATCH):
-                x = stream.take(test[start : start + _BATCH])[0].to(module.device)
+                x = transfer_batch(trainer, stream.samples.take(test[start : start + _BATCH], "test"))[0]
                 first = cell[None, start : start + _BATCH, None] * bins
                 for states in module.reservoir.blocks(precision.convert_input(x)):
                     counts += torch.bincount((first + _bin_of(states, bins)).flatten(), minlength=len(counts))

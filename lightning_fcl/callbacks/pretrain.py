@@ -9,9 +9,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_fcl.data.attached import need_stream
+from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.randomness import seed_of
 
 
@@ -43,6 +45,9 @@ class Pretrain(Callback):
         stream = need_stream(trainer)
         torch.manual_seed(seed_of(stream.seed, "pretrain"))
         pupil = copy.deepcopy(pl_module)
+        for hook in TRANSFER_HOOKS:
+            if is_overridden(hook, stream):
+                setattr(pupil, hook, getattr(stream, hook))
         fit_alone(pupil, stream.pretrain_dataloader(), self.epochs, trainer, trainer.precision)
         pl_module.load_state_dict(pupil.state_dict())
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fcl.data.attached import transfer_batch
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.continual import Tasks, part_name
@@ -41,6 +42,7 @@ class Tester:
         group: The group of each, shape (n,).
         groups: How many groups there are.
         prepared: Makes samples of what is stored; None: it is samples.
+        batch_size: Samples that are predicted at once.
     """
 
     x: Tensor
@@ -48,14 +50,24 @@ class Tester:
     group: Tensor
     groups: int
     prepared: Callable[[Tensor], Tensor] | None = None
+    batch_size: int = _BATCH
 
     @classmethod
     def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
         """Some samples of a stream; ``alike``: all in one group."""
-        x, y = (part.to(device) for part in stream.samples.stored(samples)[:2])
+        part = "validation" if samples is stream.plan.validation else "test"
+        stored = stream.samples.stored(samples, part)
+        if not (isinstance(stored, list) and len(stored) > 1 and all(isinstance(one, Tensor) for one in stored[:2])):
+            raise TypeError(
+                f"Expected pairs of samples and targets to measure on but got a {type(stored).__name__}. Log what you "
+                "measure in `test_step`, and use `trainer.test`."
+            )
+        x, y = (values.to(device) for values in stored[:2])
+        loading = stream.samples.loaders.get(part)
         group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
         number = 1 if alike else len(stream.group_names)
-        return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared)
+        size = _BATCH if loading is None else loading.batch_size
+        return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared, size)
 
     def among(self, groups: Iterable[int]) -> Tester:
         """The samples of some groups."""
@@ -72,9 +84,10 @@ class Tester:
         """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluating(module), precision.forward_context(), predicting(module):
-            parts = (torch.split(values, _BATCH) for values in (self.x, self.y, self.group))
+            parts = (torch.split(values, self.batch_size) for values in (self.x, self.y, self.group))
             for part, label, where in itertools.islice(zip(*parts, strict=True), first, None, every):
                 part = precision.convert_input(part if self.prepared is None else self.prepared(part))
+                part, label = transfer_batch(module.trainer, [part, label])[:2]
                 if isinstance(module, Classifier):
                     yield module.mask_logits(module.outputs_by_task(part, label), label), label, where
                 else:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.errors import did_you_mean
 
 T = TypeVar("T")
@@ -48,6 +49,21 @@ def refuse_renamed(name: str, old: Mapping[str, object], known: Iterable[str]) -
     for argument in old:
         hint = f" Write {RENAMED[argument]}." if argument in RENAMED else did_you_mean(argument, known)
         raise TypeError(f"Expected an argument of `{name}` but got `{argument}`.{hint}")
+
+
+def refuse_dealt(scenario: Scenario, **given: object) -> None:
+    """Refuse the ``partition``, ``client`` or ``split`` that a scenario has no use for.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for argument, value in given.items():
+        dealt, what = (scenario.own_split, "tests") if argument == "split" else (scenario.own_clients, "clients")
+        if dealt and value is not None:
+            raise ValueError(
+                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
+                f"{value}. Leave it out."
+            )
 
 
 def new_name(message: str) -> str:

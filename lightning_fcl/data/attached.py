@@ -1,10 +1,14 @@
-"""What is attached to a Trainer and has no type there: its callbacks, and the stream it trains on."""
+"""What is attached to a Trainer and has no type there: its callbacks, the stream it trains on, and their hooks."""
 
 from __future__ import annotations
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.data_module import TRANSFER_HOOKS
 from lightning_fcl.data.stream import FederatedStream
 
 
@@ -41,3 +45,37 @@ def need_stream(trainer: L.Trainer) -> FederatedStream:
         given = trainer.datamodule  # type: ignore[attr-defined]
         raise ValueError(f"Expected a `FederatedStream` as the Trainer's `datamodule` but got {given}.")
     return stream
+
+
+def transfer_batch(trainer: L.Trainer, batch: Batch) -> Batch:
+    """A batch to test on as a Trainer hands it to its module: on the device, through the hooks of data and module."""
+    data, stage = trainer.datamodule, trainer.state.stage  # type: ignore[attr-defined]
+    owner = data if is_overridden(TRANSFER_HOOKS[0], data) else trainer.lightning_module
+    trainer.state.stage = RunningStage.TESTING
+    try:
+        return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
+    finally:
+        trainer.state.stage = stage
+
+
+def transfer_hook(module: L.LightningModule, stream: FederatedStream) -> str | None:
+    """Who overrides a hook that batches go through on their way to a module, in words; None: nobody."""
+    for owner in (stream.data, stream, module):
+        if isinstance(owner, L.LightningDataModule | L.LightningModule):
+            for hook in TRANSFER_HOOKS:
+                if is_overridden(hook, owner):
+                    return f"`{type(owner).__name__}` overrides `{hook}`"
+    return None
+
+
+def refuse_transfer_hook(module: L.LightningModule, stream: FederatedStream, who: str) -> None:
+    """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them.
+
+    Raises:
+        ValueError: If there is such a hook.
+    """
+    if hook := transfer_hook(module, stream):
+        raise ValueError(
+            f"Expected samples that reach the module as they are for `{who}`, which shows it some beside the batches, "
+            f"but {hook}. Do in the data set's own transform what it does."
+        )

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fcl.randomness import start_randomness
 
@@ -21,6 +21,25 @@ Batch = Any
 """A batch as a data set makes it: often ``[x, y]``, but any nest of lists, dicts and tensors."""
 
 Take = Callable[[NDArray[np.int64]], Any]
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a loader reads samples and makes batches of them: arguments of torch's `DataLoader`, with their meaning."""
+
+    batch_size: int
+    shuffle: bool = False
+    drop_last: bool = False
+    num_workers: int = 0
+    pin_memory: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    collate_fn: Collate = default_collate
+
+    def loader(self, data: Dataset[Any]) -> DataLoader[Any]:
+        """A loader of a data set."""
+        return DataLoader(data, **vars(self))
 
 
 def round_half_up(value: float) -> int:
@@ -78,13 +97,21 @@ class _Requested(Dataset[Any]):
         return request.read(self.take)
 
 
-def read(take: Take, requests: Iterable[Request], num_workers: int = 0) -> Iterator[Any]:
+def read(
+    take: Take,
+    requests: Iterable[Request],
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    worker_init_fn: Callable[[int], None] | None = None,
+) -> Iterator[Any]:
     """What requests ask for, in their order.
 
     Args:
         take: Reads samples at some indices and stacks them.
         requests: Consumed as they are read; by workers, some ahead.
         num_workers: Processes that read; 0: this one.
+        pin_memory: As in torch's `DataLoader`, of what workers have read.
+        worker_init_fn: As there.
     """
     if not num_workers:
         return (request.read(take) for request in requests)
@@ -96,6 +123,8 @@ def read(take: Take, requests: Iterable[Request], num_workers: int = 0) -> Itera
         sampler=requests,
         num_workers=num_workers,
         collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        worker_init_fn=worker_init_fn,
         generator=generator,
     )
     return _from_workers(loader)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import lightning.pytorch as L
 import torch
 
-from lightning_fcl.data.batches import Request, batches, read
+from lightning_fcl.data.batches import Request, batches
 from lightning_fcl.data.client_round import current_round
 from lightning_fcl.data.orders import Batching, IntArray, order_keys, plan_batches
-from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios.scenario import Plan
 
 
@@ -22,8 +21,6 @@ class ClientData(Protocol):
     batch_size: int
     shuffle: bool
     drop_last: bool
-    num_workers: int
-    samples: Samples
 
     @property
     def plan(self) -> Plan:
@@ -39,6 +36,9 @@ class ClientData(Protocol):
 
     def take(self, indices: IntArray) -> Any:
         """The samples at ``indices`` and their targets, stacked."""
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """The batches that requests ask for."""
 
 
 Data = TypeVar("Data", bound=ClientData)
@@ -77,4 +77,4 @@ class ClientLoader(Generic[Data]):
             yield from batches(stream.take(rows), [torch.from_numpy(chosen) for chosen in plan])
             return
         requests = (Request.of(rows[chosen], stream.seed, client, round, 0, step) for step, chosen in enumerate(plan))
-        yield from read(stream.samples.take, requests, stream.num_workers)  # spawned workers need no Trainer
+        yield from stream.read(requests)

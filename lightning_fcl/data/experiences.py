@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset
 
+from lightning_fcl.data.arguments import named
 from lightning_fcl.data.samples import Samples, all_seen, of_anything
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
@@ -62,3 +64,18 @@ def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | Non
     classes = [sorted(set(part.tolist())) for part in np.split(samples.labels[: ends[-1]], ends[:-1])]
     alone = len({label for labels in classes for label in labels}) == sum(map(len, classes))
     return samples, classes if alone else None
+
+
+def scenario_of(order: Sequence[Sequence[int]] | None, scenario: Scenario | str | None) -> Scenario:
+    """The scenario of experiences, with their classes where no class comes twice.
+
+    Args:
+        order: The classes of each experience, or None.
+        scenario: One with other arguments; default: `ClassIncremental` or, without such classes, `DomainIncremental`.
+    """
+    default: Scenario = DomainIncremental() if order is None else ClassIncremental()
+    scenario = default if scenario is None else named("scenario", scenario, Scenario.__subclasses__())
+    if not isinstance(scenario, ClassIncremental) or order is None:
+        return scenario
+    flat = [label for labels in order for label in labels]
+    return replace(scenario, experiences=[len(labels) for labels in order], class_order=flat)

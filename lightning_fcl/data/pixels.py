@@ -1,4 +1,4 @@
-"""Images that are stored as uint8 and normalised when they are taken."""
+"""Images that are stored as uint8 and normalised when they are taken, and samples as data sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import IntArray
@@ -35,6 +35,13 @@ class PixelRows(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
         x, y = self.samples.take(self.indices[rows])
         return list(zip(x, y, strict=True))
+
+
+def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
+    """Some samples as a data set."""
+    if isinstance(samples.x, Dataset):
+        return Subset(samples.x, indices.tolist())
+    return TensorDataset(*samples.take(indices)) if samples.scale is None else PixelRows(samples, indices)
 
 
 def normalised(samples: Samples, mean: Any, std: Any) -> Samples:

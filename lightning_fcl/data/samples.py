@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, default_collate
 
+from lightning_fcl.data.batches import Collate, Loading
+from lightning_fcl.data.data_module import parts_of
 from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import did_you_mean
-
-Collate = Callable[[list[Any]], Any]
-
-# What data sets of dicts call the targets.
-_TARGETS = ("labels", "label", "targets", "target", "y")
+from lightning_fcl.data.targets import labelled, numbered, targets_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,7 @@ class Samples:
         validation: True for those of its own validation set.
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
         collate_fn: Makes a batch of a data set's items.
+        loaders: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
         measurement: What a device measured, and how the samples were made of that, or None.
         name: What messages call the data.
     """
@@ -69,6 +65,7 @@ class Samples:
     validation: NDArray[np.bool_] | None = None
     scale: tuple[Tensor, Tensor] | None = None
     collate_fn: Collate = default_collate
+    loaders: Mapping[str, Loading] = field(default_factory=dict)
     measurement: Measurement | None = None
     name: str = "the data"
 
@@ -80,18 +77,24 @@ class Samples:
         """The class of each sample, shape (n,); all 0 where targets are no classes."""
         return self.targets if self.classes else np.zeros(len(self), dtype=np.int64)
 
-    def take(self, indices: IntArray) -> Any:
-        """The samples at ``indices``, stacked: ``[x, y]``, or what a data set's items hold."""
+    def collate(self, part: str) -> Collate:
+        """What makes a batch of samples for ``"train"``, ``"validation"`` or ``"test"``."""
+        if not isinstance(self.x, Dataset):
+            return default_collate
+        return self.loaders[part].collate_fn if part in self.loaders else self.collate_fn
+
+    def take(self, indices: IntArray, part: str = "train") -> Any:
+        """The samples at ``indices``, stacked: ``[x, y]``, or what a data set's items hold; as they are for a part."""
         if isinstance(self.x, Dataset):
-            batch = self.collate_fn([self.x[int(i)] for i in indices])
+            batch = self.collate(part)([self.x[int(i)] for i in indices])
             return list(batch) if isinstance(batch, tuple) else batch
         x, y = self.stored(indices)
         return [self.prepared(x), y]
 
-    def stored(self, indices: IntArray) -> Any:
+    def stored(self, indices: IntArray, part: str = "test") -> Any:
         """As `take`, but pixels as they are stored, which `prepared` makes samples of."""
         if isinstance(self.x, Dataset):
-            return self.take(indices)
+            return self.take(indices, part)
         return [self.x[torch.from_numpy(indices)], torch.from_numpy(self.targets[indices])]
 
     def prepared(self, x: Tensor) -> Tensor:
@@ -114,18 +117,29 @@ def name_of(data: object) -> str:
     return data.name if isinstance(data, PublicData | Samples) else type(data).__name__
 
 
-def samples_of(data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule) -> Samples:
+def samples_of(
+    data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Samples:
     """The samples of whatever a `FederatedStream` takes as its data.
+
+    Args:
+        data: The data.
+        classes: Of a data set or data module, as `FederatedStream.from_arrays` has it.
+        seed: Seed of what a data module draws.
 
     Raises:
         ValueError: If the data set is not known, or a data module's loaders cannot be taken apart.
     """
+    if isinstance(data, L.LightningDataModule):
+        return _of_module(data, classes, seed)
+    if isinstance(data, Dataset):
+        return of_anything(data, classes=classes)
+    if classes is not None:
+        raise ValueError(f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.")
     if isinstance(data, Samples):
         return data
-    if isinstance(data, L.LightningDataModule):
-        return _of_module(data)
-    if isinstance(data, Dataset):
-        return of_anything(data)
     name, scale = "the data", None
     if not isinstance(data, str | PublicData | Arrays):
         raise TypeError(
@@ -170,10 +184,10 @@ def of_anything(
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
     own = y is None and dataset is not None
-    given = _targets(dataset) if y is None and dataset is not None else y
-    targets, names = _labelled(given, classes)
-    if own and names and dataset is not None and not np.array_equal(np.asarray(given), targets):
-        dataset = Numbered(dataset, targets)
+    given = targets_of(dataset) if y is None and dataset is not None else y
+    targets, names = labelled(given, classes if classes is None else tuple(classes))
+    if own and names and dataset is not None:
+        dataset = numbered(dataset, given, targets)
     values = np.zeros((0,)) if dataset is not None else np.asarray(x)
     size = len(dataset) if dataset is not None else len(values)  # type: ignore[arg-type]  # a map-style data set
     owner, domain = (None if column is None else np.asarray(column) for column in (client, group))
@@ -186,122 +200,19 @@ def of_anything(
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
 
 
-def _labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample.
-
-    Raises:
-        ValueError: If a target is not finite, or is none of the ``classes``.
-        TypeError: If targets are neither numbers nor strings, or no labels though there are ``classes``.
-    """
-    given = np.asarray(y)
-    _require_targets(given)
-    numeric = given.dtype.kind in "biuf"
-    whole = given.dtype.kind != "f" or bool((given == np.floor(given)).all())
-    if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
-        if numeric and classes is not None:
-            return given.astype(np.int64), tuple(classes)
-        names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
-        return _numbers_of(given.astype(names.dtype), names), tuple(map(str, names))
-    if classes or not numeric:
-        what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
-        raise TypeError(
-            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
-        )
-    # As torch makes tensors of Python's numbers, and as models want them.
-    return given.astype(np.float32) if given.dtype == np.float64 else given, ()
-
-
-def _require_targets(given: NDArray[Any]) -> None:
-    """Refuse targets that are missing: not finite, or neither numbers nor strings."""
-    if given.dtype.kind == "O":
-        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
-    else:
-        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise ValueError(
-            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
-            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first."
-        )
-
-
-def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
-    """The number of each label among the names of the classes."""
-    unknown = sorted(set(labels.tolist()) - set(names.tolist()))
-    if unknown:
-        known = ", ".join(map(str, names))
-        raise ValueError(
-            f"Expected every label of `y` among the `classes` {known} but got {', '.join(map(str, unknown))}."
-            f"{did_you_mean(unknown[0], map(str, names))} Name every class."
-        )
-    order = np.argsort(names)
-    return order[np.searchsorted(names, labels, sorter=order)].astype(np.int64)
-
-
-class Numbered(Dataset[Any]):
-    """A data set whose items hold the numbers of their classes in place of their labels.
-
-    Args:
-        data: A map-style data set. Its items are sequences with the label second, or dicts with one.
-        numbers: The number of the class of each.
-    """
-
-    def __init__(self, data: Dataset[Any], numbers: IntArray) -> None:
-        self.data = data
-        self.targets = numbers
-
-    def __getitem__(self, index: int) -> Any:
-        item, number = self.data[index], int(self.targets[index])
-        if isinstance(item, Mapping):
-            name = next(name for name in _TARGETS if name in item)
-            return {**item, name: number}
-        return (item[0], number, *item[2:])
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-
-def _targets(dataset: Dataset[Any]) -> Any:
-    """The targets of a data set, without reading its samples where it tells them; none if items have none."""
-    if isinstance(dataset, Subset):
-        whole = np.asarray(_targets(dataset.dataset))
-        return whole[np.asarray(dataset.indices)] if len(whole) else whole
-    if isinstance(dataset, ConcatDataset):
-        parts = [np.asarray(_targets(part)) for part in dataset.datasets]
-        return np.concatenate(parts) if all(map(len, parts)) else []
-    told = getattr(dataset, "targets", None)
-    return _read_targets(dataset) if told is None else told
-
-
-def _read_targets(dataset: Dataset[Any]) -> list[Any]:
-    """The target of every item; none if an item has none, or they have several shapes."""
-    targets = []
-    with isolate_rng(include_cuda=False):
-        for index in range(len(dataset)):  # type: ignore[arg-type]  # map-style
-            item = dataset[index]
-            if isinstance(item, Mapping):
-                found = [item[name] for name in _TARGETS if name in item]
-            else:
-                found = [item[1]] if isinstance(item, Sequence) and len(item) > 1 else []
-            if not found:
-                return []
-            targets.append(np.asarray(found[0]))
-    return targets if len({target.shape for target in targets}) == 1 else []
-
-
-def _of_module(module: L.LightningDataModule) -> Samples:
+def _of_module(module: L.LightningDataModule, classes: Sequence[str] | None, seed: int) -> Samples:
     """The data sets behind a data module's loaders, one after the other."""
-    module.prepare_data()
-    loaders = {"train": _loader_of(module, "train")}
-    for part, hook in (("validation", "val"), ("test", "test")):
-        if is_overridden(f"{hook}_dataloader", module, L.LightningDataModule):
-            loaders[part] = _loader_of(module, hook)
-    loaders = {part: loader for part, loader in loaders.items() if loader is not None}
+    parts = parts_of(module, seed)
+    data = {part: samples for part, (samples, _) in parts.items()}
+    loaders = {part: loading for part, (_, loading) in parts.items()}
     collate_fn = loaders["train"].collate_fn
-    whole = of_anything(ConcatDataset([loader.dataset for loader in loaders.values()]), collate_fn=collate_fn)
-    of = np.repeat(list(loaders), [len(loader.dataset) for loader in loaders.values()])
-    validation, test = (of == part if part in loaders else None for part in ("validation", "test"))
-    return all_seen(replace(whole, validation=validation, test=test), of == "train")
+    whole = of_anything(ConcatDataset(data.values()), classes=classes, collate_fn=collate_fn)
+    of = np.repeat(list(data), [len(loaded) for loaded in data.values()])  # type: ignore[arg-type]  # map-style
+    validation, test = (of == part if part in data else None for part in ("validation", "test"))
+    for part, like in (("validation", "test"), ("test", "validation")):
+        if part not in loaders:  # its samples are taken from the training samples
+            loaders[part] = replace(loaders.get(like, loaders["train"]), shuffle=False, drop_last=False)
+    return all_seen(replace(whole, validation=validation, test=test, loaders=loaders), of == "train")
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
@@ -319,17 +230,3 @@ def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
             "samples, or train on some."
         )
     return samples
-
-
-def _loader_of(module: L.LightningDataModule, stage: str) -> Any:
-    """The only loader of a stage, or None."""
-    module.setup("test" if stage == "test" else "fit")
-    loader = getattr(module, f"{stage}_dataloader")()
-    if isinstance(loader, list | tuple) and len(loader) < 2:
-        loader = loader[0] if loader else None
-    if loader is not None and not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"Expected `{stage}_dataloader` of {type(module).__name__} to give one `DataLoader` but got a "
-            f"{type(loader).__name__}. Pass its data set to `FederatedStream.from_arrays`."
-        )
-    return loader

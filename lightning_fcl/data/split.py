@@ -90,7 +90,6 @@ def draw(
     partition: Partition | None,
     division: Split | None,
     seed: int,
-    own_sets: bool = False,
 ) -> Plan:
     """A stream's plan: the samples split, divided among clients, and dealt out over rounds.
 
@@ -98,17 +97,16 @@ def draw(
         samples: All samples.
         scenario: Deals them out.
         partition: Divides them, if the scenario does not; None: `IID`.
-        division: Sets some aside, if the scenario does not; None: a fifth to test on.
+        division: Sets some aside, if the scenario does not; None: a data module's own sets, else a fifth to test on.
         seed: Seed of all draws.
-        own_sets: Whether the data's own test and validation sets, where there are such, go before that fifth.
 
     Raises:
         TypeError: If ``division`` is something else.
     """
     if division is None:
         division = Split(
-            test="official" if own_sets and samples.test is not None else Split.test,
-            validation="official" if own_sets and samples.validation is not None else Split.validation,
+            test="official" if samples.loaders and samples.test is not None else Split.test,
+            validation="official" if samples.loaders and samples.validation is not None else Split.validation,
         )
     if not isinstance(division, Split):
         raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")
@@ -120,7 +118,10 @@ def draw(
         pool = replace(pool, train=train, validation=validation, test=test)
     if not scenario.own_clients:
         pool = replace(pool, clients=_divided(samples, pool, partition or IID(), rng))
-    return scenario.plan(pool, seed)
+    plan = scenario.plan(pool, seed)
+    if reserved := {"server", "clients"} & set(plan.clients):
+        raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
+    return plan
 
 
 def _divided(samples: Samples, pool: Pool, partition: Partition, rng: np.random.Generator) -> dict[str, IntArray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
 from typing import Any, Never
@@ -11,27 +11,22 @@ from typing import Any, Never
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.data.arguments import named, refuse_renamed
-from lightning_fcl.data.batches import Take
+from lightning_fcl.data.arguments import named, refuse_dealt, refuse_renamed
+from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.data_module import call_seeded, lend_hooks
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.experiences import Benchmark, experiences_of
+from lightning_fcl.data.experiences import Benchmark, experiences_of, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
-from lightning_fcl.data.pixels import PixelRows, normalised
-from lightning_fcl.data.samples import (
-    Collate,
-    PublicData,
-    Samples,
-    name_of,
-    of_anything,
-    samples_of,
-)
-from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, DomainIncremental, IntArray, Scenario
+from lightning_fcl.data.pixels import normalised, rows_of
+from lightning_fcl.data.samples import PublicData, Samples, name_of, of_anything, samples_of
+from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
@@ -46,17 +41,19 @@ class FederatedStream(L.LightningDataModule):
     Args:
         data: What the samples are: the name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with
             arguments of its loader, its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule,
-            whose own test and validation sets then are the `split`. See also `from_arrays` and `from_avalanche`.
+            whose own test and validation sets then are the `split`, and whose loaders say what is left open below.
+            See also `from_arrays` and `from_avalanche`.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
         split: What is tested and validated on. None for scenarios that draw test samples themselves.
-        batch_size: Samples per batch.
-        shuffle: Whether each client's samples are shuffled every local epoch.
+        batch_size: Samples per batch, default 32. A data module's test and validation samples keep their own.
+        shuffle: Whether each client's samples are shuffled every local epoch, default True.
         drop_last: Whether an incomplete last batch is left out, unless it is a client's only one. Batch
             normalisation cannot train on one sample: such a batch is refused by name.
         num_workers: Processes that read the items of a data set; the result does not depend on it.
-        collate_fn: Makes a batch of a data set's items; default: that of the data module, or torch's.
+        collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
+        classes: Of a data set or data module, as in `from_arrays`.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
         old: Refused, with the new name.
 
@@ -79,39 +76,36 @@ class FederatedStream(L.LightningDataModule):
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
         split: Split | None = None,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        num_workers: int = 0,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        num_workers: int | None = None,
         collate_fn: Collate | None = None,
+        classes: Sequence[str] | None = None,
         seed: int | None = None,
         **old: Never,
     ) -> None:
         super().__init__()
         refuse_renamed(type(self).__name__, old, signature(FederatedStream).parameters)
-        at_least(1, batch_size=batch_size)
-        at_least(0, num_workers=num_workers)
+        given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
+        self.left_open = [name for name, value in given.items() if value is None]
+        self.batch_size = 32 if batch_size is None else batch_size
+        self.shuffle = True if shuffle is None else shuffle
+        self.drop_last = bool(drop_last)
+        self.num_workers = num_workers or 0
+        at_least(1, batch_size=self.batch_size)
+        at_least(0, num_workers=self.num_workers)
         self.data = data
+        if isinstance(data, L.LightningDataModule):
+            lend_hooks(data, self)
         self.scenario = named(
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
-        kinds = Partition.__subclasses__()
-        self.partition = None if partition is None else named("partition", partition, kinds)
+        self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
         self.split = split
-        for argument, given, own in (
-            ("partition", partition, self.scenario.own_clients),
-            ("split", split, self.scenario.own_split),
-        ):
-            if own and given is not None:
-                raise ValueError(
-                    f"Expected no `{argument}` for `{self.scenario}`, which draws the samples of "
-                    f"{'clients' if argument == 'partition' else 'tests'} itself, but got {given}. Leave it out."
-                )
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.num_workers = num_workers
+        refuse_dealt(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn
+        self._classes = classes
         self._seed = seed
         self._unmapped: Samples | None = None
         self.samples = Samples(torch.empty(0), EMPTY)
@@ -134,9 +128,9 @@ class FederatedStream(L.LightningDataModule):
             x: Samples, shape (n, ...), float32 or whole numbers of any type; or a data set, whose items may be anything
                 that ``collate_fn`` makes a batch of.
             y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; `classes` keeps
-                them as names; or others where the scenario needs no classes. Default: the data set's
-                ``targets``, or what its items hold: the second entry of a tuple, or that of a dict called labels,
-                label, targets, target or y.
+                them as names; or others, as all of a floating type are, where the scenario needs no classes. Default:
+                what a data set's items hold: the second entry of a tuple, or that of a dict called labels, label,
+                targets, target or y.
             client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
@@ -161,11 +155,7 @@ class FederatedStream(L.LightningDataModule):
         samples = of_anything(x, y, client, group, classes, collate_fn)
         samples = samples if mean is None and std is None else normalised(samples, mean, std)
         stream = cls(samples, **kwargs)
-        if client is not None and stream.scenario.own_clients:
-            raise ValueError(
-                f"Expected no `client` for `{stream.scenario}`, which deals the samples to clients itself, but got "
-                "owners. Leave them out, or use `ClassIncremental`."
-            )
+        refuse_dealt(stream.scenario, client=None if client is None else "owners")
         if client is not None and stream.partition is None:
             stream.partition = Natural()
         return stream
@@ -188,14 +178,9 @@ class FederatedStream(L.LightningDataModule):
             ValueError: If there is no experience.
         """
         samples, order = experiences_of(benchmark)
-        default: Scenario = DomainIncremental() if order is None else ClassIncremental()
-        scenario = default if scenario is None else named("scenario", scenario, Scenario.__subclasses__())
-        if isinstance(scenario, ClassIncremental) and order is not None:
-            flat = [label for labels in order for label in labels]
-            scenario = replace(scenario, experiences=[len(labels) for labels in order], class_order=flat)
         if samples.test is not None:
             kwargs.setdefault("split", Split(test="official"))
-        return cls(samples, scenario, **kwargs)
+        return cls(samples, scenario_of(order, scenario), **kwargs)
 
     def __str__(self) -> str:
         return f"{type(self).__name__} of {name_of(self.data)}, scenario {self.scenario}"
@@ -234,18 +219,32 @@ class FederatedStream(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the data and draw the plan, once."""
-        if len(self.samples):
-            return
-        samples = samples_of(self.data)
-        own = isinstance(self.data, L.LightningDataModule)
-        self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed, own)
-        reserved = {"server", "clients"} & set(self.plan.clients)
-        if reserved:
-            raise ValueError(f'Expected clients not to be called "{reserved.pop()}", which stands for all of them.')
+        if isinstance(self.data, L.LightningDataModule):
+            self.data.trainer = self.trainer
+        if not len(self.samples):
+            self._load()
+        if isinstance(self.data, L.LightningDataModule) and stage == "predict":
+            call_seeded(self.seed, self.data.setup, stage)
+
+    def _load(self) -> None:
+        if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
+            self.prepare_data()
+        samples = samples_of(self.data, self._classes, self.seed)
+        self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
         if self.plan.order is not None:
             names = tuple(samples.classes[c] for c in self.plan.order[: self.plan.outputs])
             samples = replace(samples, targets=np.argsort(self.plan.order)[samples.targets], classes=names)
-        self.samples = replace(samples, collate_fn=self.collate_fn or samples.collate_fn)
+        self.hold(samples)
+
+    def hold(self, samples: Samples) -> None:
+        """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
+        given: dict[str, Any] = {} if self.collate_fn is None else {"collate_fn": self.collate_fn}
+        if "num_workers" not in self.left_open:
+            given["num_workers"] = self.num_workers
+        loaders = {part: replace(loading, **given) for part, loading in samples.loaders.items()}
+        for name in self.left_open if loaders else ():
+            setattr(self, name, getattr(loaders["train"], name))
+        self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
 
     # What the strategy asks for.
 
@@ -253,6 +252,11 @@ class FederatedStream(L.LightningDataModule):
     def take(self) -> Take:
         """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
         return self.samples.take  # without the stream: a process that is spawned to read gets no Trainer
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """The batches that requests ask for, read by `num_workers` processes, which are given no Trainer."""
+        own = self.samples.loaders.get("train", Loading(self.batch_size))
+        return read(self.samples.take, requests, self.num_workers, own.pin_memory, own.worker_init_fn)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
         """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
@@ -264,7 +268,7 @@ class FederatedStream(L.LightningDataModule):
         everything = np.arange(len(self.samples))
         with torch.no_grad():
             parts = [
-                function(self.take(part)[0].to(device)).cpu()
+                function(self.samples.take(part, "test")[0].to(device)).cpu()
                 for part in np.split(everything, range(256, len(everything), 256))
             ]
         self._unmapped = self._unmapped or self.samples
@@ -316,32 +320,30 @@ class FederatedStream(L.LightningDataModule):
         if not len(self.plan.validation):
             # Lightning warns of an empty list of loaders, which is what it asks for where there is none.
             warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
-        return self._eval_loader(self.plan.validation) if len(self.plan.validation) else []
+        return self._loader("validation", self.plan.validation) if len(self.plan.validation) else []
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The common test set."""
-        return self._eval_loader(self.plan.test)
+        return self._loader("test", self.plan.test)
 
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """The common test set."""
+    def predict_dataloader(self) -> Any:
+        """What a data module predicts; of other data the common test set."""
+        if isinstance(self.data, L.LightningDataModule) and is_overridden("predict_dataloader", self.data):
+            return self.data.predict_dataloader()
         return self.test_dataloader()
 
     def pretrain_dataloader(self) -> DataLoader[Any]:
         """Samples for the server's model before the first round."""
         if not len(self.plan.pretrain):
             raise ValueError(f"Expected a scenario with samples for pre-training but {self.scenario} has none.")
-        return DataLoader(self._rows(self.plan.pretrain), batch_size=self.batch_size, shuffle=True)
+        loading = Loading(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
+        return loading.loader(rows_of(self.samples, self.plan.pretrain))
 
-    def _rows(self, indices: IntArray) -> Dataset[Any]:
-        """Some samples as a data set; stored pixels are normalised batch by batch."""
-        return TensorDataset(*self.take(indices)) if self.samples.scale is None else PixelRows(self.samples, indices)
-
-    def _eval_loader(self, indices: IntArray) -> DataLoader[Any]:
-        size = max(self.batch_size, 256)
-        if not isinstance(self.samples.x, Dataset):
-            return DataLoader(self._rows(indices), batch_size=size)
-        subset: Dataset[Any] = Subset(self.samples.x, indices.tolist())
-        return DataLoader(subset, size, num_workers=self.num_workers, collate_fn=self.samples.collate_fn)
+    def _loader(self, part: str, indices: IntArray) -> DataLoader[Any]:
+        """Some samples, as a data module loads what is for a part; those of other data 256 at a time, or more."""
+        workers = self.num_workers if self.draws else 0
+        loading = Loading(max(self.batch_size, 256), num_workers=workers, collate_fn=self.samples.collate(part))
+        return self.samples.loaders.get(part, loading).loader(rows_of(self.samples, indices))
 
 
 StreamLoader = ClientLoader[FederatedStream]

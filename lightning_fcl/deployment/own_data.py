@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.datasets.files import check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
-from lightning_fcl.data.samples import Samples, samples_of
+from lightning_fcl.data.samples import Samples, name_of, samples_of
 from lightning_fcl.data.scenarios import EMPTY, IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.outline import Outline, client_plan
@@ -168,7 +168,7 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     if not outline.of_classes and outline.groups and samples.group is not None:
         groups = numbers_of(samples.group.astype(str), outline.groups, whose)
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
-    stream.samples = replace(samples, targets=targets, classes=outline.classes)
+    stream.hold(replace(samples, targets=targets, classes=outline.classes))
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
@@ -182,9 +182,15 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         The files, the server's first.
 
     Raises:
-        ValueError: If the samples are no arrays.
+        ValueError: If the samples are no arrays, or a data module's loaders say what the recipe leaves open.
     """
     stream.setup("fit")
+    missing = [name for name in stream.left_open if name != "num_workers"]
+    if stream.samples.loaders and missing:
+        raise ValueError(
+            f"Expected the recipe to name {', '.join(f'`{name}`' for name in missing)} for nodes that have samples and "
+            f"no loaders of {name_of(stream.data)}. Write `{missing[0]}: {str(getattr(stream, missing[0])).lower()}`."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     plan = stream.plan
     part = np.repeat(["test", "validation"], [len(plan.test), len(plan.validation)])

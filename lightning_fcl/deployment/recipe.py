@@ -36,6 +36,9 @@ _TRAINER = (
 _ELSEWHERE = ("batch_size", "shuffle", "drop_last", "num_workers", "seed")
 """What a node takes of a recipe's stream."""
 
+_BATCHES = {"batch_size": 32, "shuffle": True, "drop_last": False}
+"""What it takes where the recipe leaves it open, whatever the node's own data say: all nodes train alike."""
+
 _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 
@@ -95,8 +98,8 @@ def build(recipe: Mapping[str, Any]) -> Parts:
     """
     seed, trainer = recipe["seed_everything"], recipe["trainer"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
-    own = {name: recipe["data"][name] for name in _ELSEWHERE if name in recipe["data"]}
-    stream = FederatedStream(**own)
+    own = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
+    stream = FederatedStream(**{**_BATCHES, **own})
     module = _made(recipe["model"])
     given = trainer.get("callbacks") or []
     callbacks = [_made(one) for one in (given if isinstance(given, list) else [given])]

@@ -97,7 +97,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
             "deals samples out one by one. Leave the server's `data` out: it then takes the recipe's."
         )
     stream.plan = pattern(scenario, data, clients, stream.seed)
-    stream.samples = replace(samples, collate_fn=stream.collate_fn or samples.collate_fn)
+    stream.hold(samples)
 
 
 def pattern(scenario: ClassIncremental | DomainIncremental, data: OwnData, clients: Sequence[str], seed: int) -> Plan:

@@ -191,6 +191,7 @@ class FederatedCLI(LightningCLI):
         first = self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
             if self.config["fit"]["trainer"]["max_epochs"] is None:
+                self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
             began = time.monotonic()

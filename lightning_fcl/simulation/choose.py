@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, transfer_hook
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
@@ -25,6 +25,7 @@ from lightning_fcl.federation.optimizer_state import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.methods.replay import Replay
 from lightning_fcl.simulation.sequential import SequentialTrainer
 from lightning_fcl.simulation.vectorized import VectorizedTrainer
 
@@ -55,7 +56,6 @@ STEP_HOOKS = (
 )
 # Whoever overrides one of these sees the batch of one client at a time.
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def choose_trainer(
@@ -83,8 +83,12 @@ def choose_trainer(
         seed: Seed of the clients' randomness.
 
     Raises:
-        ValueError: If so many clients cannot train side by side.
+        ValueError: If so many clients cannot train side by side, or hooks change batches of which a method remembers
+            samples that it shows to the module.
     """
+    for method in methods:
+        if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
+            refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(request)
     size = automatic_size(module) if cohort_size == "auto" else cohort_size
@@ -114,7 +118,7 @@ def _batch_numbers(stream: FederatedStream) -> int:
     """How many numbers a batch of a client has that is as large as most."""
     samples = min(stream.batch_size, max(1, len(stream.samples) // len(stream.plan.clients)))
     with isolate_rng():  # a data set may draw a transform
-        x = stream.take(np.arange(1))[0]
+        x = stream.samples.take(np.arange(1), "test")[0]
     return samples * max(1, int(x.numel()))
 
 
@@ -154,15 +158,14 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
     known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
     others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
     watchers: list[tuple[object, type, tuple[str, ...]]] = [
-        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS + TRANSFER_HOOKS),
-        (stream, L.LightningDataModule, TRANSFER_HOOKS),
+        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS),
         *((callback, Callback, STEP_HOOKS + BATCH_HOOKS) for callback in others),
     ]
     for watcher, plain, hooks in watchers:
         for hook in hooks:
             if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
                 return f"`{type(watcher).__name__}` overrides `{hook}`"
-    return None
+    return transfer_hook(module, stream)
 
 
 def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_fcl.data.batches import Batch, Request, batches, joined, number_of, read
+from lightning_fcl.data.batches import Batch, Request, batches, joined, number_of
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
@@ -176,8 +176,7 @@ class RoundLoader:
                         rows = work.rows[row][work.own(row, step)]
                         yield Request.of(rows, self.seed, work.parts.clients[row], round, work.epoch(row, step), step)
 
-        # Not the stream's own `take`: workers that are spawned would need its Trainer, too.
-        arriving = read(self.stream.samples.take, requests(), self.stream.num_workers)
+        arriving = self.stream.read(requests())
         for number in range(len(cohorts)):
             first = next(arriving)  # plans its cohort
             work, arriving = planned.popleft(), itertools.chain([first], arriving)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_fcl.data.attached import stream_of
+from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import State, entries
@@ -236,8 +236,8 @@ class ReservoirTask(Task):
             )
         solutions = self.readout.solutions(self.betas)
         right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
-        for x, y in loader:
-            for states, wanted in self.pairs(x.to(self.device), y.to(self.device)):
+        for batch in loader:
+            for states, wanted in self.pairs(*transfer_batch(trainer, batch)):
                 outputs = states.double() @ solutions.flatten(0, 1).t()
                 right += self.score(outputs.view(*outputs.shape[:-1], *solutions.shape[:2]), wanted)
         best = int(right.argmax())

@@ -138,9 +138,10 @@ def test_whole_numbers_are_targets_if_one_says_so():
     x, counts = np.zeros((8, 2), np.float32), np.arange(8)
     assert FederatedStream.from_arrays(x, counts).data.classes == tuple(map(str, range(8)))
     assert FederatedStream.from_arrays(x, counts, classes=()).data.classes == ()
-    whole, parts = (FederatedStream.from_arrays(x[:2], y).data for y in ([0.0, 2.0], [0.5, 2.0]))
-    assert whole.targets.tolist() == [0, 1] and whole.classes == ("0", "2")
-    assert parts.targets.tolist() == [0.5, 2.0] and parts.targets.dtype == np.float32 and parts.classes == ()
+    for ages in ([20.0, 35.0], [0.5, 2.0]):
+        samples = FederatedStream.from_arrays(x[:2], ages).data
+        assert samples.targets.tolist() == ages and samples.targets.dtype == np.float32 and samples.classes == ()
+    assert FederatedStream.from_arrays(x[:2], [1.0, 0.0], classes=["a", "b"]).data.targets.tolist() == [1, 0]
 
 
 def test_transforms_are_drawn_anew_each_local_epoch(quiet):
@@ -197,6 +198,7 @@ def test_only_a_batch_is_read_at_a_time(quiet):
     stream, task = stream_of(Counting(), partition=IID(1)), Watch()
     task.read = []
     stream.setup("fit")
+    Counting.held = 0  # the setup has compared some items with `.targets`
     L.Trainer(strategy=FederatedStrategy(seed=0), max_epochs=1, **quiet).fit(task, datamodule=stream)
     assert task.read[0] <= 2 * 4 < task.read[-1]  # one batch, and the next that Lightning fetches ahead
 
@@ -294,7 +296,6 @@ LABELS = {
     "negative": [-1, 0, 1],
     "strings": ["sit", "stand", "walk"],
     "objects": np.array(["sit", "stand", "walk"], dtype=object),
-    "whole floats": [3.0, 7.0, 9.0],
 }
 
 
@@ -323,7 +324,7 @@ def test_labels_are_numbered_and_their_names_kept(labels, kind):
         *items(given, 60, kind), scenario=ClassIncremental(3), partition=IID(2), split=Split(0.2), seed=0
     )
     assert stream.num_classes == 3  # before the setup
-    names = tuple(str(int(label)) if labels == "whole floats" else str(label) for label in given)
+    names = tuple(map(str, given))
     assert stream.classes == names and stream.group_names == list(names)
     stream.setup("fit")
     assert stream.y.tolist() == [index % 3 for index in range(60)]

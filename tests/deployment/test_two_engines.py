@@ -6,7 +6,10 @@ import sys
 import pytest
 import torch
 
+from lightning_fcl import FederatedStream
 from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.federation.client_store import ClientStore
 
 WAVES = """
@@ -91,6 +94,8 @@ CASES = {
         "model": RESERVOIR,
         "data": {
             "data": {"class_path": "waves.Waves"},
+            "shuffle": True,
+            "drop_last": False,
             "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
         },
     },
@@ -98,6 +103,8 @@ CASES = {
         "model": {**RESERVOIR, "init_args": {**RESERVOIR["init_args"], "share": "weights"}},
         "data": {
             "data": {"class_path": "waves.Waves"},
+            "shuffle": True,
+            "drop_last": False,
             "scenario": {"class_path": "ClassIncremental", "init_args": {"experiences": 2}},
         },
     },
@@ -185,3 +192,11 @@ def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
 
     deployed = one.serve(Alone([one.node(client) for client in one.clients]), clients_at_least=3)
     assert same(simulated.model, deployed.model)
+
+
+def test_what_only_loaders_say_is_to_be_named_for_nodes_with_files(tmp_path):
+    from waves import Waves
+
+    message = r"^Expected the recipe to name `shuffle`, `drop_last` .* of Waves\. Write `shuffle: false`\.$"
+    with pytest.raises(ValueError, match=message):
+        write_split(FederatedStream(Waves(), ClassIncremental(2), batch_size=8), tmp_path)

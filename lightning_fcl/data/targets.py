@@ -1,0 +1,166 @@
+"""The targets of samples: what the items of a data set hold, and labels as the numbers of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.utilities.seed import isolate_rng
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.errors import did_you_mean
+
+# What data sets of dicts call the targets.
+_TARGETS = ("labels", "label", "targets", "target", "y")
+
+_COMPARED = 100  # items whose targets are compared with what a data set tells of them, beside one of each label
+
+
+def labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample.
+
+    Raises:
+        ValueError: If a target is not finite, or is none of the ``classes``.
+        TypeError: If targets are neither numbers nor strings, or no labels though there are ``classes``.
+    """
+    given = np.asarray(y)
+    _require_targets(given)
+    numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
+    whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
+    if given.ndim == 1 and given.size and whole and (classes is None or len(classes)):
+        if numeric and classes is not None:
+            return given.astype(np.int64), tuple(classes)
+        names = np.unique(given.astype(np.int64 if numeric else np.str_)) if classes is None else np.array(classes)
+        return _numbers_of(given.astype(names.dtype), names), tuple(map(str, names))
+    if classes or not numeric:
+        what = "labels, one whole number or name for each sample" if classes != () else "numbers where `classes=()`"
+        raise TypeError(
+            f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
+        )
+    # As torch makes tensors of Python's numbers, and as models want them.
+    return given.astype(np.float32) if given.dtype == np.float64 else given, ()
+
+
+def _require_targets(given: NDArray[Any]) -> None:
+    """Refuse targets that are missing: not finite, or neither numbers nor strings."""
+    if given.dtype.kind == "O":
+        wrong = np.array([not isinstance(value, str) for value in given.ravel()])
+    else:
+        wrong = ~np.isfinite(given).ravel() if given.dtype.kind == "f" else np.zeros(0, dtype=bool)
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
+            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first."
+        )
+
+
+def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
+    """The number of each label among the names of the classes."""
+    unknown = sorted(set(labels.tolist()) - set(names.tolist()))
+    if unknown:
+        known = ", ".join(map(str, names))
+        raise ValueError(
+            f"Expected every label of `y` among the `classes` {known} but got {', '.join(map(str, unknown))}."
+            f"{did_you_mean(unknown[0], map(str, names))} Name every class."
+        )
+    order = np.argsort(names)
+    return order[np.searchsorted(names, labels, sorter=order)].astype(np.int64)
+
+
+class Numbered(Dataset[Any]):
+    """A data set whose items hold the numbers of their classes in place of their labels.
+
+    Args:
+        data: A map-style data set. Its items are sequences with the label second, or dicts with one.
+        numbers: The number of the class of each label.
+    """
+
+    def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
+        self.data = data
+        self.numbers = numbers
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.data[index]
+        place = _place_of_target(item)
+        label: Any = None if place is None else np.asarray(item[place]).item()
+        if label not in self.numbers:
+            raise ValueError(
+                f"Expected item {index} to hold one of the labels {', '.join(map(str, self.numbers))} but got {label}. "
+                "Its label is to be the same whenever it is read, second of a pair or in a dict."
+            )
+        if isinstance(item, Mapping):
+            return {**item, place: self.numbers[label]}
+        return (item[0], self.numbers[label], *item[2:])
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]  # map-style
+
+
+def numbered(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
+    """A data set whose items hold the numbers of their classes; itself, if they do.
+
+    Args:
+        data: A map-style data set.
+        labels: The label of each item.
+        numbers: The number of its class.
+    """
+    given = np.asarray(labels)
+    if given.dtype.kind != "f" and np.array_equal(given, numbers):
+        return data
+    names, first = np.unique(given if given.dtype.kind != "O" else given.astype(np.str_), return_index=True)
+    return Numbered(data, dict(zip(names.tolist(), numbers[first].tolist(), strict=True)))
+
+
+def _place_of_target(item: Any) -> Any:
+    """Where an item holds its target; None if it has none."""
+    if isinstance(item, Mapping):
+        return next((name for name in _TARGETS if name in item), None)
+    return 1 if isinstance(item, Sequence) and len(item) > 1 else None
+
+
+def targets_of(dataset: Dataset[Any]) -> Any:
+    """The targets of a data set's items, read from them unless it tells the same of some; none if items have none."""
+    if isinstance(dataset, ConcatDataset):
+        parts = [np.asarray(targets_of(part)) for part in dataset.datasets]
+        return np.concatenate(parts) if all(map(len, parts)) else []
+    every, told = range(len(dataset)), _told(dataset)  # type: ignore[arg-type]  # map-style
+    if told is None or told.shape[:1] != (len(every),):
+        return _read_targets(dataset, every)
+    some = np.linspace(0, len(every) - 1, min(len(every), _COMPARED)).astype(np.int64)
+    if told.ndim == 1 and told.dtype.kind != "O":
+        some = np.union1d(some, np.unique(told, return_index=True)[1])
+    found = _read_targets(dataset, some.tolist())
+    return told if not found or np.array_equal(np.asarray(found), told[some]) else _read_targets(dataset, every)
+
+
+def _told(dataset: Dataset[Any]) -> NDArray[Any] | None:
+    """What a data set tells of the targets of its items, which may hold others; None: nothing."""
+    told = getattr(dataset, "targets", None)
+    if told is None and isinstance(dataset, Subset):
+        whole = _told(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices, dtype=np.int64)]
+    if told is None and isinstance(dataset, ConcatDataset):
+        parts = [_told(part) for part in dataset.datasets]
+        there = [part for part in parts if part is not None]
+        return np.concatenate(there) if len(there) == len(parts) else None
+    try:
+        return None if told is None else np.asarray(told)
+    except ValueError:  # of several shapes
+        return None
+
+
+def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
+    """The targets of items; none if an item has none, or they have several shapes."""
+    targets = []
+    with isolate_rng(include_cuda=False):
+        for index in rows:
+            item = dataset[index]
+            place = _place_of_target(item)
+            if place is None:
+                return []
+            targets.append(np.asarray(item[place]))
+    return targets if len({target.shape for target in targets}) == 1 else []

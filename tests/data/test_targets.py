@@ -1,0 +1,105 @@
+"""Targets are what items hold: labels as the numbers of their classes, others as they are."""
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+
+X, Y = torch.arange(64.0)[:, None], torch.arange(64) % 4
+
+
+def stream_of(data, **kwargs):
+    stream = FederatedStream(data, **{"scenario": ClassIncremental(1), "partition": IID(1), "seed": 0, **kwargs})
+    stream.setup("fit")
+    return stream
+
+
+class Two(L.LightningDataModule):
+    """The first fifty samples to train on, the others to test on."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self):
+        return DataLoader(Subset(self.data, range(50)), batch_size=8)
+
+    def test_dataloader(self):
+        return DataLoader(Subset(self.data, range(50, 64)), batch_size=8)
+
+
+@pytest.mark.parametrize("kind", [lambda data: data, Two])
+def test_whole_numbers_of_a_floating_type_are_no_classes(kind):
+    stream = stream_of(kind(TensorDataset(X, 15.0 + 5 * Y)))
+    assert torch.equal(stream.take(np.arange(64))[1], 15.0 + 5 * Y)
+    assert stream.classes == () and stream.num_classes == 0 and len(stream.y) == 0
+
+
+@pytest.mark.parametrize("kind", [lambda data: data, Two])
+def test_classes_of_a_data_set_or_module_may_be_named_or_none(kind):
+    data = kind(TensorDataset(X, Y))
+    assert stream_of(data).classes == ("0", "1", "2", "3")
+    assert stream_of(data, classes=()).classes == stream_of(data, classes=[]).classes == ()
+    assert torch.equal(stream_of(data, classes=()).take(np.arange(64))[1], Y)
+    assert stream_of(data, classes=["a", "b", "c", "d"]).classes == ("a", "b", "c", "d")
+
+
+def test_data_that_name_their_classes_take_no_others():
+    with pytest.raises(ValueError, match=r"^Expected no `classes` for Arrays, which names its own, but got \['a'\]\."):
+        stream_of(Arrays(X.numpy(), Y.numpy(), None, tuple("abcd")), classes=["a"])
+
+
+class Told(Dataset):
+    """Tells labels that its items do not hold, perhaps."""
+
+    def __init__(self, labels, told):
+        self.labels, self.targets, self.read = labels, told, 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return X[index % 64], self.labels[index]
+
+    def __len__(self):
+        return len(self.labels)
+
+
+class Merged(Subset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x, y // 2
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_labels_are_those_that_items_hold(wrapped):
+    labels = (10 + Y * 2).tolist()
+    data = Told(labels, Y.tolist())  # as a `target_transform` does
+    if wrapped:
+        data, labels = Merged(data, range(64)), [label // 2 for label in labels]
+    stream = stream_of(data)
+    stream.setup("fit")
+    names = sorted(set(labels))
+    assert stream.classes == tuple(map(str, names)) and [names[c] for c in stream.y] == labels
+    x, y = stream.take(torch.arange(64).numpy())
+    assert torch.equal(x, X) and [names[c] for c in y] == labels
+
+
+def test_labels_that_a_data_set_tells_are_compared_with_some_items():
+    labels = [10 * (index % 4) for index in range(1000)]
+    data = Told(labels, labels)
+    stream = stream_of(data)
+    stream.setup("fit")
+    assert data.read < 110 and stream.classes == ("0", "10", "20", "30")
+    data.labels = [*labels[:5], 30, *labels[6:]]
+    assert stream.take(torch.arange(8).numpy())[1].tolist() == [0, 1, 2, 3, 0, 3, 2, 3]  # what the items hold
+    data.labels = [7] * 1000
+    with pytest.raises(ValueError, match=r"^Expected item 3 to hold one of the labels 0, 10, 20, 30 but got 7"):
+        stream.take(torch.tensor([3]).numpy())
