@@ -1,0 +1,212 @@
+"""What a module's own `test_step` logs on test samples, which is what it is measured by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fcl.callbacks.tester import Values
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.evaluation.continual import part_name
+from lightning_fcl.federation.protocol import MeasuresPredictions
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.trial import a_few, as_handed, aside, why_no_logits
+from lightning_fcl.tasks.task import Task
+
+log = logging.getLogger(__name__)
+
+_LOWER = ("loss", "error")  # in the names of what is better when lower
+_LOG = "Call `self.log(name, value)` there."
+
+# Of numbers and the sizes of their batches, both of shape (batches,).
+_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
+    "sum": lambda numbers, sizes: numbers.sum(),
+    "min": lambda numbers, sizes: numbers.amin(),
+    "max": lambda numbers, sizes: numbers.amax(),
+}
+
+
+class _Log:
+    """Takes the place of a module's `log`: keeps what Lightning would reduce at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Metric | None] = {}  # by name, None for numbers
+        self.batch: Batch = None
+        self._numbers: dict[str, list[tuple[Tensor, int]]] = {}
+        self._reduced: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        value: Any,
+        *args: Any,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if on_epoch is False:
+            return
+        self.metrics[name] = value if isinstance(value, Metric) else None
+        if isinstance(value, Metric):
+            return
+        if batch_size is None:
+            batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
+        self._numbers.setdefault(name, []).append((_number(name, value), batch_size))
+        how = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+        self._reduced[name] = _REDUCED["mean" if how == "avg" else how]
+
+    def value(self, name: str) -> float | None:
+        """What a name came to; None where that is not finite."""
+        if (metric := self.metrics[name]) is not None:
+            value = _number(name, metric.compute())
+        else:
+            numbers, sizes = zip(*self._numbers[name], strict=True)
+            value = self._reduced[name](torch.stack(numbers), torch.tensor(sizes))
+        return float(value) if bool(torch.isfinite(value)) else None
+
+
+def _number(name: str, value: Any) -> Tensor:
+    number = torch.as_tensor(value).detach().double().cpu()
+    if number.numel() != 1:
+        raise ValueError(f"Expected `{name}` to be logged as one number but got {value}. Log each under a name.")
+    return number.reshape(())
+
+
+def _stage_of(module: L.LightningModule) -> str | None:
+    """The step of a module's own that measures it, ``"test"``, else ``"validation"``; None: it has none but ours."""
+    for stage in ("test", "validation"):
+        step = getattr(type(module), f"{stage}_step")
+        if is_overridden(f"{stage}_step", module) and not step.__module__.startswith("lightning_fcl."):
+            return stage
+    return None
+
+
+@dataclass(frozen=True)
+class StepTester:
+    """Test samples, and what a module's own step logs of them.
+
+    Args:
+        stream: Whose samples.
+        rows: Which.
+        group: The group of each, shape (n,).
+        groups: How many groups there are.
+    """
+
+    stream: FederatedStream
+    rows: IntArray
+    group: IntArray
+    groups: int
+
+    @classmethod
+    def of(cls, stream: FederatedStream, samples: IntArray, alike: bool = False) -> StepTester:
+        """Some samples of a stream; ``alike``: all in one group."""
+        group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
+        return cls(stream, samples, group, 1 if alike else len(stream.group_names))
+
+    def sizes(self) -> list[int]:
+        """Samples of each group."""
+        sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()
+        return sizes
+
+    def measured(self, module: L.LightningModule, parts: Iterable[Sequence[int]], names: Sequence[str]) -> Values:
+        """What the step logs by some names of the samples of some groups together, for each of these."""
+        values: Values = {name: {} for name in names}
+        for part in parts:
+            rows, found = self.rows[np.isin(self.group, part)], dict[str, float | None]()
+            if len(rows):
+                try:
+                    found = self._run(module, rows)[0]
+                except ValueError as error:  # as few samples, or a single class, have no R2 or AUROC
+                    log.warning("Groups %s alone have no value: %s", part_name(part), error)
+            for name in names:
+                values[name][part_name(part)] = found.get(name)
+        return values
+
+    def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], _Log]:
+        """The values of all that is logged, and what they were logged as."""
+        stage, caught = _stage_of(module), _Log()
+
+        def call(hook: str, *args: Any) -> Any:
+            return getattr(module, hook)(*args)
+
+        with aside(module, self.stream, RunningStage.TESTING if stage == "test" else RunningStage.VALIDATING):
+            for part in reversed(list(module.modules())):
+                if isinstance(part, Metric | MetricCollection):
+                    part.reset()
+            module.log = caught  # type: ignore[method-assign, assignment]
+            call(f"on_{stage}_start")
+            call(f"on_{stage}_epoch_start")
+            size = self.stream.batch_size
+            for index, start in enumerate(range(0, len(rows), size)):
+                batch = as_handed(module, self.stream.take(rows[start : start + size]))
+                caught.batch = batch
+                call(f"on_{stage}_batch_start", batch, index)
+                output = call(f"{stage}_step", batch, index)
+                call(f"on_{stage}_batch_end", output, batch, index)
+            caught.batch = None
+            call(f"on_{stage}_epoch_end")
+            call(f"on_{stage}_end")
+            return {name: caught.value(name) for name in caught.metrics}, caught
+
+    def measures(self, module: L.LightningModule, lower_is_better: Sequence[str] | None) -> list[dict[str, Any]]:
+        """What the step logs of a few samples, and which way is better, as a record has it.
+
+        Raises:
+            ValueError: If it logs nothing, or ``lower_is_better`` names something else.
+        """
+        step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
+        found = self._run(module, a_few(self.rows))[1].metrics
+        if not found:
+            raise ValueError(f"Expected {step} to log what the module is measured by but it logs nothing. {_LOG}")
+        if unknown := [name for name in lower_is_better or () if name not in found]:
+            raise ValueError(
+                f"Expected `lower_is_better` to name what {step} logs ({listed(found)}) but got {unknown[0]}."
+                f"{did_you_mean(unknown[0], found)}"
+            )
+        return [{"name": n, "higher_is_better": _is_higher(n, m, lower_is_better)} for n, m in found.items()]
+
+
+def _is_higher(name: str, metric: Metric | None, lower: Sequence[str] | None) -> bool:
+    """Whether a higher value is better: as its metric says, or its name."""
+    if metric is not None and metric.higher_is_better is not None:
+        return metric.higher_is_better
+    return name not in lower if lower is not None else not any(part in name.lower() for part in _LOWER)
+
+
+def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:
+    """Whether a module is measured by its own step; otherwise by its `measures`, or the accuracy of its logits.
+
+    Raises:
+        ValueError: If it is by none of these, or its step would pass by a method's own rule of prediction.
+    """
+    if isinstance(module, MeasuresPredictions):
+        return False
+    name, has_step = type(module).__name__, _stage_of(module) is not None
+    ruling = [type(method).__name__ for method in methods_of(module.trainer) if overrides(method, "predict")]
+    why = why_no_logits(module, stream, samples, exact=has_step and not ruling and not isinstance(module, Task))
+    if why is None or (has_step and not ruling):
+        return why is not None
+    mend = f"Define `test_step(self, batch, batch_idx)` for what else it is measured by. {_LOG}"
+    if has_step:
+        mend = f"Leave `{ruling[0]}` out: it predicts by a rule of its own, which the step of `{name}` would pass by."
+    raise ValueError(
+        f"Expected `{name}` to give logits of shape (batch, {stream.num_classes or 'classes'}), whose accuracy is "
+        f"measured, but {why}. {mend}"
+    )
