@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
-import torch
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fcl.callbacks.epoch_log import EpochLog
 from lightning_fcl.callbacks.tester import Values
-from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import did_you_mean, listed
@@ -32,61 +29,6 @@ log = logging.getLogger(__name__)
 
 _LOWER = ("loss", "error")  # in the names of what is better when lower
 _LOG = "Call `self.log(name, value)` there."
-
-# Of numbers and the sizes of their batches, both of shape (batches,).
-_REDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": lambda numbers, sizes: (numbers * sizes).sum() / sizes.sum(),
-    "sum": lambda numbers, sizes: numbers.sum(),
-    "min": lambda numbers, sizes: numbers.amin(),
-    "max": lambda numbers, sizes: numbers.amax(),
-}
-
-
-class _Log:
-    """Takes the place of a module's `log`: keeps what Lightning would reduce at the end of an epoch."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, Metric | None] = {}  # by name, None for numbers
-        self.batch: Batch = None
-        self._numbers: dict[str, list[tuple[Tensor, int]]] = {}
-        self._reduced: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-
-    def __call__(
-        self,
-        name: str,
-        value: Any,
-        *args: Any,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        batch_size: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if on_epoch is False:
-            return
-        self.metrics[name] = value if isinstance(value, Metric) else None
-        if isinstance(value, Metric):
-            return
-        if batch_size is None:
-            batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
-        self._numbers.setdefault(name, []).append((_number(name, value), batch_size))
-        how = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
-        self._reduced[name] = _REDUCED["mean" if how == "avg" else how]
-
-    def value(self, name: str) -> float | None:
-        """What a name came to; None where that is not finite."""
-        if (metric := self.metrics[name]) is not None:
-            value = _number(name, metric.compute())
-        else:
-            numbers, sizes = zip(*self._numbers[name], strict=True)
-            value = self._reduced[name](torch.stack(numbers), torch.tensor(sizes))
-        return float(value) if bool(torch.isfinite(value)) else None
-
-
-def _number(name: str, value: Any) -> Tensor:
-    number = torch.as_tensor(value).detach().double().cpu()
-    if number.numel() != 1:
-        raise ValueError(f"Expected `{name}` to be logged as one number but got {value}. Log each under a name.")
-    return number.reshape(())
 
 
 def _stage_of(module: L.LightningModule) -> str | None:
@@ -139,9 +81,9 @@ class StepTester:
                 values[name][part_name(part)] = found.get(name)
         return values
 
-    def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], _Log]:
+    def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
         """The values of all that is logged, and what they were logged as."""
-        stage, caught = _stage_of(module), _Log()
+        stage, caught = _stage_of(module), EpochLog()
 
         def call(hook: str, *args: Any) -> Any:
             return getattr(module, hook)(*args)
@@ -150,7 +92,7 @@ class StepTester:
             for part in reversed(list(module.modules())):
                 if isinstance(part, Metric | MetricCollection):
                     part.reset()
-            module.log = caught  # type: ignore[method-assign, assignment]
+            module.log = caught  # type: ignore[method-assign]
             call(f"on_{stage}_start")
             call(f"on_{stage}_epoch_start")
             size = self.stream.batch_size

@@ -34,7 +34,7 @@ def aside(module: L.LightningModule, stream: FederatedStream, stage: RunningStag
     with isolate_rng(), _untouched(module), evaluating(module), torch.no_grad(), precision.forward_context():
         start_randomness(stream.seed, "test")
         trainer.state.stage = stage
-        trainer.loggers = [DummyLogger()] if loggers else []  # type: ignore[no-untyped-call]
+        trainer.loggers = [DummyLogger()] if loggers else []
         try:
             yield
         finally:
