@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
@@ -49,12 +49,14 @@ class StepTester:
         rows: Which.
         group: The group of each, shape (n,).
         groups: How many groups there are.
+        told: Which have no value, as a warning has said.
     """
 
     stream: FederatedStream
     rows: IntArray
     group: IntArray
     groups: int
+    told: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, stream: FederatedStream, samples: IntArray, alike: bool = False) -> StepTester:
@@ -76,7 +78,9 @@ class StepTester:
                 try:
                     found = self._run(module, rows)[0]
                 except ValueError as error:  # as few samples, or a single class, have no R2 or AUROC
-                    log.warning("Groups %s alone have no value: %s", part_name(part), error)
+                    if part_name(part) not in self.told:
+                        log.warning("Test samples of group %s alone have no value: %s", part_name(part), error)
+                        self.told.add(part_name(part))
             for name in names:
                 values[name][part_name(part)] = found.get(name)
         return values

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,7 +83,9 @@ class MethodDriver(Callback):
         if stream is None or not needing:
             return
         first = next(rows for current in stream.plan.train for rows in current.values() if len(rows))
-        if is_labelled(stream.take(first[:1])) and (why := why_no_logits(pl_module, stream, first)):
+        with isolate_rng():  # a data set's own code may draw
+            pairs = is_labelled(stream.take(first[:1]))
+        if pairs and (why := why_no_logits(pl_module, stream, first)):
             _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
