@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -11,6 +11,7 @@ import lightning.pytorch as L
 import numpy as np
 from lightning.pytorch.callbacks import Callback
 
+from lightning_fcl.callbacks.own_step import StepTester, is_measured_by_step
 from lightning_fcl.callbacks.tester import Counts, Tester, Values, parts_of
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_round import ClientRound
@@ -35,7 +36,8 @@ class ContinualMetrics(Callback):
     The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
     `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
     ``server/accuracy``. A module that tells ``measures()``, as `Regressor` does, is measured by these in place of
-    accuracy, as in ``server/MSE``; curves and matrices are of the first.
+    accuracy, as in ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward`
+    gives no logits of the classes is measured by what its `test_step`, else its `validation_step`, logs.
 
     What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
     that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
@@ -59,6 +61,8 @@ class ContinualMetrics(Callback):
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
             base session.
+        lower_is_better: Of what a module's own step logs, the names of which lower is better; default: those with
+            "loss" or "error" in them. Of a metric object its ``higher_is_better`` tells.
 
     Example:
         >>> ContinualMetrics(clients=["client1"]).clients
@@ -70,6 +74,7 @@ class ContinualMetrics(Callback):
     on: Literal["test", "validation"] = argument("test", one_of, ("test", "validation"))
     training: bool = False
     start: bool = False
+    lower_is_better: list[str] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -82,15 +87,16 @@ class ContinualMetrics(Callback):
         self._own: dict[str, Counts | Values] = {}  # of this round's clients, by what training has left of them
         self._drawn: dict[int, set[str]] = {}  # who is to train in later rounds, as this one sees it
         self._ways: list[tuple[int, ...]] = []  # the experience in each round, of clients that differ in it
-        self._test: Tester | None = None
+        self._test: Tester | StepTester | None = None
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the record; a continued fit continues its own.
 
         Raises:
-            ValueError: If the Trainer has no stream, the stream no such samples or clients, or, in a plain Trainer, a
-                method that has a rule of prediction stands behind this callback.
+            ValueError: If the Trainer has no stream, the stream no such samples or clients, the module nothing that it
+                could be measured by, or, in a plain Trainer, a method that has a rule of prediction stands behind this
+                callback.
         """
         stream = need_stream(trainer)
         plan = stream.plan
@@ -105,7 +111,13 @@ class ContinualMetrics(Callback):
             )
         self._current, self._own, self._drawn = {}, {}, {}
         self._ways = [*{id(numbers): numbers for numbers in plan.experiences.values()}.values()]
-        self._test = Tester.of(stream, samples, pl_module.device)
+        by_step = is_measured_by_step(pl_module, stream, samples)
+        if self.lower_is_better and not by_step:
+            raise ValueError(
+                f"Expected no `lower_is_better` for `{type(pl_module).__name__}`, which is measured by no step of its "
+                f"own, but got {', '.join(self.lower_is_better)}. Leave it out."
+            )
+        self._test = StepTester.of(stream, samples) if by_step else Tester.of(stream, samples, pl_module.device)
         tasks: dict[str, list[list[int]]] = {client: [list(t) for t in parts] for client, parts in plan.tasks.items()}
         longest = max(len(parts) for parts in tasks.values())
         tasks["server"] = [
@@ -115,7 +127,9 @@ class ContinualMetrics(Callback):
         if not self.record or trainer.current_epoch == 0:
             names, sizes = stream.group_names, self._test.sizes()
             self.record = {"groups": names, "totals": sizes, "tasks": tasks, "rounds": []}
-            if isinstance(pl_module, MeasuresPredictions):
+            if isinstance(self._test, StepTester):
+                self.record["measures"] = self._test.measures(pl_module, self.lower_is_better)
+            elif isinstance(pl_module, MeasuresPredictions):
                 self.record["measures"] = [
                     {"name": name, "higher_is_better": bool(metric.higher_is_better)}
                     for name, metric in pl_module.measures().items()
@@ -279,12 +293,17 @@ class ContinualMetrics(Callback):
         if "measures" in self.record:
             parts = parts_of(self.record["tasks"][model], number)
             tested = set(range(number) if groups is None else groups)
-            return test.measured(module, [part for part in parts if tested.issuperset(part)])
+            return self._measured(test, module, [part for part in parts if tested.issuperset(part)])
+        assert isinstance(test, Tester)
         if groups is None:
             correct, steps = test.correct(module, ranks_of(module.trainer) if model == "server" else ALONE)
             self.record["totals"] = test.sizes(steps)
             return correct
         return [c if group in groups else None for group, c in enumerate(test.among(groups).correct(module)[0])]
+
+    def _measured(self, test: Tester | StepTester, module: L.LightningModule, parts: Iterable[Sequence[int]]) -> Values:
+        names = [one["name"] for one in self.record["measures"]]
+        return test.measured(module, parts, names) if isinstance(test, StepTester) else test.measured(module, parts)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count what stays with clients; test the server's last model on what they have learnt from."""
@@ -296,10 +315,12 @@ class ContinualMetrics(Callback):
             return
         stream = need_stream(trainer)
         seen = np.unique(np.concatenate([rows for current in stream.plan.train for rows in current.values()]))
-        learnt = Tester.of(stream, seen, pl_module.device, alike=True)
+        by_step = isinstance(self._test, StepTester)
+        learnt = StepTester.of(stream, seen, True) if by_step else Tester.of(stream, seen, pl_module.device, alike=True)
         if "measures" in self.record:
-            self.record["training"] = learnt.measured(pl_module, [(0,)])
+            self.record["training"] = self._measured(learnt, pl_module, [(0,)])
             return
+        assert isinstance(learnt, Tester)
         correct, steps = learnt.correct(pl_module, ranks_of(trainer))
         self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
 

@@ -55,6 +55,9 @@ class Declaration:
     needs_labels: ClassVar[bool] = False
     """Whether batches must be pairs ``[x, y]``; always where it needs samples."""
 
+    needs_logits: ClassVar[bool] = False
+    """Whether the module's output must be logits of classes."""
+
     takes_dicts: ClassVar[bool] = False
     """Whether batches may also be dicts of tensors, in a federation."""
 

@@ -64,6 +64,8 @@ class FLwF2T(Method):
         0.001
     """
 
+    needs_logits: ClassVar[bool] = True
+
     alpha: float = argument(0.001, between, 0, 1)
     beta: float = 0.7
     temperature: float = argument(2.0, above, 0)
@@ -150,6 +152,8 @@ class LwF(Method):
 
     needs_labels: ClassVar[bool] = True
     """They tell the classes that were seen."""
+
+    needs_logits: ClassVar[bool] = True
 
     strength: float = argument(1.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
+from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,17 @@ class MethodDriver(Callback):
         for method in self.methods:
             _check_surroundings(method, trainer, pl_module)
         check_compatible(self.methods)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before the first batch: check the module's outputs."""
+        stream, needing = stream_of(trainer), [method for method in self.methods if method.needs_logits]
+        if stream is None or not needing:
+            return
+        first = next(rows for current in stream.plan.train for rows in current.values() if len(rows))
+        with isolate_rng():  # a data set's own code may draw
+            pairs = is_labelled(stream.take(first[:1]))
+        if pairs and (why := why_no_logits(pl_module, stream, first)):
+            _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the module and the batch."""
@@ -186,6 +199,9 @@ class MethodDriver(Callback):
             return
         called, self._call = self._call, None
         x, output = called or (None, loss)
+        for method in active if called else ():  # batches that are no pairs tell no earlier what the output is
+            if method.needs_logits and (why := why_not_logits(output)):
+                _refuse_output(method, pl_module, why)
         step = Step(
             {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
             self.server,
@@ -295,6 +311,14 @@ def _check_labels(method: Declaration, batch: Batch) -> None:
             f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}{length}. "
             "Return a pair from your dataset."
         )
+
+
+def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> NoReturn:
+    raise ValueError(
+        f"Expected logits of shape (batch, classes), two or more, for `{type(method).__name__}`, which compares "
+        f"classes by them, but {why}. Let `{type(module).__name__}.forward` give one for each class, or leave "
+        f"`{type(method).__name__}` out."
+    )
 
 
 def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -98,6 +98,7 @@ class LogitAdjustment(Method):
     """
 
     needs_labels: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
     reductions: ClassVar[Rules] = {"counts": Total()}
 
     tau: float = argument(1.0, at_least, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +101,8 @@ class MeanOutputLoss(Method):
         >>> MeanOutputLoss(mu=2.0).mu
         2.0
     """
+
+    needs_logits: ClassVar[bool] = True
 
     mu: float = argument(2.0, at_least, 0)
     outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))

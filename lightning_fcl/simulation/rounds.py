@@ -12,8 +12,9 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
+from lightning_fcl.simulation.epoch_logs import EpochLogs
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_monitors
+from lightning_fcl.simulation.limits import check_monitors, there
 
 RESTORED = "was being restored"
 """The end of the note on an error before training began; the start is the checkpoint's path."""
@@ -38,6 +39,7 @@ class Rounds(Callback):
     def __init__(self, strategy: RunsFederation) -> None:
         self.strategy = strategy
         self.began = False  # whether this fit has
+        self._logs: EpochLogs | None = None
         self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
 
     @property
@@ -54,6 +56,7 @@ class Rounds(Callback):
         """Take the module's state as the server's."""
         self.began = True
         self.federation.begin_fit()
+        self._logs = EpochLogs(pl_module, self.federation.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' and the server's state."""
@@ -81,6 +84,7 @@ class Rounds(Callback):
         """Perhaps other clients begin."""
         steps.next_batch(self.federation)
         self.strategy.use_optimizer()
+        there(self._logs, "a fit").train(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
@@ -95,13 +99,17 @@ class Rounds(Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the server's model."""
         self._settle()
+        if self._logs is not None:
+            self._logs.train(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End the round."""
         self._settle()
+        there(self._logs, "a fit").meet()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
+        self._forget_logs()
         if self.federation.loaded:
             self.federation.placement.complete()
 
@@ -110,6 +118,12 @@ class Rounds(Callback):
         if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
+        self._forget_logs()
+
+    def _forget_logs(self) -> None:
+        if self._logs is not None:
+            self._logs.remove()
+        self._logs = None
 
     def _settle(self) -> None:
         self.federation.restore_server()

@@ -325,7 +325,8 @@ def test_metrics_are_of_batches_that_have_gone_through_the_hooks(quiet):
 def test_hooks_tell_measuring_from_training(quiet):
     module = Scales()
     trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(module))
-    assert module.stages == ["train", *["test"] * 8]  # 24 samples, 7 at a time, of the client's model and the server's
+    # First a few, to see what is measured; then 24 samples, 7 at a time, of the client's model and the server's.
+    assert module.stages == ["test", "train", *["test"] * 8]
 
 
 def test_pretraining_goes_through_the_hooks(quiet):

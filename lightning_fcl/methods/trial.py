@@ -1,0 +1,115 @@
+"""What a module makes of a few samples before it learns from any, found out without a trace."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+
+from lightning_fcl.data.attached import transfer_batch
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.methods.functional import evaluating
+from lightning_fcl.methods.step import is_labelled
+from lightning_fcl.randomness import start_randomness
+from lightning_fcl.tasks.task import Task
+
+_FEW = 8
+
+
+@contextmanager
+def aside(module: L.LightningModule, stream: FederatedStream, stage: RunningStage) -> Iterator[None]:
+    """Evaluation of a module beside its Trainer's loops: what that draws, logs and leaves in the module is undone."""
+    trainer, precision = module.trainer, module.trainer.precision_plugin
+    before, loggers = trainer.state.stage, trainer.loggers
+    with isolate_rng(), _untouched(module), evaluating(module), torch.no_grad(), precision.forward_context():
+        start_randomness(stream.seed, "test")
+        trainer.state.stage = stage
+        trainer.loggers = [DummyLogger()] if loggers else []
+        try:
+            yield
+        finally:
+            trainer.state.stage, trainer.loggers = before, loggers
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """The attributes and buffers of a module and its parts are as before, with what lists and the like among them hold.
+
+    Tensors that are not buffers, such as the states of a metric that is reset, are expected not to change in place.
+    """
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    growing = [v for _, kept in attributes for v in kept.values() if isinstance(v, list | dict | set | deque)]
+    contents = [(value, copy.copy(value)) for value in growing]
+    buffers = [(value, value.clone()) for value in module.buffers()]
+    try:
+        yield
+    finally:
+        for now, kept in [*attributes, *contents]:
+            now.clear()
+            now.extend(kept) if isinstance(now, list | deque) else now.update(kept)
+        for value, was in buffers:
+            value.copy_(was)
+
+
+def as_handed(module: L.LightningModule, batch: Batch) -> Batch:
+    """A batch as a Trainer hands it to its module: of its precision, on the device, through its hooks."""
+    return transfer_batch(module.trainer, module.trainer.precision_plugin.convert_input(batch))
+
+
+def a_few(samples: IntArray) -> IntArray:
+    """Some samples from all over."""
+    few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
+    return few
+
+
+def why_no_logits(
+    module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
+) -> str | None:
+    """What is in the way of reading a module's output as the logits of a stream's classes, in words; None: nothing.
+
+    Args:
+        module: A module in a Trainer that begins.
+        stream: Its stream.
+        samples: Some of it.
+        exact: Whether they are to be as many as the classes, too.
+    """
+    with aside(module, stream, RunningStage.TESTING):
+        part = "validation" if samples is stream.plan.validation else "test"
+        batch = as_handed(module, stream.samples.take(a_few(samples), part))
+        if not is_labelled(batch):
+            return f"a batch is a {type(batch).__name__} and no pair of samples and labels"
+        if not stream.num_classes or batch[1].dim() != 1:
+            return "the targets are no classes"
+        try:
+            output = module(batch[0])
+        except Exception as error:  # whatever a user's own code has to say
+            # One of ours may have nothing to predict with as yet.
+            return None if isinstance(module, Task) else f"`forward` fails with `{type(error).__name__}: {error}`"
+    why = why_not_logits(output, len(batch[1]))
+    if why is None and exact and output.shape[-1] != stream.num_classes:
+        return f"the output has the shape {tuple(output.shape)}"
+    return why
+
+
+def why_not_logits(output: object, samples: int | None = None) -> str | None:
+    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be.
+
+    Example:
+        >>> why_not_logits(torch.zeros(3, 1)), why_not_logits(torch.zeros(3, 2))
+        ('the output has the shape (3, 1)', None)
+    """
+    if not isinstance(output, Tensor):
+        return f"the output is a {type(output).__name__}"
+    fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))
+    return None if fits else f"the output has the shape {tuple(output.shape)}"

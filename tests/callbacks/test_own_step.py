@@ -1,0 +1,399 @@
+"""What a module of one's own logs in its `test_step` is what it is measured by: against loops written by hand."""
+
+import re
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+from torchmetrics.classification import BinaryAccuracy, MultilabelF1Score
+from torchmetrics.functional import mean_squared_error, r2_score
+from torchmetrics.functional.classification import multilabel_f1_score
+from torchmetrics.regression import R2Score
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.callbacks import ContinualMetrics, FedProto, FLwF2T, LogitAdjustment, LwF
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.models import MLP
+
+GROUP = np.arange(96) % 2
+X = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32) + GROUP[:, None].astype(np.float32)
+LINE = (X @ np.array([1.0, -2.0, 0.5, 1.5], dtype=np.float32)).astype(np.float32)
+PAIR = (X[:, 0] > 0.5).astype(np.int64)
+
+
+class Own(L.LightningModule):
+    """One linear layer; `loss` is its task's."""
+
+    def __init__(self, outputs=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, outputs)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OneLogit(Own):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = BinaryAccuracy()
+
+    def forward(self, x):
+        return self.net(x).squeeze(1)
+
+    def loss(self, batch):
+        return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1].float())
+
+    def test_step(self, batch, batch_idx):
+        self.accuracy.update(self(batch[0]), batch[1])
+        self.log_dict({"test_loss": self.loss(batch), "test_accuracy": self.accuracy})
+
+
+class Line(Own):
+    """Regression whose metrics come at the end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.r2 = [], R2Score()
+
+    def loss(self, batch):
+        return F.mse_loss(self(batch[0]), batch[1][:, None])
+
+    def on_validation_epoch_start(self):
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append((self(batch[0]), batch[1][:, None]))
+
+    def on_validation_epoch_end(self):
+        output, y = (torch.cat(column) for column in zip(*self.seen, strict=True))
+        self.log("badness", mean_squared_error(output, y))
+        self.r2(output, y)
+        self.log("r2", self.r2)
+
+
+class Items(Dataset):
+    """Dicts, as torchgeo has them."""
+
+    def __init__(self, **columns):
+        self.columns = columns
+
+    def __getitem__(self, index):
+        return {name: torch.as_tensor(column[index]) for name, column in self.columns.items()}
+
+    def __len__(self):
+        return len(X)
+
+
+class Image(Own):
+    """Segmentation, of dicts into dicts, without a `forward` that takes a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Conv2d(1, 3, 1)
+
+    def forward(self, batch):
+        return {"out": self.net(batch["image"])}
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch)["out"], batch["mask"])
+
+    def test_step(self, batch, batch_idx):
+        self.log("right", (self(batch)["out"].argmax(1) == batch["mask"]).float().mean())
+
+
+class Labels(Own):
+    """Several labels at once, and no `forward`."""
+
+    forward = L.LightningModule.forward
+
+    def __init__(self):
+        super().__init__(3)
+        self.f1 = MultilabelF1Score(3)
+
+    def loss(self, batch):
+        return F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1].float())
+
+    def test_step(self, batch, batch_idx):
+        self.f1.update(self.net(batch[0]), batch[1].long())
+        self.log("f1", self.f1)
+
+
+MASK = (np.random.default_rng(1).random((96, 1, 5, 5)) * 3).astype(np.float32)
+IMAGES = Items(image=MASK, mask=MASK[:, 0].astype(np.int64))
+MANY = (np.stack([X[:, 0] > 0, X[:, 1] > 0, X[:, 2] > 1], axis=1)).astype(np.float32)
+
+
+def stream_of(x, y, **kwargs):
+    return FederatedStream.from_arrays(
+        x, y, scenario=DomainIncremental(), partition=IID(2), group=GROUP, batch_size=7, seed=0, **kwargs
+    )
+
+
+def taken(stream, rows):
+    batch = stream.take(rows)
+    return batch if isinstance(batch, dict) else tuple(batch)
+
+
+def losses(module, batch):
+    return {
+        "test_loss": F.binary_cross_entropy_with_logits(module.net(batch[0])[:, 0], batch[1].float()),
+        "test_accuracy": ((module.net(batch[0])[:, 0] > 0) == batch[1]).float().mean(),
+    }
+
+
+def lines(module, batch):
+    output, y = module.net(batch[0])[:, 0], batch[1]
+    return {"badness": ((output - y) ** 2).mean(), "r2": r2_score(output, y)}
+
+
+CASES = {
+    "one logit": (OneLogit, lambda: stream_of(X, PAIR), losses, {"test_loss": False, "test_accuracy": True}),
+    "regression": (Line, lambda: stream_of(X, LINE), lines, {"badness": False, "r2": True}),
+    "segmentation": (
+        Image,
+        lambda: stream_of(IMAGES, None),
+        lambda module, batch: {"right": (module.net(batch["image"]).argmax(1) == batch["mask"]).float().mean()},
+        {"right": True},
+    ),
+    "labels": (
+        Labels,
+        lambda: stream_of(X, MANY, classes=()),
+        lambda module, batch: {"f1": multilabel_f1_score(module.net(batch[0]), batch[1].long(), 3)},
+        {"f1": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", [None, "auto"])
+def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
+    make, make_stream, by_hand, higher = CASES[case]
+    stream, module = make_stream(), make()
+    metrics = ContinualMetrics(training=True, lower_is_better=["badness"] if case == "regression" else None)
+    if strategy == "auto":
+        stream.partition = IID(1)
+    trainer = fit(module, stream, [metrics], strategy=strategy)
+    record, test = metrics.record, stream.plan.test
+    assert record["measures"] == [{"name": name, "higher_is_better": way} for name, way in higher.items()]
+    assert record["totals"] == np.bincount(GROUP[test]).tolist() and len(test) > 14
+    for part, rows in {"0": GROUP[test] == 0, "1": GROUP[test] == 1, "0+1": test >= 0}.items():
+        with torch.no_grad():
+            expected = by_hand(module, taken(stream, test[rows]))
+        found = {name: values[part] for name, values in record["rounds"][-1]["values"]["server"].items()}
+        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-6)
+    summary = summarize(record)
+    for name, value in found.items():
+        assert summary[f"final_{name}/server"] == value and f"forgetting_{name}/server" in summary
+        assert trainer.callback_metrics[f"server/{name}"].item() == pytest.approx(value)
+        assert f"training_{name}/server" in summary
+
+
+class Traces(OneLogit):
+    """All that a step can leave behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.losses = {"outputs": torch.ones(2)}, []
+        self.register_buffer("tested", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        assert not self.tested and not hasattr(self, "last") and self.trainer.training
+        self.accuracy.update(self(batch[0]) + torch.rand(()), batch[1])
+        loss = self.loss(batch)
+        self.losses.append(loss)  # part of the graph, as many do it
+        self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        super().test_step(batch, batch_idx)
+        assert not self.training and not torch.is_grad_enabled() and self.trainer.testing
+        self.tested += torch.rand(())
+        self.last = self.losses.append(self(batch[0]))
+        self.kept["more"] = batch
+        self.logger.log_metrics({"in_step": np.random.rand()})
+
+
+@pytest.mark.parametrize("strategy", [None, "auto"])
+def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
+    found = []
+    for callbacks in ([], [ContinualMetrics(start=True)]):
+        module, stream = Traces(), stream_of(X, PAIR)
+        stream.partition = IID(1 if strategy else 2)
+        words = {"logger": L.loggers.CSVLogger(tmp_path / str(len(callbacks)))}
+        trainer = fit(module, stream, callbacks, strategy=strategy, trainer_args=words)
+        found.append((module, trainer.callback_metrics["train_accuracy"], torch.rand(1)))
+        assert "log" not in vars(module) and "more" not in module.kept
+    (left, right), trained, drawn = zip(*found, strict=True)
+    assert all(torch.equal(value, right.state_dict()[name]) for name, value in left.state_dict().items())
+    assert trained[0] == trained[1] and torch.equal(*drawn) and len(left.losses) == len(right.losses)
+    assert "in_step" not in (tmp_path / "1/lightning_logs/version_0/metrics.csv").read_text()
+
+
+def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream):
+    class Several(Own):
+        def __init__(self):
+            super().__init__()
+            self.net = MLP([6, 4])
+
+        def loss(self, batch):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def test_step(self, batch, batch_idx):
+            raise AssertionError("not asked for")
+
+    stream, module, metrics = make_stream(), Several(), ContinualMetrics()
+    fit(module, stream, [metrics])
+    x, y = stream.take(stream.plan.test)
+    right = (module(x).argmax(1) == y).numpy()
+    assert metrics.record["rounds"][-1]["correct"]["server"] == np.bincount(y[right], minlength=4).tolist()
+    with pytest.raises(ValueError, match="Expected no `lower_is_better` for `Several`"):
+        fit(module, stream, [ContinualMetrics(lower_is_better=["loss"])])
+
+
+def test_numbers_are_reduced_as_lightning_does(fit, quiet):
+    class Numbers(OneLogit):
+        def test_step(self, batch, batch_idx):
+            x = batch[0]
+            self.log("mean", x.mean(), on_step=True)
+            self.log("weighted", x.mean(), batch_size=batch_idx + 1, on_epoch=True)
+            for how in ("sum", "min", "max"):
+                self.log(how, x[:, 0].sum(), reduce_fx=how)
+            self.log("step", 1.0, on_step=True, on_epoch=False)
+
+        def on_test_epoch_end(self):
+            self.log("end", 3)
+
+    stream, module, metrics = stream_of(X, PAIR), Numbers(), ContinualMetrics(clients="none")
+    fit(module, stream, [metrics], max_epochs=1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*stream.take(stream.plan.test)), batch_size=7)
+    (lightning,) = L.Trainer(**quiet).test(module, loader, verbose=False)
+    values = {n: v["0+1"] for n, v in metrics.record["rounds"][0]["values"]["server"].items()}
+    assert set(values) == {"mean", "weighted", "sum", "min", "max", "end"}
+    assert values == pytest.approx({n: lightning["mean_epoch" if n == "mean" else n] for n in values}, rel=1e-5)
+
+
+def test_a_continued_fit_goes_on_with_the_same_measures(fit, tmp_path):
+    records = []
+    for cut in (None, 1):
+        metrics, path = ContinualMetrics(), None
+        if cut:
+            path = tmp_path / "round.ckpt"
+            fit(OneLogit(), stream_of(X, PAIR), [ContinualMetrics()], max_epochs=cut).save_checkpoint(path)
+        fit(OneLogit(), stream_of(X, PAIR), [metrics], ckpt_path=path)
+        records.append([entry["values"] for entry in metrics.record["rounds"]])
+    assert records[0] == records[1] and len(records[0]) == 2
+
+
+def test_parts_without_a_value(fit):
+    """A part on which the step's own arithmetic fails has none; a failure on many samples is the user's to see."""
+
+    class Picky(OneLogit):
+        def test_step(self, batch, batch_idx):
+            if len(batch[1].unique()) < 2:
+                raise ValueError("one class only")
+            self.log("loss", self.loss(batch))
+
+    stream = FederatedStream.from_arrays(X, PAIR, scenario=ClassIncremental(2), partition=IID(2), seed=0)
+    metrics = ContinualMetrics()
+    fit(Picky(), stream, [metrics])
+    values = metrics.record["rounds"][-1]["values"]["server"]["loss"]
+    assert values["0"] is None and values["1"] is None and values["0+1"] > 0
+    assert "final_loss/server" in summarize(metrics.record)
+    with pytest.raises(ValueError, match="one class only"):
+        fit(Picky(), stream_of(X, np.zeros(96, dtype=np.int64)), [ContinualMetrics()])
+
+
+class NoStep(Own):
+    def loss(self, batch):
+        raise AssertionError("a round has begun")
+
+
+class Silent(NoStep):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+class Vector(NoStep):
+    def test_step(self, batch, batch_idx):
+        self.log("all", torch.zeros(3))
+
+
+class Features(OneLogit):
+    num_classes, features = 2, 4
+
+    def embed(self, x):
+        return x
+
+
+class Pair(Classifier):
+    """A subclass of ours with one logit."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 1), 2)
+
+    def sample_loss(self, output, y):
+        raise AssertionError("a round has begun")
+
+
+class Dicts(NoStep):
+    def forward(self, x):
+        return {"out": self.net(x)}
+
+
+REFUSED = {
+    "no step": (NoStep, [], "`NoStep` to give logits of shape (batch, 2), whose accuracy is measured, but the output "
+                "has the shape (8, 1). Define `test_step(self, batch, batch_idx)` for what else it is measured by."),
+    "dicts": (Dicts, [], "but the output is a dict. Define `test_step"),
+    "ours": (Pair, [], "`Pair` to give logits of shape (batch, 2)"),
+    "silent": (Silent, [], "`Silent.test_step` to log what the module is measured by but it logs nothing. Call"),
+    "vector": (Vector, [], "`all` to be logged as one number"),
+    "unknown": (OneLogit, ["lost"], "`lower_is_better` to name what `OneLogit.test_step` logs (test_loss, test_accura"),
+    "a rule": (Features, [FedProto()], "Leave `FedProto` out: it predicts by a rule of its own, which the step of `F"),
+    "one logit": (OneLogit, [LwF()], "for `LwF`, which compares classes by them, but the output has the shape (8,)."),
+    "dict of logits": (Dicts, [FLwF2T()], "for `FLwF2T`, which compares classes by them, but the output is a dict."),
+    "adjusted": (OneLogit, [LogitAdjustment()], "for `LogitAdjustment`, which compares classes by them, but the outp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_measured_is_refused_before_the_first_round(fit, case):
+    make, more, message = REFUSED[case]
+    methods = [one for one in more if not isinstance(one, str)]
+    names = [one for one in more if isinstance(one, str)] or None
+    callbacks = [*methods, ContinualMetrics(lower_is_better=names)]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(make(), stream_of(X, PAIR), callbacks)
+
+
+def test_a_method_says_what_output_it_needs_where_batches_are_no_pairs(fit):
+    with pytest.raises(ValueError, match=r"for `FLwF2T`, which compares classes by them, but the output is a dict\."):
+        fit(Image(), stream_of(IMAGES, None), [FLwF2T()])
+
+
+def test_a_subclass_of_ours_with_a_step_of_its_own(fit):
+    class Mine(Pair):
+        def sample_loss(self, output, y):
+            return F.binary_cross_entropy_with_logits(output[:, 0], y.float(), reduction="none")
+
+        def test_step(self, batch, batch_idx):
+            self.log("loss", self.sample_loss(self(batch[0]), batch[1]).mean())
+
+    stream, module, metrics = stream_of(X, PAIR), Mine(), ContinualMetrics()
+    fit(module, stream, [metrics])
+    with torch.no_grad():
+        x, y = stream.take(stream.plan.test)
+        expected = module.sample_loss(module(x), y).mean()
+    assert metrics.record["rounds"][-1]["values"]["server"]["loss"]["0+1"] == pytest.approx(float(expected))
