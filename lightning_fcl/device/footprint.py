@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.device.trace import Layer, Recorder, flop_counter, only_trained
-from lightning_fcl.federation.aggregation import Reduction, Rules, entries, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, Rules, entries, frozen_parameters, reductions_of
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 
@@ -174,7 +174,7 @@ def _entries(
     module: nn.Module, reductions: Mapping[str, Reduction], trained: set[str], folded: Mapping[str, str]
 ) -> tuple[Entry, ...]:
     """The state, entry by entry; ``folded`` tells the convolution of each batch normalisation that is folded."""
-    state, result = entries(module), []
+    state, result, frozen = entries(module), [], frozen_parameters(module, reductions)
     for name, value in state.items():
         layer, _, own = name.rpartition(".")
         learnt = name in trained
@@ -190,7 +190,8 @@ def _entries(
         size, reduction = value.nbytes, reductions[name]
         if not learnt and value.is_floating_point():
             size = value.numel() + 4 * len(value) if value.dim() > 1 else 4 * value.numel()
-        up, down = reduction.up * value.nbytes, reduction.down * value.nbytes
+        travels = value.nbytes * (name not in frozen)  # every device has it as it was published
+        up, down = reduction.up * travels, reduction.down * travels
         result.append(Entry(name, layer, 0 if aside else value.numel(), learnt, size, up, down))
     return tuple(result)
 

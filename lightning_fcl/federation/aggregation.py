@@ -35,6 +35,7 @@ __all__ = [
     "built_in",
     "declare",
     "entries",
+    "frozen_parameters",
     "hparams_of",
     "load_entries",
     "reductions_of",
@@ -213,6 +214,18 @@ def reductions_of(
     """
     own = module.reductions if isinstance(module, DeclaresReductions) else {}
     return declare(entries(module), own, rules or {}, known=known)
+
+
+def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
+    """Names of the frozen parameters that come together by a mean or the like: no need to send what stays as it is.
+
+    Example:
+        >>> layer = nn.Linear(1, 1).requires_grad_(False)
+        >>> frozen_parameters(layer, reductions_of(layer, {"bias": "download"}))
+        ['weight']
+    """
+    frozen = {name: reductions[name] for name, p in module.named_parameters() if not p.requires_grad}
+    return [n for n, of in frozen.items() if of.up and of.down and type(of).start is Reduction.start]
 
 
 def hparams_of(rules: Rules) -> dict[str, Any]:

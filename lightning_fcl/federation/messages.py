@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -102,6 +103,8 @@ class Messages:
         numbers: Tells the clients' numbers, by which uploads are put in order.
         compression: Code of the uploads of ``learnt`` entries whose reduction is ``mean``.
         learnt: The trainable parameters that clients send.
+        frozen: The others: they travel for a client whose training changes them all the same.
+        everywhere: Those of the frozen that every device has as they are, from the model that was published.
     """
 
     def __init__(
@@ -113,6 +116,8 @@ class Messages:
         numbers: Callable[[Sequence[str]], Sequence[int]],
         compression: Compression | None,
         learnt: Sequence[str],
+        frozen: Collection[str] = (),
+        everywhere: Collection[str] = (),
     ) -> None:
         self.record = RoundRecord()
         self.aggregator = Aggregator(reductions)
@@ -122,6 +127,9 @@ class Messages:
         self._numbers = numbers
         self._compression = compression
         self._learnt = learnt
+        self._frozen = frozen
+        self._everywhere = everywhere
+        self.changed: set[str] = set()  # of the frozen, by some client
         self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
         self.offer(state)
 
@@ -130,7 +138,8 @@ class Messages:
         self._state = state
         self._start = {name: self._reductions[name].start(value) for name, value in state.items()}
         down = {name: value for name, value in state.items() if self._reductions[name].down}
-        self._download_bytes = sum(self._reductions[name].wire_bytes(value) for name, value in down.items())
+        sent = {name: value for name, value in down.items() if name not in self._everywhere}
+        self._download_bytes = sum(self._reductions[name].wire_bytes(value) for name, value in sent.items())
         self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
@@ -168,8 +177,29 @@ class Messages:
             by_value = [name for name in sent if not self._reductions[name].by_shape]
             for i, client in enumerate(clients):
                 self.record.upload(client, each + sum(self._reductions[n].wire_bytes(sent[n][i]) for n in by_value))
+            self._leave_out(clients, sent)
             self.record.trained += clients
         return taken
+
+    def _leave_out(self, clients: Sequence[str], sent: State) -> None:
+        """Count no bytes of frozen parameters for the clients that have left them as they were."""
+        for name in self._frozen:
+            same = (sent[name] == self._state[name]).view(*sent[name].shape, 1).flatten(1).all(dim=1).tolist()
+            if not all(same):
+                self.changed.add(name)
+            for client, value in itertools.compress(zip(clients, sent[name], strict=True), same):
+                self.record.upload(client, -self._reductions[name].wire_bytes(value))
+
+    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what came to the other ranks."""
+        self.aggregator.combine(ranks)
+        self.record.combine(ranks, order)
+        self.changed = set().union(*ranks.share(self.changed))
+
+    def result(self) -> State:
+        """The uploads brought together; what is frozen and no client has changed stays to the bit."""
+        kept = {name: self._state[name] for name in self._frozen if name not in self.changed}
+        return {**self.aggregator.result(self._state), **kept}
 
     def _finite(self, client_rounds: ClientRounds, states: Mapping[str, Tensor]) -> list[bool]:
         """Whether all numbers are finite that a client sends, or goes on from; drop who has others."""

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import listed, of_clients, quoted
-from lightning_fcl.federation.aggregation import Reduction, Rules, State, built_in, entries, reductions_of, resolve
+from lightning_fcl.federation.aggregation import (
+    Reduction,
+    Rules,
+    State,
+    built_in,
+    entries,
+    frozen_parameters,
+    reductions_of,
+    resolve,
+)
 from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.messages import Messages, RoundRecord, own_entries
@@ -86,6 +95,9 @@ class FederatedServer:
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
         self._learnt: list[str] = []  # the trainable parameters that clients send in this round
+        self._frozen: list[str] = []  # the others, which travel only if training changes them all the same
+        self._published: State | None = None  # of the frozen parameters, those that are still as every device got them
+        self._untouched: list[str] | None = None  # their names, of a fit that goes on
         self._messages = self._new_messages()
 
     def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
@@ -93,6 +105,7 @@ class FederatedServer:
         if self._server_optimizer is not None:  # of an earlier fit, which this one continues
             self._restored = self._server_optimizer.state_dict()
             self._server_optimizer = None
+        self._published = None
         self.begin_round(module, rules, extra)
 
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
@@ -116,16 +129,29 @@ class FederatedServer:
             self.reductions[name] = resolve(name, reduction, self._known)
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
+        self._find_frozen(module)
         self._check_finite(self.state, "before a round, as the module has it. Begin with a sound state")
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
         self._messages = self._new_messages()
 
+    def _find_frozen(self, module: nn.Module) -> None:
+        """The frozen parameters that a round may bring together, and those that no device needs to be sent."""
+        self._frozen = frozen_parameters(module, self.reductions)
+        if self._published is None:
+            kept, self._untouched = self._frozen if self._untouched is None else self._untouched, None
+            self._published = {name: self.state[name] for name in self._frozen if name in kept}
+        self._published = {
+            name: value
+            for name, value in self._published.items()
+            if name in self._frozen and torch.equal(value, self.state[name])
+        }
+        self.state.update(self._published)  # one tensor, not two
+
     def _new_messages(self) -> Messages:
-        return Messages(
-            self.store, self.state, self.reductions, self._weights, self._numbers, self.compression, self._learnt
-        )
+        given = self._weights, self._numbers, self.compression, self._learnt, self._frozen, self._published or ()
+        return Messages(self.store, self.state, self.reductions, *given)
 
     @property
     def record(self) -> RoundRecord:
@@ -186,8 +212,7 @@ class FederatedServer:
         Raises:
             ValueError: If a reduction takes in no other rank's uploads.
         """
-        self._messages.aggregator.combine(ranks)
-        self._messages.record.combine(ranks, order)
+        self._messages.combine(ranks, order)
 
     def finish_round(self) -> State:
         """Bring the uploads together; the new server state.
@@ -196,7 +221,7 @@ class FederatedServer:
             ValueError: If the server's optimizer has made a number of it that is not finite.
         """
         aggregator = self._messages.aggregator
-        aggregate = aggregator.result(self.state)
+        aggregate = self._messages.result()
         if not aggregator.uploads:
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
@@ -249,7 +274,8 @@ class FederatedServer:
         """
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.store[client] for client in self.store} if clients is None else clients
-        return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra}
+        untouched = [name for name in self._published or () if name not in self._messages.changed]
+        return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra, "untouched": untouched}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint has kept, before `begin`.
@@ -266,6 +292,8 @@ class FederatedServer:
         self.store.replace(clients)
         self.extra = dict(state.get("extra", {}))
         self._restored = state["server_optimizer"]
+        kept = state.get("untouched")
+        self._untouched = kept if isinstance(kept, list) else None
         self._server_optimizer = None
 
 

@@ -82,7 +82,9 @@ class MethodDriver(Callback):
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs_logits]
         if stream is None or not needing:
             return
-        first = next(rows for current in stream.plan.train for rows in current.values() if len(rows))
+        first = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
+        if first is None:  # a deployment's server trains on nothing
+            return
         with isolate_rng():  # a data set's own code may draw
             pairs = is_labelled(stream.take(first[:1]))
         if pairs and (why := why_no_logits(pl_module, stream, first)):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -12,8 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, transfer_hook
@@ -45,6 +47,7 @@ ELEMENTWISE = (
 )
 _NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 RANDOM = "its layers draw random numbers"
+LEAVES = "its forward leaves something on the module"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -140,8 +143,6 @@ def why_not_vectorized(
     reason = module.why_not_vectorized()
     if reason:
         return reason
-    if any(isinstance(part, _BatchNorm) and part.running_mean is None for part in module.modules()):
-        return "its batch normalisation would take the padding of other clients' batches for samples"
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
     if trainer.precision != "32-true":
@@ -169,27 +170,78 @@ def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
 
 
 def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
-    """What goes wrong when two clients train on two samples each, vectorised, if anything."""
-    indices = next(rows for current in stream.plan.train for rows in current.values())[:2]
-    data = stream.take(indices)
-    if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        return "its batches are not pairs of tensors"
-    x, y = (part.to(module.device) for part in data)
-    around = (module.trainer, module.trainer.strategy)  # which may hold processes
-    copied = copy.deepcopy(module, {id(part): part for part in around}).train()
-    state = {name: value.detach().clone() for name, value in entries(module).items()}
-    weight = torch.full((2, len(y)), 1 / len(y), device=module.device)
+    """What goes wrong when a client trains on two samples, vectorised: alone, again, and padded beside another one."""
+    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
+    if not plan:
+        return "no client has samples"
+    own = max((rows[:2] for rows in plan), key=len)  # of one sample nothing could be told
+    others = np.resize(plan[-1][::-1], len(own) + 1)
     with isolate_rng(), torch.enable_grad():
+        data = stream.take(np.concatenate([own, others]))
+        if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+            return "its batches are not pairs of tensors"
+        (x, others_x), (y, others_y) = (part.to(module.device).split([len(own), len(own) + 1]) for part in data)
+        around = (module.trainer, module.trainer.strategy)  # which may hold processes
         try:
+            copied = copy.deepcopy(module, {id(part): part for part in around}).train()
+            begun, drawn = _held(copied), _generators()
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
-            trainer = VectorizedTrainer(copied, [], with_parameters(optimizer, twins), 2, seed=0)
-            trainer.begin(Start([ClientRound("", 0)] * 2, [state, state], [[], []], [{}, {}]))
-            keys = torch.zeros(2, dtype=torch.long, device=module.device)
-            trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, keys, randomness="error")
+            step = partial(_trial_step, copied, with_parameters(optimizer, twins))
+            alone = step([x], [y])
+            if not _equal(_held(copied), begun):
+                return LEAVES
+            again = step([x], [y])
+            if not all(map(torch.equal, again, alone)) or _generators() != drawn:
+                return "its forward gives something else each time"
+            copied(x)
+            if not _equal(_held(copied), begun):
+                return "its forward changes buffers"
+            # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
+            x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.draws else p[:1]]) for p in (x, y))
+            padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return RANDOM if "randomness" in text else f"vectorising it fails ({text})"
-        copied(x)
-    if any(not torch.equal(value, state[name]) for name, value in entries(copied).items()):
-        return "its forward changes buffers"
-    return None
+            known = {"randomness": RANDOM, "escaped from inside": LEAVES}
+            return next((why for part, why in known.items() if part in text), f"vectorising it fails ({text})")
+    if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
+        return None
+    return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
+
+
+def _trial_step(
+    module: L.LightningModule, optimizer: Optimizer, x: list[Tensor], y: list[Tensor], real: int | None = None
+) -> list[Tensor]:
+    """The first client's loss and gradient when these train side by side; ``real`` samples of its batch are its own."""
+    clients, state = len(x), {name: value.detach().clone() for name, value in entries(module).items()}
+    weight = torch.full((clients, len(y[0])), 1 / len(y[0]), device=module.device)
+    if real is not None:
+        weight[0] = (torch.arange(len(y[0]), device=module.device) < real) / real
+    trainer = VectorizedTrainer(module, [], optimizer, clients, seed=0)
+    trainer.begin(Start([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients))
+    keys = torch.zeros(clients, dtype=torch.long, device=module.device)
+    losses, _ = trainer.losses(torch.stack(x), torch.stack(y), weight, keys, randomness="error")
+    gradients = [g[0].flatten() for g in trainer.gradients(losses.sum()) if g is not None]
+    return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
+
+
+def _held(module: nn.Module) -> dict[str, object]:
+    """What a module's parts hold: tensors as they are now, of containers how much is in them."""
+    parts = [{**vars(part), **part._parameters, **part._buffers} for part in module.modules()]
+    held = {f"{number}.{name}": value for number, own in enumerate(parts) for name, value in own.items()}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else value
+        for name, value in held.items()
+    }
+
+
+def _equal(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
+    """Whether a module's parts hold the same."""
+    return left.keys() == right.keys() and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or (type(a) is int and a == b)
+        for a, b in ((left[name], right[name]) for name in left)
+    )
+
+
+def _generators() -> tuple[object, ...]:
+    """Where NumPy's and Python's generators are."""
+    return random.getstate(), str(np.random.get_state())

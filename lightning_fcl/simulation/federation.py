@@ -117,7 +117,7 @@ class Federation:
         Raises:
             ValueError: If stream, methods and module do not go together.
         """
-        self._stream, self._optimizer = loader.stream, optimizer
+        new_fit, self._stream, self._optimizer = optimizer is not self._optimizer, loader.stream, optimizer
         self.participation.seed = self.seed
         self.methods = methods_of(self.module.trainer)
         check_stream(self.module.trainer, self.stream)
@@ -132,17 +132,18 @@ class Federation:
             self.rules,
             self.participation.may_miss,
         )
-        self.trainer = choose_trainer(
-            self.module,
-            self.methods,
-            optimizer,
-            self.stream,
-            step,
-            request,
-            self.cohort_size,
-            self.keep_optimizer,
-            self.seed,
-        )
+        if new_fit or self.trainer is None:  # not where loaders are reloaded
+            self.trainer = choose_trainer(
+                self.module,
+                self.methods,
+                optimizer,
+                self.stream,
+                step,
+                request,
+                self.cohort_size,
+                self.keep_optimizer,
+                self.seed,
+            )
         self.loader = RoundLoader(
             self.stream,
             lambda: self.round,

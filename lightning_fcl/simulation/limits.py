@@ -102,12 +102,14 @@ def check_trainer(trainer: L.Trainer) -> None:
             '"step": the federation does not see its steps. Step them in `training_step`, by what is left of them.'
         )
     overfit = trainer.overfit_batches  # type: ignore[attr-defined]
-    if trainer.limit_train_batches != 1.0 or overfit:
+    limit = trainer.limit_train_batches
+    if limit != 1.0 or type(limit) is int or overfit:  # to Python 1 is 1.0; to Lightning it is one batch
         raise ValueError(
-            f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {trainer.limit_train_batches} and "
-            f"{overfit}: a round would end before its last client. Use `participation`."
+            f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {limit} and {overfit}: "
+            "a round would end before its last client. Use `participation`."
         )
-    if trainer.max_steps != -1 or trainer.val_check_interval not in (1.0, None):
+    interval = trainer.val_check_interval
+    if trainer.max_steps != -1 or interval not in (1.0, None) or type(interval) is int:
         raise ValueError(
             "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
             "use `max_epochs` and `check_val_every_n_epoch`."

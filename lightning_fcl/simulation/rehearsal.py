@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from lightning_fcl.federation.aggregation import State, built_in, entries, reductions_of, resolve
+from lightning_fcl.federation.aggregation import State, built_in, entries, frozen_parameters, reductions_of, resolve
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
@@ -26,7 +26,9 @@ def begin_schedule(federation: Federation) -> None:
     for name, (value, reduction) in federation.extra.items():
         state[name], reductions[name] = value, resolve(name, reduction, known)
     learnt = [name for name, p in module.named_parameters() if p.requires_grad]
-    sizes = message_bytes(state, reductions, server.compression, learnt)
+    frozen = frozen_parameters(module, reductions)
+    sent = {name: value for name, value in state.items() if name not in frozen}
+    sizes = message_bytes(sent, reductions, server.compression, learnt)
     deployment = Deployment(federation.plan, federation.participation, federation.local_epochs, *sizes, reductions)
     schedule.begin(deployment, federation.round)
 

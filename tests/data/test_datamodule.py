@@ -428,8 +428,8 @@ def test_metrics_need_pairs(quiet):
         def __len__(self):
             return 40
 
-    message = "^Expected pairs of samples and targets to measure on but got a dict. Log what you measure in `test_step`"
-    with pytest.raises(TypeError, match=message):
+    message = "a batch is a dict and no pair of samples and labels. Define `test_step"
+    with pytest.raises(ValueError, match=message):
         trainer_of(quiet, callbacks=[ContinualMetrics()]).fit(classifier(), datamodule=stream_of(Dicts()))
 
 

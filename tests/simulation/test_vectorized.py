@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -23,7 +24,7 @@ from lightning_fcl.callbacks import (
     Replay,
 )
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation.choose import automatic_size
+from lightning_fcl.simulation.choose import automatic_size, why_not_vectorized
 
 pytestmark = pytest.mark.rounding
 
@@ -150,6 +151,33 @@ def test_auto_bounds_the_numbers_in_batches(fit, make_stream, make_task, monkeyp
     assert clients_per_step(fit, make_stream(batch_size=batch_size), task) == expected
 
 
+class Centred(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        return output - output.mean(dim=0)
+
+
+class Caching(nn.Linear):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class Drifting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x) * self.calls
+
+
+class NumPyNoise(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(np.random.rand())
+
+
 class Own(Classifier):
     def training_step(self, batch, batch_idx):
         return 2 * super().training_step(batch, batch_idx)
@@ -159,6 +187,9 @@ class Own(Classifier):
     ("change", "reason"),
     [
         ({"model": nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))}, "its forward changes buffers"),
+        ({"model": Centred(6, 4)}, "its loss looks at other samples of a batch"),
+        ({"model": Caching(6, 4)}, "its forward leaves something on the module"),
+        ({"model": NumPyNoise(6, 4)}, "its forward gives something else each time"),
         ({"optimizer": lambda params: torch.optim.LBFGS(params)}, "`LBFGS` does not update each number on its own"),
     ],
 )
@@ -234,11 +265,19 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("model", [Noisy(6, 4), Recurrent(6, 4), Counting(6, 4)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(Noisy(6, 4), Recurrent(6, 4), Counting(6, 4), Centred(6, 4), Caching(6, 4), Drifting(6, 4)),
+        *(NumPyNoise(6, 4), nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 4))),
+    ],
+    ids=lambda model: type(model).__name__,
+)
 def test_auto_trains_one_by_one_what_it_cannot_vectorise(fit, make_stream, make_task, model):
     auto, one = make_task(model=copy.deepcopy(model)), make_task(model=copy.deepcopy(model))
-    assert clients_per_step(fit, make_stream(), auto, seed=0) == 1
-    fit(one, make_stream(), cohort_size=1, max_epochs=1, seed=0)
+    # Without a single sample left over, which batch normalisation cannot learn from.
+    assert clients_per_step(fit, make_stream(drop_last=True), auto, seed=0) == 1
+    fit(one, make_stream(drop_last=True), cohort_size=1, max_epochs=1, seed=0)
     assert difference(auto.state_dict(), one.state_dict()) == 0
 
 
@@ -331,3 +370,41 @@ def test_dropout_is_another_with_every_client_round_and_step(fit, make_stream, m
 def test_random_layers_in_a_cohort_are_warned_of(fit, make_stream, make_task, caplog):
     fit(make_task(model=Noisy(6, 4)), make_stream(), cohort_size=3, max_epochs=1)
     assert "Random layers draw other numbers in a cohort" in caplog.text
+
+
+class Contrasting(Classifier):
+    def sample_loss(self, output, y):
+        return super().sample_loss(output, y) + 0.1 * output.mean() ** 2
+
+
+def test_a_loss_that_looks_at_other_samples_trains_one_by_one(fit, make_stream):
+    assert clients_per_step(fit, make_stream(), Contrasting(nn.Linear(6, 4), 4)) == 1
+
+
+def test_the_trial_draws_nothing_and_leaves_the_module_as_it_was(fit, make_stream, make_task):
+    task, stream = make_task(model=dropping()), make_stream()
+    trainer = fit(task, stream, max_epochs=1)
+    before, states = copy.deepcopy(task.state_dict()), [torch.get_rng_state(), np.random.get_state()[1]]
+    assert why_not_vectorized(task, [], trainer.strategy.federation.optimizer, stream) is None
+    assert difference(before, task.state_dict()) == 0
+    assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
+
+
+def test_what_a_forward_has_left_before_a_fit_is_no_obstacle(fit, make_stream, make_task):
+    task = make_task(model=Caching(6, 4))
+    task(torch.ones(2, 6))  # which no copy can be made of
+    assert clients_per_step(fit, make_stream(), task) == 1
+
+
+def test_reloaded_loaders_choose_no_second_time(fit, make_stream, make_task):
+    states = []
+    for every in (0, 1):
+        task = make_task()
+        arguments = {"reload_dataloaders_every_n_epochs": every}
+        trainer = fit(task, make_stream(), [FedProx(0.5)], cohort_size=3, seed=0, trainer_args=arguments)
+        assert trainer.strategy.federation.trainer.clients_at_once == 3 and trainer.current_epoch > 1
+        states.append(task.state_dict())
+    assert difference(*states) == 0
+    trainer.fit_loop.max_epochs = trainer.current_epoch  # another fit chooses anew, and finds no hooks of the first
+    trainer.fit(task, datamodule=make_stream())
+    assert trainer.strategy.federation.trainer.clients_at_once == 3
