@@ -36,10 +36,10 @@ Parts = dict[str, tuple[Dataset[Any], Loading]]
 """The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how each is loaded."""
 
 
-def lend_hooks(module: L.LightningDataModule, stream: L.LightningDataModule) -> None:
+def lend_hooks(module: L.LightningDataModule, stream: L.LightningDataModule, prepared: bool = False) -> None:
     """Let a stream prepare its data, and transfer batches, by the hooks of a data module that overrides them."""
     stream.prepare_data_per_node = module.prepare_data_per_node
-    stream.prepare_data = partial(_once, [], module.prepare_data)  # type: ignore[method-assign]
+    stream.prepare_data = partial(_once, [True] * prepared, module.prepare_data)  # type: ignore[method-assign]
     for hook in TRANSFER_HOOKS:
         if is_overridden(hook, module):
             setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
@@ -53,8 +53,9 @@ def _once(done: list[bool], hook: Callable[[], None]) -> None:
 
 
 def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
-    """What a hook makes of a batch; in a round in which a process has no client, its only batch is None."""
-    return None if batch is None else hook(batch, *arguments)
+    """What a hook makes of a batch; where no client trains, the only batch of a round is None, or of no sample."""
+    idle = batch is None or (isinstance(batch, list) and isinstance(batch[0], torch.Tensor) and not batch[0].numel())
+    return batch if idle else hook(batch, *arguments)
 
 
 def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
@@ -102,7 +103,11 @@ def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
     if isinstance(data, IterableDataset):
         refuse("have a map-style data set, whose samples have numbers,", data, "Read its items into a list.")
     if type(batches) is not BatchSampler:
-        refuse("make batches by `batch_size`", batches or data, "Leave its own batches out: clients have theirs.")
+        refuse(
+            "make batches by `batch_size`",
+            data if batches is None else batches,
+            "Leave its own batches out: clients have theirs.",
+        )
     rows = _rows(batches.sampler)
     if rows is None or any(not 0 <= row < len(data) for row in rows):  # type: ignore[arg-type]  # map-style
         refuse(

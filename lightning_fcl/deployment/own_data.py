@@ -12,10 +12,12 @@ from urllib.parse import quote
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from lightning_fcl.data.batches import joined
+from lightning_fcl.data.data_module import TRANSFER_HOOKS, lend_hooks
 from lightning_fcl.data.datasets.files import check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
 from lightning_fcl.data.samples import Samples, name_of, samples_of
@@ -40,11 +42,19 @@ class OwnData:
         samples: The samples; their targets are numbers of their own ``classes``.
         rounds: Whether each sample is of each round, shape (n, rounds); None: their classes or domains say so.
         part: What each sample is for, ``"test"`` or ``"validation"``, shape (n,), on a server; None: ``"test"``.
+        module: The DataModule that they come from, whose hooks batches go through.
     """
 
     samples: Samples
     rounds: NDArray[np.bool_] | None = None
     part: NDArray[Any] | None = None
+    module: L.LightningDataModule | None = None
+
+    def lend_hooks(self, stream: FederatedStream) -> None:
+        """Let the batches of a stream go through the hooks of the DataModule."""
+        if self.module is not None:
+            stream.data = self.module
+            lend_hooks(self.module, stream, prepared=True)
 
 
 def read_data(where: str | Path) -> OwnData:
@@ -70,7 +80,9 @@ def read_data(where: str | Path) -> OwnData:
         if ":" in str(where):
             made = resolve_name(str(where))
             if isinstance(made, type) and issubclass(made, L.LightningDataModule):
-                return OwnData(samples_of(made()))
+                module = made()
+                module.prepare_data()
+                return OwnData(samples_of(module), module=module)
         raise FileNotFoundError(f"there is no such file or folder, nor a DataModule, at {where}")
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise RefusedError(
@@ -168,6 +180,7 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
     if not outline.of_classes and outline.groups and samples.group is not None:
         groups = numbers_of(samples.group.astype(str), outline.groups, whose)
     stream.plan = client_plan(outline, groups, data.rounds, stream.seed)
+    data.lend_hooks(stream)
     stream.hold(replace(samples, targets=targets, classes=outline.classes))
 
 
@@ -182,8 +195,14 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
         The files, the server's first.
 
     Raises:
-        ValueError: If the samples are no arrays, or a data module's loaders say what the recipe leaves open.
+        ValueError: If the samples are no arrays, or a data module's loaders say what the recipe leaves open, or its
+            hooks change batches.
     """
+    if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, stream)]:
+        raise ValueError(
+            f"Expected no `{hooks[0]}` of {name_of(stream.data)} for nodes that have its samples as files alone. "
+            "Do in its data set's own transform what it does."
+        )
     stream.setup("fit")
     missing = [name for name in stream.left_open if name != "num_workers"]
     if stream.samples.loaders and missing:

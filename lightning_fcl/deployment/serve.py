@@ -97,6 +97,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
             "deals samples out one by one. Leave the server's `data` out: it then takes the recipe's."
         )
     stream.plan = pattern(scenario, data, clients, stream.seed)
+    data.lend_hooks(stream)
     stream.hold(samples)
 
 

@@ -14,8 +14,9 @@ import yaml
 import lightning_fcl
 from lightning_fcl import FederatedStream
 from lightning_fcl.cli.main import main
+from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.deployment.outline import Outline, client_plan, outline_of
-from lightning_fcl.deployment.own_data import read_data, write_split
+from lightning_fcl.deployment.own_data import read_data, take_data, write_split
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.deployment.recipe import build, fingerprint, read_recipe
 from lightning_fcl.deployment.serve import pattern
@@ -111,12 +112,25 @@ def test_data_of_a_folder_of_images_and_of_a_data_module_are_read(tmp_path, monk
 import lightning.pytorch as L, torch
 from torch.utils.data import DataLoader, TensorDataset
 class Sensors(L.LightningDataModule):
+    def prepare_data(self):
+        self.x = torch.arange(12.0).view(6, 2)
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6) % 3), batch_size=2)
+        return DataLoader(TensorDataset(self.x, torch.arange(6) % 3), batch_size=2)
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] / 255, batch[1]]
 """
     (tmp_path / "my_sensors.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert read_data("my_sensors:Sensors").samples.classes == ("0", "1", "2")
+    data, stream = read_data("my_sensors:Sensors"), FederatedStream(batch_size=3)
+    assert data.samples.classes == ("0", "1", "2")
+    names, tasks = ("0", "1", "2"), ((0, 1, 2),)
+    take_data(stream, data, Outline("a", names, names, True, (0,), tasks, (), (), ((0, 1, 2),), ((),)))
+    batch = stream.on_after_batch_transfer([torch.ones(2, 2), torch.zeros(2)], 0)
+    assert torch.equal(batch[0], torch.ones(2, 2) / 255) and stream.batch_size == 3
+    empty = [torch.empty(0), torch.empty(0)]  # the only batch of a server's round
+    assert stream.on_after_batch_transfer(empty, 0) is empty
+    with pytest.raises(ValueError, match=r"^Expected no `on_after_batch_transfer` of Sensors for nodes that have"):
+        write_split(FederatedStream(data.module, ClassIncremental(3)), tmp_path / "shares")
 
 
 def test_a_recipe_that_nobody_has_deployed_is_no_recipe_for_a_node(tmp_path):
