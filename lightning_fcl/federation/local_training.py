@@ -79,12 +79,12 @@ class LocalTrainer(Protocol):
     def begin(self, start: Start) -> None:
         """Begin with some clients."""
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """One step's loss.
 
         Args:
             batch: The batch, stacked or not.
-            batch_idx: Its number.
+            batch_idx: Its number within these clients' local training; None where the module's step takes none.
             weight: Share of each sample in its client's mean, shape (clients, batch), 0 for padding; None where batches
                 are not stacked.
         """

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -76,6 +77,7 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key
         self._stream = 0
+        self._noted = WeakIdKeyDictionary()  # states of torch's generator, and the stream that was at hand with each
 
     def __enter__(self) -> KeyedRandomness:
         _ENTERED.append(self)
@@ -85,6 +87,30 @@ class KeyedRandomness(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ENTERED.pop()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Enter it such that what is computed once more draws what it drew before, as `torch.utils.checkpoint` does.
+
+        Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
+        """
+        get, put = torch.get_rng_state, torch.set_rng_state
+
+        def get_rng_state() -> Tensor:
+            state = get()
+            self._noted[state] = self._stream
+            return state
+
+        def set_rng_state(new_state: Tensor) -> None:
+            put(new_state)
+            self._stream = self._noted.get(new_state, self._stream)
+
+        torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+        try:
+            with self:
+                yield
+        finally:
+            torch.get_rng_state, torch.set_rng_state = get, put
 
     def __torch_function__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -65,7 +65,6 @@ def choose_trainer(
     stream: FederatedStream,
     step: Callable[..., Any],
     request: TrainerRequest,
-    cohort_size: int | Literal["auto"],
     keep_optimizer: bool,
     seed: int,
 ) -> LocalTrainer:
@@ -77,8 +76,8 @@ def choose_trainer(
         optimizer: The module's optimizer.
         stream: The clients' data.
         step: Lightning's own training step.
-        request: What is asked of a module's own trainer.
-        cohort_size: Clients side by side; ``"auto"`` is a function of the module and its surroundings alone.
+        request: What is asked of a trainer; where it leaves the number of clients side by side open, that is a function
+            of the module and its surroundings alone.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         seed: Seed of the clients' randomness.
 
@@ -87,19 +86,20 @@ def choose_trainer(
     """
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(request)
-    size = automatic_size(module) if cohort_size == "auto" else cohort_size
+    wanted = request.clients_at_once
+    size = automatic_size(module) if wanted is None else wanted
     reason = None
     if size > 1:
         kept = "each client keeps its optimizer" if keep_optimizer else None
         reason = kept or why_not_vectorized(module, methods, optimizer, stream)
-        if cohort_size != "auto" and reason == RANDOM:
+        if wanted is not None and reason == RANDOM:
             log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
             reason = None
-        if cohort_size != "auto" and reason:
-            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {cohort_size}: {reason}.')
+        if wanted is not None and reason:
+            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {reason}.')
     if size == 1 or reason:
         return SequentialTrainer(module, methods, step, optimizer, keep_optimizer, seed)
-    if cohort_size == "auto":
+    if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
     return VectorizedTrainer(module, methods, optimizer, size, seed)
 

@@ -30,6 +30,7 @@ from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Federation:
         self.context: BatchContext | None = None
         self.training: ClientRound | None = None
         self.local_steps: LocalSteps | None = None  # of a fit
+        self.loose: LooseState | None = None  # of a round whose clients train in the module
         self.ranks: Ranks = ALONE
         self._placement: Placement | None = None
         self._optimizer: Optimizer | None = None
@@ -133,15 +135,7 @@ class Federation:
             self.participation.may_miss,
         )
         self.trainer = choose_trainer(
-            self.module,
-            self.methods,
-            optimizer,
-            self.stream,
-            step,
-            request,
-            self.cohort_size,
-            self.keep_optimizer,
-            self.seed,
+            self.module, self.methods, optimizer, self.stream, step, request, self.keep_optimizer, self.seed
         )
         self.loader = RoundLoader(
             self.stream,
@@ -198,7 +192,9 @@ class Federation:
             if self.trainer is not None:
                 self.trainer.abort()
             if self.local_steps is not None:
-                self.local_steps.end(self.optimizer)
+                self.local_steps.end_round(self.optimizer, whole=False)
+            if self.loose is not None:
+                self.loose.end_round()
             load_entries(self.module, self.server.state)
         self.between_rounds = self.round_done = True
 

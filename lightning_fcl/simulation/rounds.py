@@ -57,6 +57,7 @@ class Rounds(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The clients' and the server's state."""
         federation = self.federation
+        self._hide_left()
         place = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
@@ -70,6 +71,7 @@ class Rounds(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round."""
+        self._hide_left()
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
@@ -95,11 +97,14 @@ class Rounds(Callback):
         self._settle()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round."""
+        """End the round; other hooks see what its last client has left in attributes."""
         self._settle()
+        if self.federation.loose is not None:
+            self.federation.loose.show_left()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
+        self._hide_left()
         if self.federation.loaded:
             self.federation.placement.complete()
 
@@ -109,7 +114,12 @@ class Rounds(Callback):
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
 
+    def _hide_left(self) -> None:
+        if self.federation.loose is not None:
+            self.federation.loose.hide_left()
+
     def _settle(self) -> None:
+        self._hide_left()
         self.federation.restore_server()
         if self.federation.loaded:
             self.strategy.use_optimizer()

@@ -192,7 +192,10 @@ class FederatedStrategy(RanksStrategy):
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
         self.federation.local_steps = LocalSteps(
-            trainer.accumulate_grad_batches, by_step, lambda scheduler: module.lr_scheduler_step(scheduler, None)
+            trainer.accumulate_grad_batches,
+            by_step,
+            lambda scheduler: module.lr_scheduler_step(scheduler, None),
+            None if module.automatic_optimization else self.lr_scheduler_configs,
         )
         trainer.accumulate_grad_batches = 1
 
@@ -250,6 +253,11 @@ class FederatedStrategy(RanksStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step of a client, as the module has it; or one of a whole cohort."""
         return steps.training_step(self.federation, *args)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As any strategy's, with the draws of the step."""
+        with steps.drawing(self.federation):
+            return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
