@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,6 @@ __all__ = [
 
 Rules = Mapping[str, str | Reduction]
 """Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
-
-
-@runtime_checkable
-class DeclaresReductions(Protocol):
-    """A module whose entries come together in other ways than by a mean."""
-
-    @property
-    def reductions(self) -> Rules:
-        """Pattern of entries -> reduction; asked anew in each round."""
 
 
 def entries(module: nn.Module) -> State:
@@ -211,7 +202,9 @@ def reductions_of(
         >>> reductions_of(nn.Linear(1, 1), {"bias": "none"})
         {'weight': mean, 'bias': none}
     """
-    own = module.reductions if isinstance(module, DeclaresReductions) else {}
+    own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
+    if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
+        own = {}  # the module's own, of another meaning
     return declare(entries(module), own, rules or {}, known=known)
 
 

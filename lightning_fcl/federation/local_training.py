@@ -12,6 +12,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import Speaks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -125,7 +126,7 @@ class TrainerRequest:
 
 
 @runtime_checkable
-class BringsLocalTrainer(Protocol):
+class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 
     def local_trainer(self, request: TrainerRequest) -> LocalTrainer:

@@ -303,5 +303,6 @@ def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.Light
     if method.needs_sample_loss and not isinstance(module, StatesLoss):
         raise ValueError(
             f"Expected a module that states its loss apart for `{type(method).__name__}`, as `Classifier` does in "
-            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it."
+            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside "
+            "`speaks_lightning_fcl = True`."
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils.weak import WeakIdKeyDictionary
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
@@ -77,7 +77,8 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key
         self._stream = 0
-        self._noted = WeakIdKeyDictionary()  # states of torch's generator, and the stream that was at hand with each
+        # States of torch's generator: the stream that was at hand with each, and whether this was entered.
+        self._noted = WeakIdKeyDictionary()
 
     def __enter__(self) -> KeyedRandomness:
         _ENTERED.append(self)
@@ -90,20 +91,26 @@ class KeyedRandomness(TorchFunctionMode):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Enter it such that what is computed once more draws what it drew before, as `torch.utils.checkpoint` does.
+        """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
 
         Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
+        Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
         """
         get, put = torch.get_rng_state, torch.set_rng_state
 
         def get_rng_state() -> Tensor:
             state = get()
-            self._noted[state] = self._stream
+            self._noted[state] = self._stream, _is_entered(state)
             return state
 
         def set_rng_state(new_state: Tensor) -> None:
             put(new_state)
-            self._stream = self._noted.get(new_state, self._stream)
+            self._stream, inside = self._noted.get(new_state, (self._stream, None))
+            entered = _is_entered(new_state)
+            if inside is True and not entered:
+                super(KeyedRandomness, self).__enter__()
+            elif inside is False and entered:
+                super(KeyedRandomness, self).__exit__(None, None, None)
 
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
         try:
@@ -120,6 +127,8 @@ class KeyedRandomness(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Draw by the key, or do as torch does."""
+        if function is _is_entered:
+            return True
         own = _KEYED.get(function)
         return own(self, *args, **(kwargs or {})) if own is not None else function(*args, **(kwargs or {}))
 
@@ -201,6 +210,11 @@ class KeyedRandomness(TorchFunctionMode):
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
         """As `torch.Tensor.bernoulli_`."""
         return input.copy_(self.bernoulli(input, p))
+
+
+def _is_entered(x: Tensor) -> bool:
+    """Whether what is called here draws by a key."""
+    return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
 
 
 def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:

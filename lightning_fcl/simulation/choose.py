@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Start, TrainerRequest
 from lightning_fcl.federation.optimizer_state import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
+from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.sequential import SequentialTrainer
 from lightning_fcl.simulation.vectorized import VectorizedTrainer
 
@@ -82,10 +84,20 @@ def choose_trainer(
         seed: Seed of the clients' randomness.
 
     Raises:
-        ValueError: If so many clients cannot train side by side.
+        ValueError: If so many clients cannot train side by side, or the optimizer's state cannot be kept.
     """
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(request)
+    if keep_optimizer and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
+        )
+    if "global_step" in getattr(module.training_step, "__code__", choose_trainer.__code__).co_names:
+        log.warning(
+            "`%s.training_step` reads `global_step`, which counts the steps of all clients, and a cohort's once. A "
+            "client's own batches in the round are counted by `batch_idx`.",
+            type(module).__name__,
+        )
     wanted = request.clients_at_once
     size = automatic_size(module) if wanted is None else wanted
     reason = None
@@ -174,7 +186,7 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
     x, y = (part.to(module.device) for part in data)
     around = (module.trainer, module.trainer.strategy)  # which may hold processes
     copied = copy.deepcopy(module, {id(part): part for part in around}).train()
-    state = {name: value.detach().clone() for name, value in entries(module).items()}
+    state, loose = {name: value.detach().clone() for name, value in entries(module).items()}, LooseState(copied)
     weight = torch.full((2, len(y)), 1 / len(y), device=module.device)
     with isolate_rng(), torch.enable_grad():
         try:
@@ -182,10 +194,13 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             trainer = VectorizedTrainer(copied, [], with_parameters(optimizer, twins), 2, seed=0)
             trainer.begin(Start([ClientRound("", 0)] * 2, [state, state], [[], []], [{}, {}]))
             keys = torch.zeros(2, dtype=torch.long, device=module.device)
-            trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, keys, randomness="error")
+            losses, _ = trainer.losses(x.expand(2, *x.shape), y.expand(2, *y.shape), weight, keys, randomness="error")
+            trainer.gradients(losses.sum())
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             return RANDOM if "randomness" in text else f"vectorising it fails ({text})"
+        if changed := loose.changes():
+            return f"its forward changes {quoted(changed)}"
         copied(x)
     if any(not torch.equal(value, state[name]) for name, value in entries(copied).items()):
         return "its forward changes buffers"

@@ -113,13 +113,13 @@ class Rounds(Callback):
         if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
+        self._hide_left()
 
     def _hide_left(self) -> None:
         if self.federation.loose is not None:
             self.federation.loose.hide_left()
 
     def _settle(self) -> None:
-        self._hide_left()
         self.federation.restore_server()
         if self.federation.loaded:
             self.strategy.use_optimizer()

@@ -9,23 +9,30 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fcl import FederatedStream
+from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 
 OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
 
 
-def stream_of(clients):
+def stream_of(clients, rounds=1):
     """Four batches of eight samples for each of some clients, the same whoever else there is."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
-    words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "seed": 0}
+    words = {
+        "scenario": ClassIncremental(1, rounds_per_experience=rounds),
+        "split": Split(test=0.0),
+        "batch_size": 8,
+        "seed": 0,
+    }
     return FederatedStream.from_arrays(x[chosen], y[chosen], OWNERS[chosen], **words)
 
 
@@ -247,13 +254,6 @@ class Freezes(Base):
         return self.loss(*batch)
 
 
-class HoldsAdapters(Base):
-    """Its state is a part of its parameters; the others, of which one learns, are made anew for each client."""
-
-    def state_dict(self, *args, **kwargs):
-        return {n: v for n, v in super().state_dict(*args, **kwargs).items() if "model.2" in n}
-
-
 MODULES = [
     AccumulatesByHand,
     SkipsBatches,
@@ -277,3 +277,270 @@ def test_a_client_sends_the_same_alone_and_after_others(uploads, make):
     alone, after, last = (uploads(make, clients)["b"] for clients in ("b", "ab", "abc"))
     assert same(alone, after) and same(alone, last)
     assert not same(alone, uploads(make, "b", local_epochs=1)["b"])
+
+
+def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
+    class Lbfgs(Base):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+    assert same(uploads(Lbfgs, "b")["b"], uploads(Lbfgs, "ab")["b"])
+    with pytest.raises(ValueError, match="Expected `keep_optimizer=False` for `LBFGS`, whose state is lists"):
+        uploads(Lbfgs, "b", keep_optimizer=True)
+
+
+# The optimizer's groups.
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
+    def kept(keep):
+        stream = stream_of("ab", rounds=2)
+        trainer = fit(KeepsInGroups(), stream, keep_optimizer=keep, cohort_size=1, seed=0)
+        return {client: dict(trainer.strategy.server.store[client]).get("optimizer", {}) for client in "ab"}
+
+    for memory in kept(True).values():
+        assert memory["number.0.step"].item() == 8  # four batches in each of two rounds
+        assert memory["group.0.estimate"].item() == pytest.approx(1.1**8)
+        assert not [name for name in memory if name.endswith(".lr")]  # which schedules may set
+    assert kept(False) == {"a": {}, "b": {}}
+
+
+def test_an_optimizer_that_keeps_something_else_is_named(fit):
+    class Lists(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["history"] = [1.0]
+            return loss
+
+    class Listing(Base):
+        def configure_optimizers(self):
+            return Lists(self.parameters(), lr=0.1)
+
+    message = r"Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but `Lists` keeps a list"
+    with pytest.raises(ValueError, match=message):
+        fit(Listing(), stream_of("ab"), keep_optimizer=True, cohort_size=1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_schedules_by_round_stay(fit, by_hand):
+    class Scheduled(SchedulesByHand):
+        def prepare(self):
+            self.automatic_optimization = not by_hand
+
+        def training_step(self, batch, batch_idx):
+            if not by_hand:
+                return self.loss(*batch)
+            self.manual_backward(self.loss(*batch))
+            self.optimizers().step()
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+
+    task = Scheduled()
+    trainer = fit(task, stream_of("abc", rounds=3), cohort_size=1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
+    assert task.optimizers().param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
+
+
+# Attributes between rounds.
+
+
+class Gathers(Base):
+    """Logs what its steps have kept, as Lightning's guide has it, and goes by a schedule."""
+
+    def prepare(self):
+        self.outputs, self.history, self.total, self.number = [], [], torch.zeros(()), 0
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.accuracy = MulticlassAccuracy(4)
+        self.seen, self.scale = [], 1.0
+
+    def on_train_epoch_start(self):
+        self.scale *= 0.5
+
+    def training_step(self, batch, batch_idx):
+        assert len(self.outputs) == len(self.history) == self.number == batch_idx
+        assert self.scale == 0.5 ** (self.trainer.current_epoch + 1)
+        loss = self.loss(*batch)
+        self.accuracy(self(batch[0]), batch[1])
+        self.outputs.append(loss.detach())
+        self.history.append(float(loss))
+        self.total, self.number = self.total + loss.detach(), self.number + 1
+        self.mean += loss.detach()
+        return loss
+
+    def on_validation_epoch_end(self):
+        assert self.number == 0 and self.mean == 0  # the server's
+
+    def validation_step(self, batch, batch_idx):
+        """Nothing."""
+
+    def on_train_epoch_end(self):
+        last = torch.stack(self.outputs)[-4:].sum()
+        assert torch.isclose(self.total, last) and self.number == 4 and self.mean == 0
+        self.seen.append((len(self.outputs), int(self.accuracy.tp.sum() + self.accuracy.fn.sum())))
+        self.outputs.clear()
+        self.accuracy.reset()
+
+
+def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
+    task = Gathers()
+    fit(task, stream_of("abc", rounds=2), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    assert task.seen == [(12, 96), (12, 96)]  # steps, and samples of a metric: of all three clients
+    assert len(task.history) == 24 and (task.number, float(task.total), float(task.mean)) == (0, 0.0, 0.0)
+    assert task.outputs == [] and all(p.grad is None for p in task.parameters())
+
+
+def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 6:
+                raise ValueError("enough")
+
+    task = Attributes()
+    with pytest.raises(ValueError, match="enough"):
+        fit(task, stream_of("abc"), [Stop()], cohort_size=1)
+    assert task.average == 0.0 and not hasattr(task, "first") and not task.kinds["seen"] and not task.recent
+    assert len(task.losses) == 6  # a record
+
+
+def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
+    def tasks():
+        torch.manual_seed(0)
+        return Attributes()
+
+    whole, cut, rest = tasks(), tasks(), tasks()
+    options = {"cohort_size": 1, "seed": 0}
+    fit(whole, stream_of("abc", rounds=2), **options)
+    saving = {**options, "trainer_args": {"enable_checkpointing": True}}
+    fit(cut, stream_of("abc", rounds=2), [ModelCheckpoint(tmp_path, "last")], max_epochs=1, **saving)
+    fit(rest, stream_of("abc", rounds=2), ckpt_path=tmp_path / "last.ckpt", **options)
+    assert same(whole.state_dict(), rest.state_dict())
+
+
+def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
+    class Iterates(Base):
+        def prepare(self):
+            self.values = iter([1.0] * 100)
+
+        def loss(self, x, y):
+            return super().loss(x, y) * next(self.values)
+
+    fit(Iterates(), stream_of("ab", rounds=2), cohort_size=1)
+    message = "Clients find `values` of `Iterates` as those before have left it, if training changes it"
+    assert caplog.text.count(message) == 1
+
+
+# Steps.
+
+
+def test_a_step_counts_its_client_s_batches_and_hooks_those_of_the_trainer(fit, caplog):
+    steps, hooks = [], []
+
+    class Counts(Base):
+        def training_step(self, batch, batch_idx):
+            steps.append(batch_idx)
+            return self.loss(*batch)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            hooks.append(batch_idx)
+
+    class Bare(Base):
+        def training_step(self, batch):
+            return self.loss(*batch) / (1 + self.global_step)
+
+    fit(Counts(), stream_of("ab"), cohort_size=1, local_epochs=2)
+    assert steps == [*range(8), *range(8)] and hooks == [*range(16)]
+    assert "global_step" not in caplog.text
+    fit(Bare(), stream_of("ab"), cohort_size=1)
+    assert "`Bare.training_step` reads `global_step`, which counts the steps of all clients" in caplog.text
+
+
+class Checkpoints(Base):
+    """Dropout in layers whose activations are computed once more in the backward pass."""
+
+    reentrant = None
+
+    def prepare(self):
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.model[0](x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.model[2](F.dropout(x, 0.2))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_recomputed_activations_draw_what_they_drew(uploads, by_hand):
+    def make(way):
+        class Task(Checkpoints):
+            reentrant = way
+
+            def training_step(self, batch, batch_idx):
+                if not by_hand:
+                    return self.loss(*batch)
+                self.optimizers().zero_grad()
+                self.manual_backward(self.loss(*batch))
+                self.optimizers().step()
+
+        task = Task()
+        task.automatic_optimization = not by_hand
+        return task
+
+    plain, one, other = (uploads(lambda way=way: make(way), "ab") for way in (None, False, True))
+    assert all(same(plain[client], one[client]) and same(plain[client], other[client]) for client in "ab")
+    assert torch.get_rng_state.__module__ == "torch.random"  # what noted the draws is gone
+
+
+# Side by side.
+
+
+class Averages(nn.Linear):
+    """Keeps an average that its output depends on: an attribute, or a buffer that is not kept."""
+
+    def __init__(self, buffer):
+        super().__init__(6, 4)
+        if buffer:
+            self.register_buffer("average", torch.zeros(6), persistent=False)
+        else:
+            self.average = torch.zeros(6)
+
+    def forward(self, x):
+        self.average = 0.5 * self.average + 0.5 * x.detach().mean(dim=0)
+        return super().forward(x - self.average)
+
+
+class Recomputes(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Positions(nn.Linear):
+    """A buffer that is not kept, and that nobody changes."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("positions", torch.arange(6.0), persistent=False)
+        self.calls = ["constant"]
+
+    def forward(self, x):
+        return super().forward(x + self.positions)
+
+
+@pytest.mark.parametrize(
+    ("model", "side_by_side"),
+    [(lambda: Averages(True), False), (lambda: Averages(False), False), (Recomputes, False), (Positions, True)],
+)
+def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_side):
+    def uploads(clients, cohort_size):
+        torch.manual_seed(0)
+        watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))
+        trainer = fit(task, stream_of(clients), [watch], seed=0, local_epochs=2, cohort_size=cohort_size)
+        return watch.of, trainer.strategy.federation.trainer.clients_at_once
+
+    (alone, _), (among, number) = uploads("b", 1), uploads("abc", "auto")
+    torch.testing.assert_close(alone["b"], among["b"], rtol=0, atol=1e-5)
+    assert (number > 1) == side_by_side
