@@ -105,12 +105,12 @@ class KeyedRandomness(TorchFunctionMode):
 
         def set_rng_state(new_state: Tensor) -> None:
             put(new_state)
-            self._stream, inside = self._noted.get(new_state, (self._stream, None))
+            self._stream, inside = self._noted.get(new_state, (self._stream, None))  # type: ignore[no-untyped-call]
             entered = _is_entered(new_state)
             if inside is True and not entered:
-                super(KeyedRandomness, self).__enter__()
+                super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
             elif inside is False and entered:
-                super(KeyedRandomness, self).__exit__(None, None, None)
+                super(KeyedRandomness, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
         torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
         try:

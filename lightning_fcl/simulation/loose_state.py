@@ -7,7 +7,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,17 @@ _CONSTANT = (
 # gathers over a round, data, and ways to the outside.
 _LEFT_ALONE = (
     *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
-    *("torch.utils.", "logging", "threading", "queue", "socket", "asyncio", "concurrent.", "multiprocessing"),
+    *(
+        "torch.utils.",
+        "logging",
+        "threading",
+        "_thread",
+        "queue",
+        "socket",
+        "asyncio",
+        "concurrent.",
+        "multiprocessing",
+    ),
     *("_io", "tqdm.", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard"),
 )
 _GONE = object()
@@ -176,12 +186,12 @@ class LooseState:
         inner: list[tuple[str, Any]] = []
         if isinstance(value, list | tuple | set | frozenset | deque | dict):
             inner = [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
-        elif kind is None and not hasattr(value, "__dict__") and type(value).__hash__ is object.__hash__:
+        elif kind is None and not (hasattr(value, "__dict__") or callable(value) or _is_value(value)):
             self.unknown.append(name)
         return [*inner, *self._names(f"{name}.", vars(value))] if hasattr(value, "__dict__") else inner
 
     def _names(
-        self, prefix: str, values: dict[str, Any], ignored: Collection[str] = frozenset(), buffers: bool = False
+        self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), buffers: bool = False
     ) -> list[tuple[str, Any]]:
         saved = {name: value for name, value in values.items() if name not in ignored}
         self._parts.append(_Names(prefix, values, ignored, saved, buffers))
@@ -192,13 +202,18 @@ def _is_of(value: object, packages: tuple[str, ...]) -> bool:
     return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)
 
 
+def _is_value(value: object) -> bool:
+    """Whether something is what it is for good, such as a date or a path: Python's sets take it by what it says."""
+    return isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
+
+
 @dataclass
 class _Names:
     """What stands under names: attributes, or buffers, which are not shown."""
 
     prefix: str
     values: dict[str, Any]
-    ignored: Collection[str]
+    ignored: Set[str]
     saved: Mapping[str, Any]
     buffers: bool
 
@@ -206,8 +221,8 @@ class _Names:
         for name in (self.values.keys() | self.saved.keys()) - self.ignored:
             value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
             if value is not before:
-                left = before if self.buffers else value
-                yield _Change(f"{self.prefix}{name}", *(partial(self._put, name, one) for one in (before, left)))
+                shown = before if self.buffers else value
+                yield _Change(f"{self.prefix}{name}", partial(self._put, name, before), partial(self._put, name, shown))
 
     def _put(self, name: str, value: object) -> None:
         self.values[name] = value
@@ -249,8 +264,8 @@ class _Content:
         if isinstance(self.value, list) and _same_items(now[: len(self.saved)], self.saved):
             yield _Change(self.name, partial(self._gather, now), tuple, grown=True)
         else:
-            left = now if isinstance(now, list) else self.saved  # what tensors hold is not shown
-            yield _Change(self.name, *(partial(self.kind.write, self.value, one) for one in (self.saved, left)))
+            shown, write = now if isinstance(now, list) else self.saved, self.kind.write  # not what tensors hold
+            yield _Change(self.name, partial(write, self.value, self.saved), partial(write, self.value, shown))
 
     def _gather(self, now: list[Any]) -> None:
         self.gathered += now[len(self.saved) :]

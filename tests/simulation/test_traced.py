@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_fcl import Classifier
@@ -13,15 +14,19 @@ from lightning_fcl.simulation.traced import TracedStep, is_traceable
 
 
 class Own(nn.Module):
-    """A layer of a user's, which looks at a number that changes."""
+    """A layer of a user's, which looks at a number that changes from round to round."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.calls = nn.Linear(6, 4), 0
+        self.layer, self.rounds = nn.Linear(6, 4), 0
 
     def forward(self, x):
-        self.calls += self.training
-        return self.layer(x) * (1 + self.calls)
+        return self.layer(x) * (1 + self.rounds)
+
+
+class Counts(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.model.rounds += 1
 
 
 MODELS = {
@@ -66,7 +71,7 @@ def test_what_is_not_torch_s_or_ours_runs_as_it_is(fit, make_stream, monkeypatch
     assert not is_traceable(Own()) and not is_traceable(nn.Sequential(Own()))
     torch.manual_seed(0)
     model = Own()
-    plain, replayed = (train(fit, make_stream, monkeypatch, model, after) for after in (10**9, 1))
+    plain, replayed = (train(fit, make_stream, monkeypatch, model, after, callbacks=[Counts()]) for after in (10**9, 1))
     assert plain[1] == replayed[1] == 0
     assert all(torch.equal(plain[0][name], replayed[0][name]) for name in plain[0])
 
