@@ -49,7 +49,7 @@ def entries(module: nn.Module) -> State:
     """The live tensors of a module's state by name, each once: tied weights go by their first name.
 
     Raises:
-        ValueError: If the module has extra state that is no tensor.
+        ValueError: If the module's state has anything but tensors.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -59,9 +59,10 @@ def entries(module: nn.Module) -> State:
     state: State = {}
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
-        if name.endswith("_extra_state"):
+        if name.endswith("_extra_state") or not isinstance(value, Tensor):
+            what = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
             raise ValueError(
-                f"Expected a state of tensors but `{name}` is extra state, which no mean can take. Keep it in a buffer."
+                f"Expected a state of tensors but `{name}` is {what}, which no mean can take. Keep it in a buffer."
             )
         if id(value) not in seen:
             seen.add(id(value))
@@ -72,7 +73,8 @@ def entries(module: nn.Module) -> State:
 def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
     for name, tensor in entries(module).items():
-        if tensor.shape == state[name].shape:
+        shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
+        if tensor.shape == state[name].shape and not shared:
             tensor.data.copy_(state[name])
         else:
             tensor.data = state[name].clone()
@@ -241,6 +243,7 @@ class Aggregator:
         self.uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._aside: State = {}  # where a number of some upload is not finite
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
             if reduction.up:
@@ -294,6 +297,14 @@ class Aggregator:
         self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
         self.uploads += len(weights)
 
+    def set_aside(self, uploads: State, names: Sequence[str]) -> State:
+        """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""
+        for name in names:
+            sound = torch.isfinite(uploads[name])
+            self._aside[name] = ~sound.all(dim=0) | self._aside.get(name, False)
+            uploads = {**uploads, name: uploads[name].where(sound, 0)}
+        return uploads
+
     def combine(self, ranks: Ranks) -> None:
         """Take in the uploads that came to the other ranks; all of them do, and come to the same.
 
@@ -308,7 +319,10 @@ class Aggregator:
                     "one, or train with `devices=1`."
                 )
             accumulator.combine(ranks)
-        self._numbers = [number for numbers in ranks.share(self._numbers) for number in numbers]
+        told = ranks.share((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
+        self._numbers = [number for numbers, _ in told for number in numbers]
+        for name, mask in [item for _, masks in told for item in masks.items()]:
+            self._aside[name] = mask | self._aside[name].cpu() if name in self._aside else mask
         self.uploads = len(self._numbers)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
@@ -325,4 +339,6 @@ class Aggregator:
             if isinstance(accumulator, Gather):
                 accumulator.arrange(order)
             state |= accumulator.result({name: server[name] for name in names})
+        for name, mask in self._aside.items():
+            state[name] = torch.where(mask.to(state[name].device), server[name], state[name])
         return state

@@ -65,6 +65,7 @@ class Federation:
         self.rules = rules
         self.cohort_size = cohort_size
         self.keep_optimizer = keep_optimizer
+        self.on_unusable_round: Literal["stop", "warn"] = "warn"
         self.methods: list[Declaration] = []
         self.trainer: LocalTrainer | None = None
         self.between_rounds = True  # whether a checkpoint taken now can be continued

@@ -168,14 +168,15 @@ class LooseState:
         found: list[tuple[str, Any]] = []
         for path, part in network.named_modules(prefix=name):
             self._seen.add(id(part))
-            own, buffers, prefix = vars(part), vars(part)["_buffers"], f"{path}." if path else ""
+            own, prefix = vars(part), f"{path}." if path else ""
             self._modes.append((part, part.training))
             self._learn += [(p, p.requires_grad) for p in own["_parameters"].values() if p is not None]
             if type(part).__module__.startswith("lightning_fcl.") or _is_of(part, ("torchmetrics.",)):
                 continue
-            kept = {name for name, value in buffers.items() if value is None or id(value) in self._state}
-            found += [*self._names(prefix, own, _INTERNAL), *self._names(prefix, buffers, kept, buffers=True)]
-            found += [(f"{prefix}{name}", value) for name, value in own["_parameters"].items()]
+            found += self._names(prefix, own, _INTERNAL)
+            for values in (own["_buffers"], own["_parameters"], own["_modules"]):
+                kept = {name for name, value in values.items() if value is None or id(value) in self._state}
+                found += self._names(prefix, values, kept, attributes=False)
         return found
 
     def _value(self, name: str, value: Any, kind: _Kind | None) -> list[tuple[str, Any]]:
@@ -191,10 +192,10 @@ class LooseState:
         return [*inner, *self._names(f"{name}.", vars(value))] if hasattr(value, "__dict__") else inner
 
     def _names(
-        self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), buffers: bool = False
+        self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
     ) -> list[tuple[str, Any]]:
         saved = {name: value for name, value in values.items() if name not in ignored}
-        self._parts.append(_Names(prefix, values, ignored, saved, buffers))
+        self._parts.append(_Names(prefix, values, ignored, saved, attributes))
         return [(f"{prefix}{name}", value) for name, value in saved.items()]
 
 
@@ -209,19 +210,19 @@ def _is_value(value: object) -> bool:
 
 @dataclass
 class _Names:
-    """What stands under names: attributes, or buffers, which are not shown."""
+    """What stands under names: attributes, or buffers and the like, which are not shown."""
 
     prefix: str
     values: dict[str, Any]
     ignored: Set[str]
     saved: Mapping[str, Any]
-    buffers: bool
+    attributes: bool
 
     def changes(self) -> Iterator[_Change]:
         for name in (self.values.keys() | self.saved.keys()) - self.ignored:
             value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
             if value is not before:
-                shown = before if self.buffers else value
+                shown = value if self.attributes else before
                 yield _Change(f"{self.prefix}{name}", partial(self._put, name, before), partial(self._put, name, shown))
 
     def _put(self, name: str, value: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.errors import quoted
+from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
@@ -230,6 +230,7 @@ def aggregate(federation: Federation) -> None:
         federation.loose.end_round()
     federation.placement.meet(federation.server, federation.module.trainer)
     record_time(federation)
+    _check_usable(federation)
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
@@ -242,6 +243,17 @@ def aggregate(federation: Federation) -> None:
     for listener in _callbacks(federation):
         if isinstance(listener, ListensToRounds):
             listener.on_round_end(federation.module.trainer, federation.module)
+
+
+def _check_usable(federation: Federation) -> None:
+    """End a fit whose clients all send what is of no use."""
+    dropped = federation.record.dropped
+    if federation.on_unusable_round == "stop" and dropped and not federation.record.trained:
+        who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
+        raise ValueError(
+            f"Expected uploads of round {federation.round} that are of use but all were dropped: {who}. {DIVERGED} To "
+            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
+        )
 
 
 def _callbacks(federation: Federation) -> list[Callback]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
@@ -74,6 +75,7 @@ class SequentialTrainer:
             start.optimizers,
         )
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
+        self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
@@ -119,6 +121,11 @@ class SequentialTrainer:
         if self._client_round is None:
             raise RuntimeError("Expected a client to have begun but none has.")
         own = {name: value.detach() for name, value in entries(self._module).items()}
+        if new := [name for name in own if name not in self._received]:
+            raise ValueError(
+                f"Expected a module whose state is there before it trains but a step of client "
+                f"{self._client_round.client} has made {quoted(new)}. Make it in `__init__` or in `configure_model`."
+            )
         sent = own
         for method in self._methods:
             sent = method.upload(method.memory, sent) if method.applies_to(self._client_round) else sent

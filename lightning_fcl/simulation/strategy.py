@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
@@ -27,7 +28,7 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_ranks, check_settings, check_trainer
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
@@ -43,7 +44,7 @@ class FederatedStrategy(RanksStrategy):
     In a round the participating clients download the server state, train on their own data for some local epochs, and
     upload; the uploads are brought together as each entry's reduction says. The server state stands in the
     LightningModule after the last client, before validation and every epoch-end hook. What is not in the module's
-    `state_dict`, such as non-persistent buffers, belongs to no client and goes from one to the next.
+    `state_dict`, such as other buffers and attributes, is for each client as it was when the round began.
 
     Args:
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
@@ -65,6 +66,8 @@ class FederatedStrategy(RanksStrategy):
         compression: Code of the uploads: `lightning_fcl.federation.compression.TopK` or `Quantize`. It applies to
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
+        on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
+            numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         start_method: How further processes start where the Trainer has several ``devices``, as in Lightning's
             `DDPStrategy`: each trains whole cohorts of its own, and the result is the same on any number.
@@ -100,6 +103,7 @@ class FederatedStrategy(RanksStrategy):
         swarm: Swarm | None = None,
         schedule: Schedule | None = None,
         compression: Compression | None = None,
+        on_unusable_round: Literal["stop", "warn"] = "stop",
         seed: int | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -115,6 +119,8 @@ class FederatedStrategy(RanksStrategy):
         self.federation = Federation(
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
+        one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
+        self.federation.on_unusable_round = on_unusable_round
         self._seed = seed
         self._rounds = Rounds(self)
 
@@ -182,6 +188,7 @@ class FederatedStrategy(RanksStrategy):
         self._rounds.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer)
+            check_module(trainer.lightning_module)
             self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
