@@ -6,7 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import numpy as np
@@ -29,16 +29,9 @@ from lightning_fcl.methods.replay import Replay
 from lightning_fcl.models.freezing import freeze
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
+from lightning_fcl.tasks.ridge import RidgeClassifier
 
 _CALIBRATION = 256  # images, those of the base session first
-
-
-@runtime_checkable
-class LearnsBaseSession(Protocol):
-    """A module that learns from the base session in a way of its own, too."""
-
-    def on_base_session(self, x: Tensor, y: Tensor) -> None:
-        """Begin with the base session's samples."""
 
 
 @dataclass(eq=False)
@@ -127,7 +120,7 @@ class BaseSession(Callback):
         self._train(network, stream, trainer)
         images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)
-        if isinstance(pl_module, LearnsBaseSession):
+        if isinstance(pl_module, RidgeClassifier):
             with evaluating(network):
                 pl_module.on_base_session(*stream.take(stream.plan.base))
 

@@ -92,7 +92,7 @@ class _Elsewhere:
     def begin(self, start: Start) -> None:
         """Nothing."""
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """No loss: nothing is learnt here."""
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:

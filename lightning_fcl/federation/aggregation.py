@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,20 +46,11 @@ Rules = Mapping[str, str | Reduction]
 """Reductions, by name or as they are, of the entries that match a shell-style pattern: ``{"head.*": "none"}``."""
 
 
-@runtime_checkable
-class DeclaresReductions(Protocol):
-    """A module whose entries come together in other ways than by a mean."""
-
-    @property
-    def reductions(self) -> Rules:
-        """Pattern of entries -> reduction; asked anew in each round."""
-
-
 def entries(module: nn.Module) -> State:
     """The live tensors of a module's state by name, each once: tied weights go by their first name.
 
     Raises:
-        ValueError: If the module has extra state that is no tensor.
+        ValueError: If the module's state has anything but tensors.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -69,9 +60,10 @@ def entries(module: nn.Module) -> State:
     state: State = {}
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
-        if name.endswith("_extra_state"):
+        if name.endswith("_extra_state") or not isinstance(value, Tensor):
+            what = "extra state" if name.endswith("_extra_state") else f"a {type(value).__name__}"
             raise ValueError(
-                f"Expected a state of tensors but `{name}` is extra state, which no mean can take. Keep it in a buffer."
+                f"Expected a state of tensors but `{name}` is {what}, which no mean can take. Keep it in a buffer."
             )
         if id(value) not in seen:
             seen.add(id(value))
@@ -82,7 +74,8 @@ def entries(module: nn.Module) -> State:
 def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
     for name, tensor in entries(module).items():
-        if tensor.shape == state[name].shape:
+        shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
+        if tensor.shape == state[name].shape and not shared:
             tensor.data.copy_(state[name])
         else:
             tensor.data = state[name].clone()
@@ -205,14 +198,13 @@ def reductions_of(
 ) -> dict[str, Reduction]:
     """The reduction of every entry of a module's state: its own ``reductions`` attribute, with ``rules`` going over it.
 
-    Raises:
-        ValueError: As `declare` does.
-
     Example:
         >>> reductions_of(nn.Linear(1, 1), {"bias": "none"})
         {'weight': mean, 'bias': none}
     """
-    own = module.reductions if isinstance(module, DeclaresReductions) else {}
+    own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
+    if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
+        own = {}  # the module's own, of another meaning
     return declare(entries(module), own, rules or {}, known=known)
 
 
@@ -224,8 +216,9 @@ def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) ->
         >>> frozen_parameters(layer, reductions_of(layer, {"bias": "download"}))
         ['weight']
     """
-    frozen = {name: reductions[name] for name, p in module.named_parameters() if not p.requires_grad}
-    return [n for n, of in frozen.items() if of.up and of.down and type(of).start is Reduction.start]
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
+    rules = {name: reductions[name] for name in frozen}  # a state of one's own may leave some out
+    return [n for n, of in rules.items() if of.up and of.down and type(of).start is Reduction.start]
 
 
 def hparams_of(rules: Rules) -> dict[str, Any]:
@@ -261,6 +254,7 @@ class Aggregator:
         self.uploads = 0
         self._numbers: list[int] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._aside: State = {}  # where a number of some upload is not finite
         groups: dict[Reduction, list[str]] = {}
         for name, reduction in reductions.items():
             if reduction.up:
@@ -295,9 +289,6 @@ class Aggregator:
             uploads: The clients' states, every entry of shape (clients, ...).
             weights: Each client's weight in means, above 0.
             numbers: Each client's number; None: they come after those who were there before.
-
-        Raises:
-            ValueError: As `add` does.
         """
         wrong = [weight for weight in weights if not 0 < weight < float("inf")]
         if wrong:
@@ -314,12 +305,16 @@ class Aggregator:
         self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
         self.uploads += len(weights)
 
-    def combine(self, ranks: Ranks) -> None:
-        """Take in the uploads that came to the other ranks; all of them do, and come to the same.
+    def set_aside(self, uploads: State, names: Sequence[str]) -> State:
+        """Uploads to add, with zeros for the numbers of some entries that are not finite: they stay the server's."""
+        for name in names:
+            sound = torch.isfinite(uploads[name])
+            self._aside[name] = ~sound.all(dim=0) | self._aside.get(name, False)
+            uploads = {**uploads, name: uploads[name].where(sound, 0)}
+        return uploads
 
-        Raises:
-            ValueError: If an entry's accumulator takes in no other rank's.
-        """
+    def combine(self, ranks: Ranks) -> None:
+        """Take in the uploads that came to the other ranks; all of them do, and come to the same."""
         for names, accumulator in self._groups:
             if not isinstance(accumulator, Combines):
                 raise ValueError(
@@ -328,7 +323,10 @@ class Aggregator:
                     "one, or train with `devices=1`."
                 )
             accumulator.combine(ranks)
-        self._numbers = [number for numbers in ranks.share(self._numbers) for number in numbers]
+        told = ranks.share((self._numbers, {name: mask.cpu() for name, mask in self._aside.items()}))
+        self._numbers = [number for numbers, _ in told for number in numbers]
+        for name, mask in [item for _, masks in told for item in masks.items()]:
+            self._aside[name] = mask | self._aside[name].cpu() if name in self._aside else mask
         self.uploads = len(self._numbers)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
@@ -345,4 +343,6 @@ class Aggregator:
             if isinstance(accumulator, Gather):
                 accumulator.arrange(order)
             state |= accumulator.result({name: server[name] for name in names})
+        for name, mask in self._aside.items():
+            state[name] = torch.where(mask.to(state[name].device), server[name], state[name])
         return state

@@ -109,6 +109,14 @@ class ExactSum:
             raise ValueError(f"Expected the sum of `{self._entry}` in the range of `{dtype}` but it is beyond.")
         return rounded.to(dtype)
 
+    def mean(self, weight: Tensor, like: Tensor) -> Tensor:
+        """The sum by the sum of its weights, in the type of another tensor, to whose numbers those added are near."""
+        if like.dtype is not torch.int64 or not bool((like.abs() > 1 << 53).any()):
+            return round_to(self.total() / weight, like.dtype)
+        change = copy.deepcopy(self)  # double precision has not all of such numbers, but what they differ by
+        change.add(-like[None], Weights([float(weight)]))
+        return like.to(weight.device) + round_to(change.total() / weight, like.dtype)
+
     def _whole(self) -> Tensor:
         """The sum of whole numbers."""
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
@@ -200,6 +208,16 @@ class ExactSums(dict[str, ExactSum]):
             known = ranks.share([list(digits) for digits in mine])
             for piece, digits, *exponents in zip(rest, mine, *known, strict=True):
                 piece.combine(ranks, digits, sorted(set().union(*exponents)))
+
+
+def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest integer.
+
+    Example:
+        >>> round_to(torch.tensor(2.75), torch.int64)
+        tensor(3)
+    """
+    return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 
 def _split(values: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:

@@ -12,6 +12,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import Speaks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -79,12 +80,12 @@ class LocalTrainer(Protocol):
     def begin(self, start: Start) -> None:
         """Begin with some clients."""
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """One step's loss.
 
         Args:
             batch: The batch, stacked or not.
-            batch_idx: Its number.
+            batch_idx: Its number within these clients' local training; None where the module's step takes none.
             weight: Share of each sample in its client's mean, shape (clients, batch), 0 for padding; None where batches
                 are not stacked.
         """
@@ -125,7 +126,7 @@ class TrainerRequest:
 
 
 @runtime_checkable
-class BringsLocalTrainer(Protocol):
+class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 
     def local_trainer(self, request: TrainerRequest) -> LocalTrainer:

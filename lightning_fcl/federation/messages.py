@@ -163,12 +163,13 @@ class Messages:
         missing = [name for name, reduction in self._reductions.items() if reduction.up and name not in states]
         if missing:
             raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
-        taken = self._finite(client_rounds, states)
+        taken, odd = self._finite(client_rounds, states)
         rows = [row for row, fine in enumerate(taken) if fine]
         if rows:
             sent = {name: states[name] for name, reduction in self._reductions.items() if reduction.up}
             if len(rows) < len(taken):
                 sent = {name: value[rows] for name, value in sent.items()}
+            sent = self.aggregator.set_aside(sent, odd)
             clients, weights = client_rounds.clients, self._weights(client_rounds)
             if len(rows) < len(taken):
                 clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
@@ -201,8 +202,11 @@ class Messages:
         kept = {name: self._state[name] for name in self._frozen if name not in self.changed}
         return {**self.aggregator.result(self._state), **kept}
 
-    def _finite(self, client_rounds: ClientRounds, states: Mapping[str, Tensor]) -> list[bool]:
-        """Whether all numbers are finite that a client sends, or goes on from; drop who has others."""
+    def _finite(self, client_rounds: ClientRounds, states: Mapping[str, Tensor]) -> tuple[list[bool], list[str]]:
+        """Whether all numbers are finite that a client sends, or goes on from; drop who has others.
+
+        Numbers that are not finite with the server are no fault of a client's: the entries that have such.
+        """
         numbers = {
             name: value
             for name, value in states.items()
@@ -211,12 +215,15 @@ class Messages:
         }
         # A sum that is finite has finite terms; only where one is not must every number be looked at.
         if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
-            return [True] * len(client_rounds)
-        finite = {n: torch.isfinite(value).view(*value.shape, 1).flatten(1).all(dim=1) for n, value in numbers.items()}
+            return [True] * len(client_rounds), []
+        begun = {n: torch.isfinite(self._start[n]) for n, v in numbers.items() if self._start[n].shape == v.shape[1:]}
+        odd = [name for name, sound in begun.items() if self._reductions[name].up and not sound.all()]
+        sound = {n: torch.isfinite(v) | ~begun[n] if n in begun else torch.isfinite(v) for n, v in numbers.items()}
+        finite = {name: value.view(*value.shape, 1).flatten(1).all(dim=1) for name, value in sound.items()}
         taken: list[bool] = torch.stack(list(finite.values())).all(dim=0).tolist()
         for row in (row for row, fine in enumerate(taken) if not fine):
             self._drop(client_rounds[row], [name for name, fine in finite.items() if not fine[row]])
-        return taken
+        return taken, odd
 
     def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
         client, kept = client_round.client, self._store[client_round.client]

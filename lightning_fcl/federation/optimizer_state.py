@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,6 +14,9 @@ from lightning_fcl.federation.client_store import Memory
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Makes an optimizer from parameters."""
+
+SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas"})
+"""What schedules set in an optimizer's groups."""
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], name: str = "optimizer") -> Optimizer:
@@ -65,22 +68,66 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def optimizer_memory(optimizer: Optimizer) -> Memory:
-    """An optimizer's state as a flat dict of tensors: ``"<parameter number>.<name>"``."""
+def group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer's groups hold beside their parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_group_values(optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
+    """Let an optimizer's groups hold these values, beside their parameters, and no others."""
+    for group, own in zip(optimizer.param_groups, values, strict=True):
+        for name in group.keys() - own.keys() - {"params"}:
+            del group[name]
+        group.update(own)
+
+
+def optimizer_memory(optimizer: Optimizer, begun: Sequence[Mapping[str, Any]] = ()) -> Memory:
+    """An optimizer's state as a flat dict of tensors.
+
+    Args:
+        optimizer: The optimizer.
+        begun: The `group_values` with which it began afresh: what else its groups hold by now is kept, but for what
+            schedules set.
+
+    Returns:
+        ``"<number of the parameter>.<name>"``, and ``"group.<number of the group>.<name>"``, ``"number..."`` if it is
+        a number of Python.
+
+    Raises:
+        ValueError: If it keeps what is neither a tensor nor a number, as LBFGS does.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        f"{i}.{name}": torch.as_tensor(value).detach().clone()
-        for i, p in enumerate(parameters)
-        for name, value in optimizer.state.get(p, {}).items()
-    }
+    state = {f"{i}.{name}": v for i, p in enumerate(parameters) for name, v in optimizer.state.get(p, {}).items()}
+    for i, (group, fresh) in enumerate(zip(group_values(optimizer), begun, strict=False)):
+        for name in group.keys() - SCHEDULED:
+            if not _equal(group[name], fresh.get(name)):
+                state[f"{'group' if isinstance(group[name], Tensor) else 'number'}.{i}.{name}"] = group[name]
+    for key, value in state.items():
+        if not isinstance(value, Tensor | int | float):
+            raise ValueError(
+                f"Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but "
+                f"`{type(optimizer).__name__}` keeps a {type(value).__name__}, `{key}`. Leave `keep_optimizer` out."
+            )
+    kept = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for key, v in state.items()}
+    return {key: torch.as_tensor(value).detach().clone() for key, value in kept.items()}
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def restore_optimizer(optimizer: Optimizer, memory: Memory) -> None:
-    """Give an optimizer the state that `optimizer_memory` took."""
+    """Give an optimizer, which begins afresh, what `optimizer_memory` took."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in memory.items():
-        number, name = key.split(".", 1)
-        optimizer.state[parameters[int(number)]][name] = value.clone()
+        of, rest = key.split(".", 1)
+        if of.isdigit():
+            optimizer.state[parameters[int(of)]][rest] = value.clone()
+        else:
+            group, name = rest.split(".", 1)
+            optimizer.param_groups[int(group)][name] = value.clone() if of == "group" else value.item()
 
 
 def with_parameters(optimizer: Optimizer, twins: Mapping[int, nn.Parameter]) -> Optimizer:

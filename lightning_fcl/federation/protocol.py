@@ -1,15 +1,15 @@
 """What the parts of a federation may know of each other: typed contracts, and nothing else.
 
 `FederationView` is what methods and callbacks may see of a running federation, and the small protocols below it say
-what a module may offer beyond Lightning's `training_step`. A module has what it has: whoever asks says
-``isinstance(module, StatesLoss)``, and none is required. How clients train is in
-`lightning_fcl.federation.local_training`.
+what a module may offer beyond Lightning's `training_step`. Whoever asks says ``isinstance(module, StatesLoss)``, and
+none is required. A user's module may have such names with other meanings: those of `Speaks` count if it says so. How
+clients train is in `lightning_fcl.federation.local_training`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -196,7 +196,17 @@ class ListensToRounds(Protocol):
 
 
 @runtime_checkable
-class StatesLoss(Protocol):
+class Speaks(Protocol):
+    """A module that says ``speaks_lightning_fcl = True``: what it has by the names below means what they say.
+
+    The library's tasks do.
+    """
+
+    speaks_lightning_fcl: ClassVar[bool]
+
+
+@runtime_checkable
+class StatesLoss(Speaks, Protocol):
     """A module that states the loss of samples apart from its training step."""
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -215,7 +225,7 @@ class Vectorizable(StatesLoss, Protocol):
 
 
 @runtime_checkable
-class EmbedsInputs(Protocol):
+class EmbedsInputs(Speaks, Protocol):
     """A module that tells the features behind its output."""
 
     @property
@@ -227,7 +237,7 @@ class EmbedsInputs(Protocol):
 
 
 @runtime_checkable
-class MasksLogits(Protocol):
+class MasksLogits(Speaks, Protocol):
     """A module that tells a sample apart among some classes only."""
 
     def mask_logits(self, output: Tensor, y: Tensor) -> Tensor:
@@ -235,14 +245,14 @@ class MasksLogits(Protocol):
 
 
 @runtime_checkable
-class HasClasses(Protocol):
+class HasClasses(Speaks, Protocol):
     """A module that tells a number of classes apart."""
 
     num_classes: int
 
 
 @runtime_checkable
-class MeasuresPredictions(Protocol):
+class MeasuresPredictions(Speaks, Protocol):
     """A module that says what its predictions are measured by, in place of accuracy."""
 
     def measures(self) -> Mapping[str, Metric]:
@@ -250,7 +260,7 @@ class MeasuresPredictions(Protocol):
 
 
 @runtime_checkable
-class HasLocalModels(Protocol):
+class HasLocalModels(Speaks, Protocol):
     """A module that tells whether a client's own state predicts: sums do not, before they are solved."""
 
     adapting: bool
@@ -262,7 +272,7 @@ class HasLocalModels(Protocol):
 
 
 @runtime_checkable
-class SolvesAtServer(Protocol):
+class SolvesAtServer(Speaks, Protocol):
     """A module that has something left to do when the uploads have come together."""
 
     def on_after_aggregation(self) -> None:
@@ -270,7 +280,7 @@ class SolvesAtServer(Protocol):
 
 
 @runtime_checkable
-class HasHparams(Protocol):
+class HasHparams(Speaks, Protocol):
     """A module that has arguments which a checkpoint must share to be continued."""
 
     def fingerprint(self) -> Mapping[str, Any]:

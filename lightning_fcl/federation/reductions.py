@@ -37,7 +37,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.exact import ExactSums
+from lightning_fcl.federation.exact import ExactSums, round_to
 from lightning_fcl.federation.ranks import Ranks
 
 State = dict[str, Tensor]
@@ -208,8 +208,8 @@ class _Mean:
 
     def result(self, server: Mapping[str, Tensor]) -> State:
         weight = self._weights[""].total()
-        means = {name: exact.total() / weight for name, exact in self._sums.items()}
-        return {name: round_to(mean, server[name].dtype).to(server[name].device) for name, mean in means.items()}
+        means = {name: exact.mean(weight, server[name]) for name, exact in self._sums.items()}
+        return {name: mean.to(server[name].device) for name, mean in means.items()}
 
 
 class _SparseMean(_Mean):
@@ -249,16 +249,6 @@ class _Sum:
         sums = copy.deepcopy(self._sums)
         sums.add({name: server[name][None] for name in sums})
         return {name: exact.total(server[name].dtype).to(server[name].device) for name, exact in sums.items()}
-
-
-def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest integer.
-
-    Example:
-        >>> round_to(torch.tensor(2.75), torch.int64)
-        tensor(3)
-    """
-    return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 
 class Mean(Reduction):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import at_least
-from lightning_fcl.federation.exact import ExactSum
-from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State, round_to
+from lightning_fcl.federation.exact import ExactSum, round_to
+from lightning_fcl.federation.reductions import Accumulator, Gather, Reduction, State
 
 Rows = Mapping[str, list[Tensor]]
 

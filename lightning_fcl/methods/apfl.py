@@ -16,7 +16,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer, with_parameters
+from lightning_fcl.federation.optimizer_state import (
+    group_values,
+    optimizer_memory,
+    restore_optimizer,
+    set_group_values,
+    with_parameters,
+)
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
@@ -114,8 +120,7 @@ class APFL(Method):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
         assert self._optimizer is not None
-        for group, values in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
-            group.update({name: value for name, value in values.items() if name != "params"})  # a schedule's
+        set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, alpha * gradient)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -30,7 +30,6 @@ from lightning_fcl.methods.freezing import Freezer, stepped_by
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
 from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.methods.projection import flatten, unflatten
-from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Running, Step, is_labelled
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
@@ -52,7 +51,6 @@ class MethodDriver(Callback):
     def __init__(self, methods: Sequence[Declaration]) -> None:
         self.methods = list(methods)
         self.server: State = {}
-        self.random: KeyedRandomness | None = None  # what random layers draw by in the step, in a federation
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
         self._federation: FederationView | None = None
         self._recalls = Recalls()
@@ -223,8 +221,7 @@ class MethodDriver(Callback):
                 for method, step in zip(active, steps, strict=True)
             ]
         zero = torch.zeros((), device=loss.device)
-        with self.random or nullcontext():
-            weight, extra = compose(active, [method.memory for method in active], steps, zero)
+        weight, extra = compose(active, [method.memory for method in active], steps, zero)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
         self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
 
@@ -332,5 +329,6 @@ def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.Light
     if method.needs_sample_loss and not isinstance(module, StatesLoss):
         raise ValueError(
             f"Expected a module that states its loss apart for `{type(method).__name__}`, as `Classifier` does in "
-            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it."
+            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside "
+            "`speaks_lightning_fcl = True`."
         )

@@ -202,7 +202,7 @@ class Embedding(nn.Module):
         if not isinstance(self.module, EmbedsInputs):
             raise ValueError(
                 f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`. Use a "
-                "`Classifier`, or define it."
+                "`Classifier`, or define it beside `speaks_lightning_fcl = True`."
             )
         return self.module.embed(x)
 
@@ -228,7 +228,7 @@ def states_loss(module: nn.Module) -> StatesLoss:
     if not isinstance(module, StatesLoss):
         raise ValueError(
             f"Expected a module that states its loss apart, as `Classifier` does in `sample_loss(output, y)`, but got "
-            f"a `{type(module).__name__}`. Use a `Classifier`, or define it."
+            f"a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
         )
     return module
 

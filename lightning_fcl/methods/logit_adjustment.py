@@ -121,7 +121,7 @@ class LogitAdjustment(Method):
         if not isinstance(module, HasClasses):
             raise ValueError(
                 f"Expected a module with `num_classes` for `LogitAdjustment` but got a `{type(module).__name__}`. Use "
-                "a `Classifier`, or define it."
+                "a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 

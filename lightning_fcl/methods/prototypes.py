@@ -88,7 +88,7 @@ def no_sums(module: L.LightningModule) -> Tensor:
     if not (isinstance(module, HasClasses) and isinstance(module, EmbedsInputs)):
         raise ValueError(
             f"Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
-            f"`{type(module).__name__}`. Use a `Classifier`, or define them."
+            f"`{type(module).__name__}`. Use a `Classifier`, or define them beside `speaks_lightning_fcl = True`."
         )
     return next(module.parameters()).new_zeros(module.num_classes, 1 + module.features)
 

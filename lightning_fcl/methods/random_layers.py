@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils.weak import WeakIdKeyDictionary
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -76,6 +77,8 @@ class KeyedRandomness(TorchFunctionMode):
         super().__init__()
         self._key = key
         self._stream = 0
+        # States of torch's generator: the stream that was at hand with each, and whether this was entered.
+        self._noted = WeakIdKeyDictionary()
 
     def __enter__(self) -> KeyedRandomness:
         _ENTERED.append(self)
@@ -86,6 +89,36 @@ class KeyedRandomness(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ENTERED.pop()
 
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Enter it such that what is computed once more, as by `torch.utils.checkpoint`, draws what it drew before.
+
+        Whoever notes the state of torch's generator, and goes back to it, goes back among the draws by the key, too.
+        Within ``loss.backward()``, which torch lets a mode see, but not what happens in it, it is entered once more.
+        """
+        get, put = torch.get_rng_state, torch.set_rng_state
+
+        def get_rng_state() -> Tensor:
+            state = get()
+            self._noted[state] = self._stream, _is_entered(state)
+            return state
+
+        def set_rng_state(new_state: Tensor) -> None:
+            put(new_state)
+            self._stream, inside = self._noted.get(new_state, (self._stream, None))  # type: ignore[no-untyped-call]
+            entered = _is_entered(new_state)
+            if inside is True and not entered:
+                super(KeyedRandomness, self).__enter__()  # type: ignore[no-untyped-call]
+            elif inside is False and entered:
+                super(KeyedRandomness, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        torch.get_rng_state, torch.set_rng_state = get_rng_state, set_rng_state
+        try:
+            with self:
+                yield
+        finally:
+            torch.get_rng_state, torch.set_rng_state = get, put
+
     def __torch_function__(
         self,
         function: Callable[..., Any],
@@ -94,6 +127,8 @@ class KeyedRandomness(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Draw by the key, or do as torch does."""
+        if function is _is_entered:
+            return True
         own = _KEYED.get(function)
         return own(self, *args, **(kwargs or {})) if own is not None else function(*args, **(kwargs or {}))
 
@@ -175,6 +210,11 @@ class KeyedRandomness(TorchFunctionMode):
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
         """As `torch.Tensor.bernoulli_`."""
         return input.copy_(self.bernoulli(input, p))
+
+
+def _is_entered(x: Tensor) -> bool:
+    """Whether what is called here draws by a key."""
+    return bool(handle_torch_function(_is_entered, (x,), x)) if has_torch_function_unary(x) else False
 
 
 def _given(input: Tensor, output: Tensor, inplace: bool) -> Tensor:

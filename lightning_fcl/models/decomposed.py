@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,8 @@ class Decomposed(Described):
         >>> model.begun, model.outputs_by_task(torch.zeros(2, 3, 32, 32), torch.tensor([3, 4])).shape
         (1, torch.Size([2, 10]))
     """
+
+    speaks_lightning_fcl: ClassVar[bool] = True
 
     def __init__(self, net: nn.Module, tasks: int, layers: str = "body.*", threshold: float = 1e-3) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -68,7 +68,6 @@ def choose_trainer(
     stream: FederatedStream,
     step: Callable[..., Any],
     request: TrainerRequest,
-    cohort_size: int | Literal["auto"],
     keep_optimizer: bool,
     seed: int,
 ) -> LocalTrainer:
@@ -80,33 +79,44 @@ def choose_trainer(
         optimizer: The module's optimizer.
         stream: The clients' data.
         step: Lightning's own training step.
-        request: What is asked of a module's own trainer.
-        cohort_size: Clients side by side; ``"auto"`` is a function of the module and its surroundings alone.
+        request: What is asked of a trainer; where it leaves the number of clients side by side open, that is a function
+            of the module and its surroundings alone.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         seed: Seed of the clients' randomness.
 
     Raises:
         ValueError: If so many clients cannot train side by side, or hooks change batches of which a method remembers
-            samples that it shows to the module.
+            samples that it shows to the module, or the optimizer's state cannot be kept.
     """
     for method in methods:
         if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
             refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(request)
-    size = automatic_size(module) if cohort_size == "auto" else cohort_size
+    if keep_optimizer and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
+        )
+    if "global_step" in getattr(module.training_step, "__code__", choose_trainer.__code__).co_names:
+        log.warning(
+            "`%s.training_step` reads `global_step`, which counts the steps of all clients, and a cohort's once. A "
+            "client's own batches in the round are counted by `batch_idx`.",
+            type(module).__name__,
+        )
+    wanted = request.clients_at_once
+    size = automatic_size(module) if wanted is None else wanted
     reason = None
     if size > 1:
         kept = "each client keeps its optimizer" if keep_optimizer else None
         reason = kept or why_not_vectorized(module, methods, optimizer, stream)
-        if cohort_size != "auto" and reason == RANDOM:
+        if wanted is not None and reason == RANDOM:
             log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
             reason = None
-        if cohort_size != "auto" and reason:
-            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {cohort_size}: {reason}.')
+        if wanted is not None and reason:
+            raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {reason}.')
     if size == 1 or reason:
         return SequentialTrainer(module, methods, step, optimizer, keep_optimizer, seed)
-    if cohort_size == "auto":
+    if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
     return VectorizedTrainer(module, methods, optimizer, size, seed)
 

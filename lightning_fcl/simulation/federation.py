@@ -30,6 +30,7 @@ from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
 from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Federation:
         self.rules = rules
         self.cohort_size = cohort_size
         self.keep_optimizer = keep_optimizer
+        self.on_unusable_round: Literal["stop", "warn"] = "warn"
         self.methods: list[Declaration] = []
         self.trainer: LocalTrainer | None = None
         self.between_rounds = True  # whether a checkpoint taken now can be continued
@@ -75,6 +77,7 @@ class Federation:
         self.context: BatchContext | None = None
         self.training: ClientRound | None = None
         self.local_steps: LocalSteps | None = None  # of a fit
+        self.loose: LooseState | None = None  # of a round whose clients train in the module
         self.ranks: Ranks = ALONE
         self._placement: Placement | None = None
         self._optimizer: Optimizer | None = None
@@ -134,15 +137,7 @@ class Federation:
         )
         if new_fit or self.trainer is None:  # not where loaders are reloaded
             self.trainer = choose_trainer(
-                self.module,
-                self.methods,
-                optimizer,
-                self.stream,
-                step,
-                request,
-                self.cohort_size,
-                self.keep_optimizer,
-                self.seed,
+                self.module, self.methods, optimizer, self.stream, step, request, self.keep_optimizer, self.seed
             )
         self.loader = RoundLoader(
             self.stream,
@@ -199,7 +194,9 @@ class Federation:
             if self.trainer is not None:
                 self.trainer.abort()
             if self.local_steps is not None:
-                self.local_steps.end(self.optimizer)
+                self.local_steps.end_round(self.optimizer, whole=False)
+            if self.loose is not None:
+                self.loose.end_round()
             load_entries(self.module, self.server.state)
         self.between_rounds = self.round_done = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, TypeVar
 
 import lightning.pytorch as L
@@ -13,10 +14,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch.nn.parameter import is_lazy
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least, did_you_mean
+from lightning_fcl.errors import at_least, did_you_mean, quoted
+from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
@@ -113,6 +116,35 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise ValueError(
             "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
             "use `max_epochs` and `check_val_every_n_epoch`."
+        )
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuse a module whose state cannot go to the clients and come back.
+
+    Raises:
+        ValueError: If a layer is not made yet, or `state_dict` holds copies, or less than what learns.
+    """
+    live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    lazy = [name for name, value in live.items() if is_lazy(value)]
+    if lazy:
+        raise ValueError(
+            f"Expected a module whose layers are made but {quoted(lazy)} has no shape yet. Give its layer the number "
+            "of inputs, or call the module on a batch in `configure_model`."
+        )
+    try:
+        state, known = entries(module), set(map(id, live.values()))
+    except TypeError as error:
+        raise ValueError(
+            f"Expected `state_dict` to take `keep_vars`, as torch's does, but got: {error}. Give it `*args, **kwargs`."
+        ) from error
+    copied = [name for name, value in state.items() if id(value) not in known]
+    learnt = [name for name, value in module.named_parameters() if value.requires_grad and name not in state]
+    if copied or learnt:
+        what = f"not to hold {quoted(copied)}, a copy," if copied else f"to hold {quoted(learnt)}, which learns,"
+        raise ValueError(
+            f"Expected `state_dict(keep_vars=True)` {what} as clients send what it holds. Let it give the module's own "
+            "tensors, by their names, and freeze the others."
         )
 
 

@@ -37,6 +37,7 @@ class BatchContext:
         active: Number of clients, from the front, that still train in this step.
         weight: Share of each sample in its client's mean, shape (clients, batch); None for a client on its own.
         epoch: Local epoch, from 0; of several clients, that of the one with most steps.
+        step: The batch's number within their local training, from 0.
     """
 
     client_rounds: ClientRounds
@@ -47,6 +48,7 @@ class BatchContext:
     active: int = 1
     weight: Tensor | None = None
     epoch: int = 0
+    step: int = 0
 
 
 class RoundLoader:
@@ -120,6 +122,7 @@ class RoundLoader:
                     work.active(step),
                     weight,
                     work.epoch(0, step),
+                    step,
                 )
             )
             yield batch

@@ -12,49 +12,80 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fcl.federation.optimizer_state import SCHEDULED, group_values, set_group_values
+
 
 class LocalSteps:
     """The optimizer's steps within the local training of a client, or of several side by side.
 
     A step is taken after every so many batches of a client in a round, and after its last one, with the sum of their
     gradients divided by that number, as Lightning's ``accumulate_grad_batches`` has it within an epoch. Schedulers step
-    with it, and are back at their start, as is all that they have changed in the optimizer, when the next clients
-    begin. Clients side by side step together: who ends within a group of batches steps with that group's last one,
-    which is the same step, since nothing is added for it in between.
+    with it, and are back at their start, as is all that is in the optimizer's groups, when the next clients begin.
+    Clients side by side step together: who ends within a group of batches steps with that group's last one, which is
+    the same step, since nothing is added for it in between.
 
     Args:
         every: Batches per step.
         configs: The schedulers by step.
         step: Steps a scheduler.
+        by_hand: The schedulers of a module that optimises by hand, and steps them itself; None for all others. Where
+            only the last clients of a round have stepped them, with the Trainer's last batch for example, they are
+            schedules by round, which stay.
     """
 
-    def __init__(self, every: int, configs: Sequence[LRSchedulerConfig], step: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        every: int,
+        configs: Sequence[LRSchedulerConfig],
+        step: Callable[[Any], None],
+        by_hand: Sequence[LRSchedulerConfig] | None = None,
+    ) -> None:
         self.every = every
         self.complete = True  # whether the batch at hand is the last of its group
         self.active = 1  # clients, from the front, that have a batch in the group at hand
+        self.by_hand = by_hand
         self._configs = configs
         self._step = step
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        self._start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None  # of the round's clients
+        self._stepped_before = False  # whether clients before those at hand have stepped schedulers by hand
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Clients begin: note where schedules and optimizer stand."""
+        """Clients begin: note where schedules and optimizer stand when a round's first ones do, and go back to it."""
         self._batches = self._steps = 0
         self._sums.clear()
-        if self._configs:
-            groups = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-            self._start = copy.deepcopy((groups, [config.scheduler.state_dict() for config in self._configs]))
+        if self._start is None:
+            self._start, self._stepped_before = copy.deepcopy((group_values(optimizer), self._schedules())), False
+        else:
+            self._stepped_before |= self._schedules() != self._start[1]
+            self._go_back(optimizer, *copy.deepcopy(self._start))
 
-    def end(self, optimizer: Optimizer) -> None:
-        """These clients are done, or were cut short: back to the start of the schedules."""
+    def end_schedules(self, optimizer: Optimizer) -> None:
+        """These clients' last step is done: back to the start of the schedules, before those by round step."""
+        if self._start is not None:
+            groups, schedules = copy.deepcopy(self._start)
+            self._go_back(optimizer, _with_rates(group_values(optimizer), groups), schedules)
+
+    def end_round(self, optimizer: Optimizer, whole: bool = True) -> None:
+        """A round is done, or was cut short: of what is in the optimizer, nothing but schedules by round stays."""
         if self._start is None:
             return
+        now = self._schedules()
+        by_round = self.by_hand is None or (now != self._start[1] and not self._stepped_before)
         groups, schedules = self._start
         self._start = None
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
-        for config, state in zip(self._configs, schedules, strict=True):
+        if whole and by_round:
+            groups, schedules = _with_rates(groups, group_values(optimizer)), now
+        self._go_back(optimizer, groups, schedules)
+
+    def _schedules(self) -> list[dict[str, Any]]:
+        return [config.scheduler.state_dict() for config in (*self._configs, *(self.by_hand or ()))]
+
+    def _go_back(self, optimizer: Optimizer, groups: list[dict[str, Any]], schedules: list[dict[str, Any]]) -> None:
+        del optimizer.param_groups[len(groups) :]  # what clients have added
+        set_group_values(optimizer, groups)
+        for config, state in zip((*self._configs, *(self.by_hand or ())), schedules, strict=True):
             config.scheduler.load_state_dict(state)
 
     def next(
@@ -108,5 +139,10 @@ class LocalSteps:
                 if self._steps % config.frequency == 0:
                     self._step(config.scheduler)
         if in_use is not optimizer:
-            for group, values in zip(in_use.param_groups, optimizer.param_groups, strict=True):
-                group.update({name: value for name, value in values.items() if name != "params"})
+            set_group_values(in_use, group_values(optimizer))
+
+
+def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups with what schedules set in others."""
+    rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in others]
+    return [group | own for group, own in zip(groups, rates, strict=False)]

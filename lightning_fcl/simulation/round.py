@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
@@ -23,7 +25,9 @@ from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.loader import BatchContext
+from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.rehearsal import record_time
+from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,22 @@ def idle(federation: Federation) -> None:
 def _begin(federation: Federation) -> None:
     if federation.round_done:  # what a hook has changed in the module since the last round is the server's
         federation.server.begin_round(federation.module, federation.rules, federation.extra)
+        if isinstance(federation.trainer, SequentialTrainer):
+            federation.loose = _loose_state(federation)
     federation.between_rounds = federation.round_done = False
+
+
+def _loose_state(federation: Federation) -> LooseState:
+    """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
+    schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
+    loose = LooseState(federation.module, federation.optimizer, schedulers, federation.loose)
+    if federation.loose is None and loose.unknown:
+        log.warning(
+            "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",
+            quoted(loose.unknown),
+            type(federation.module).__name__,
+        )
+    return loose
 
 
 def download(federation: Federation, context: BatchContext) -> None:
@@ -72,6 +91,8 @@ def download(federation: Federation, context: BatchContext) -> None:
     trainer = there(federation.trainer, "a fit")
     federation.training = clients[0] if not trainer.stacked else None
     there(federation.local_steps, "a fit").begin(federation.optimizer)
+    if federation.loose is not None:
+        federation.loose.put_back()
     trainer.begin(Start(clients, states, memories, [own.get("optimizer", {}) for own in kept]))
 
 
@@ -81,11 +102,19 @@ def _moved(federation: Federation, memory: Memory) -> Memory:
     return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
 
 
-def training_step(federation: Federation, batch: Batch, batch_idx: int) -> Tensor | None:
-    """Step 2: the clients' own training, one step of it."""
-    weight = there(federation.context, "a batch").weight
-    weight = weight.to(federation.module.device) if weight is not None else None
-    return there(federation.trainer, "a fit").training_step(batch, batch_idx, weight)
+def training_step(federation: Federation, batch: Batch, batch_idx: int | None = None) -> Tensor | None:
+    """Step 2: the clients' own training, one step of it, whose number is that among their batches in the round."""
+    context = there(federation.context, "a batch")
+    weight = context.weight.to(federation.module.device) if context.weight is not None else None
+    number = context.step if batch_idx is not None else None
+    return there(federation.trainer, "a fit").training_step(batch, number, weight)
+
+
+def drawing(federation: Federation) -> AbstractContextManager[object]:
+    """Within this the backward pass of a step draws as the step does: penalties, and layers that compute once more."""
+    trainer = federation.trainer
+    random = trainer.random if isinstance(trainer, SequentialTrainer) else None
+    return random.drawing() if random is not None else nullcontext()
 
 
 def optimizer_step(
@@ -105,8 +134,8 @@ def optimizer_step(
         return gather()
     result = trainer.optimizer_step(lambda: step(gather), local.active)
     local.stepped(federation.optimizer, optimizer)
-    if context.last:  # now: schedules by round step before the batch has ended
-        local.end(federation.optimizer)
+    if context.last and local.by_hand is None:  # now: schedules by round step before the batch has ended
+        local.end_schedules(federation.optimizer)
     return result
 
 
@@ -196,8 +225,12 @@ def _generator(federation: Federation, client: ClientRound, method: Declaration)
 def aggregate(federation: Federation) -> None:
     """Step 4: aggregate, put the server's state into the module, and end experiences."""
     federation.training = None
+    there(federation.local_steps, "a fit").end_round(federation.optimizer)
+    if federation.loose is not None:
+        federation.loose.end_round()
     federation.placement.meet(federation.server, federation.module.trainer)
     record_time(federation)
+    _check_usable(federation)
     load_entries(federation.module, federation.server.finish_round())
     if isinstance(federation.module, SolvesAtServer):
         federation.module.on_after_aggregation()
@@ -210,6 +243,17 @@ def aggregate(federation: Federation) -> None:
     for listener in _callbacks(federation):
         if isinstance(listener, ListensToRounds):
             listener.on_round_end(federation.module.trainer, federation.module)
+
+
+def _check_usable(federation: Federation) -> None:
+    """End a fit whose clients all send what is of no use."""
+    dropped = federation.record.dropped
+    if federation.on_unusable_round == "stop" and dropped and not federation.record.trained:
+        who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
+        raise ValueError(
+            f"Expected uploads of round {federation.round} that are of use but all were dropped: {who}. {DIVERGED} To "
+            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
+        )
 
 
 def _callbacks(federation: Federation) -> list[Callback]:

@@ -61,6 +61,7 @@ class Rounds(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The clients' and the server's state."""
         federation = self.federation
+        self._hide_left()
         place = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
@@ -75,6 +76,7 @@ class Rounds(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round."""
+        self._hide_left()
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
@@ -103,13 +105,16 @@ class Rounds(Callback):
             self._logs.train(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round."""
+        """End the round; other hooks see what its last client has left in attributes."""
         self._settle()
         there(self._logs, "a fit").meet()
+        if self.federation.loose is not None:
+            self.federation.loose.show_left()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
         self._forget_logs()
+        self._hide_left()
         if self.federation.loaded:
             self.federation.placement.complete()
 
@@ -124,6 +129,11 @@ class Rounds(Callback):
         if self._logs is not None:
             self._logs.remove()
         self._logs = None
+        self._hide_left()
+
+    def _hide_left(self) -> None:
+        if self.federation.loose is not None:
+            self.federation.loose.hide_left()
 
     def _settle(self) -> None:
         self.federation.restore_server()

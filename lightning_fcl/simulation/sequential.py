@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +16,10 @@ from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.local_training import Start, Trained
-from lightning_fcl.federation.optimizer_state import optimizer_memory, restore_optimizer
+from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
@@ -59,6 +61,10 @@ class SequentialTrainer:
         self._client_round: ClientRound | None = None
         self._keys = keys_of(seed, [])
         self._steps = 0  # of the client
+        self._begun: list[dict[str, Any]] = []  # the optimizer's groups, of a client that has kept none
+        self.random: KeyedRandomness | None = (
+            None  # what random layers draw by in the step at hand, and its backward pass
+        )
 
     def begin(self, start: Start) -> None:
         """Load a client's state into the module, and its optimizer's."""
@@ -69,23 +75,23 @@ class SequentialTrainer:
             start.optimizers,
         )
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
+        self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
+        self._begun = copy.deepcopy(group_values(self._optimizer)) if self._keep_optimizer else []
         restore_optimizer(self._optimizer, optimizer)
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
             recalls = Recalls(self._methods, [memories], partial(client_keys, self._seed, [client_round], "recall"))
             driver_of(self._module.trainer).begin(memories, state, active, recalls)
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor | None:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """The module's own step, with random layers that draw by the client's key."""
-        random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
+        self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
         self._steps += 1
-        if self._methods:
-            driver_of(self._module.trainer).random = random
-        with random, self._explained():
-            loss: Tensor | None = self._step(batch, batch_idx)
+        with self.random.drawing(), self._explained():
+            loss: Tensor | None = self._step(batch) if batch_idx is None else self._step(batch, batch_idx)
         if isinstance(loss, Tensor):
             self._finite = self._finite.to(loss.device) & loss.detach().isfinite()
         return loss
@@ -115,6 +121,11 @@ class SequentialTrainer:
         if self._client_round is None:
             raise RuntimeError("Expected a client to have begun but none has.")
         own = {name: value.detach() for name, value in entries(self._module).items()}
+        if new := [name for name in own if name not in self._received]:
+            raise ValueError(
+                f"Expected a module whose state is there before it trains but a step of client "
+                f"{self._client_round.client} has made {quoted(new)}. Make it in `__init__` or in `configure_model`."
+            )
         sent = own
         for method in self._methods:
             sent = method.upload(method.memory, sent) if method.applies_to(self._client_round) else sent
@@ -122,7 +133,7 @@ class SequentialTrainer:
             {name: value[None] for name, value in sent.items()},
             [[method.memory for method in self._methods]],
             own,
-            optimizer_memory(self._optimizer) if self._keep_optimizer else None,
+            optimizer_memory(self._optimizer, self._begun) if self._keep_optimizer else None,
             self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
         )
 

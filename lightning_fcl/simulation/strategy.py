@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
@@ -28,7 +29,7 @@ from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_ranks, check_settings, check_trainer
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
@@ -44,7 +45,7 @@ class FederatedStrategy(RanksStrategy):
     In a round the participating clients download the server state, train on their own data for some local epochs, and
     upload; the uploads are brought together as each entry's reduction says. The server state stands in the
     LightningModule after the last client, before validation and every epoch-end hook. What is not in the module's
-    `state_dict`, such as non-persistent buffers, belongs to no client and goes from one to the next.
+    `state_dict`, such as other buffers and attributes, is for each client as it was when the round began.
 
     Args:
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
@@ -66,6 +67,8 @@ class FederatedStrategy(RanksStrategy):
         compression: Code of the uploads: `lightning_fcl.federation.compression.TopK` or `Quantize`. It applies to
             trainable parameters whose reduction is ``mean``; what it leaves over stays with the client for its next
             upload.
+        on_unusable_round: What becomes of a fit when the uploads of a round have all been dropped, since they have
+            numbers that are not finite: ``"stop"`` ends it, ``"warn"`` goes on with the server as it was.
         seed: Seed of participation and of every client's randomness; None takes `lightning.seed_everything`'s, else 0.
         start_method: How further processes start where the Trainer has several ``devices``, as in Lightning's
             `DDPStrategy`: each trains whole cohorts of its own, and the result is the same on any number.
@@ -101,6 +104,7 @@ class FederatedStrategy(RanksStrategy):
         swarm: Swarm | None = None,
         schedule: Schedule | None = None,
         compression: Compression | None = None,
+        on_unusable_round: Literal["stop", "warn"] = "stop",
         seed: int | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | None = None,
@@ -116,6 +120,8 @@ class FederatedStrategy(RanksStrategy):
         self.federation = Federation(
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
+        one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
+        self.federation.on_unusable_round = on_unusable_round
         self._seed = seed
         self._rounds = Rounds(self)
 
@@ -183,6 +189,7 @@ class FederatedStrategy(RanksStrategy):
         self._rounds.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer)
+            check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
             self._rounds.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
@@ -195,7 +202,10 @@ class FederatedStrategy(RanksStrategy):
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
         self.federation.local_steps = LocalSteps(
-            trainer.accumulate_grad_batches, by_step, lambda scheduler: module.lr_scheduler_step(scheduler, None)
+            trainer.accumulate_grad_batches,
+            by_step,
+            lambda scheduler: module.lr_scheduler_step(scheduler, None),
+            None if module.automatic_optimization else self.lr_scheduler_configs,
         )
         trainer.accumulate_grad_batches = 1
 
@@ -253,6 +263,11 @@ class FederatedStrategy(RanksStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step of a client, as the module has it; or one of a whole cohort."""
         return steps.training_step(self.federation, *args)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As any strategy's, with the draws of the step."""
+        with steps.drawing(self.federation):
+            return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""

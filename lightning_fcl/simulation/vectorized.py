@@ -16,7 +16,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
-from lightning_fcl.federation.optimizer_state import with_parameters
+from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
@@ -87,8 +87,7 @@ class VectorizedTrainer:
             with torch.no_grad():
                 torch._foreach_copy_(list(params.values()), list(values.values()))
             optimizer.state.clear()
-            for group, template in zip(optimizer.param_groups, self._template.param_groups, strict=True):
-                group.update({name: value for name, value in template.items() if name != "params"})  # a rate may change
+            set_group_values(optimizer, group_values(self._template))  # a rate may change
             return params, optimizer
         params = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         twins = {id(p): params[name] for name, p in self._module.named_parameters() if name in params}
@@ -112,7 +111,7 @@ class VectorizedTrainer:
             self._methods, memories, partial(client_keys, self._seed, start.client_rounds, "recall")
         )
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         """The clients' losses, added up."""
         if weight is None:
             raise ValueError("Expected a weight for each sample of a stacked batch but got None.")

@@ -12,13 +12,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
-from lightning_fcl.federation.protocol import EmbedsInputs
+from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.har_cnn import HARCNN
+from lightning_fcl.models.readout import EmbedsSamples
 from lightning_fcl.tasks.network import NetworkTask
 
 
 @runtime_checkable
-class OutputsByTask(Protocol):
+class OutputsByTask(Speaks, Protocol):
     """A network with parts of its own for each task."""
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +64,8 @@ class Classifier(NetworkTask):
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
         """Logits of samples whose labels tell their task, shape (batch, num_classes), in evaluation.
 
-        A network with parts of its own for each task has its own ``outputs_by_task(x, y)``, which chooses by sample.
+        A network with parts of its own for each task has its own ``outputs_by_task(x, y)``, which chooses by sample,
+        beside ``speaks_lightning_fcl = True``.
         """
         logits: Tensor = self.model.outputs_by_task(x, y) if isinstance(self.model, OutputsByTask) else self(x)
         return logits
@@ -130,8 +132,8 @@ class Classifier(NetworkTask):
         return self._body.features
 
     @property
-    def _body(self) -> EmbedsInputs:
-        if not isinstance(self.model, EmbedsInputs):
+    def _body(self) -> EmbedsSamples:
+        if not (isinstance(self.model, EmbedsSamples) and isinstance(self.model.features, int)):
             raise ValueError(
                 f"Expected a `model` with `embed(x)` and `features`, their number, but got a "
                 f"`{type(self.model).__name__}`. Use one of `lightning_fcl.models`, or define them."

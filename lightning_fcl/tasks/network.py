@@ -15,6 +15,13 @@ from lightning_fcl.federation.protocol import ranks_of
 from lightning_fcl.tasks.task import Task
 
 
+class _EpochLoss:
+    """The loss of an epoch's samples, over all clients: attributes of the task itself begin anew with each."""
+
+    def __init__(self) -> None:
+        self.total, self.samples = torch.zeros(()), 0
+
+
 class NetworkTask(Task):
     """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it.
 
@@ -27,7 +34,7 @@ class NetworkTask(Task):
         super().__init__()
         self.model = model
         self.optimizer = optimizer
-        self._loss_sum, self._loss_samples = torch.zeros(()), 0
+        self._loss = _EpochLoss()
 
     def forward(self, x: Tensor) -> Tensor:
         """What the network makes of samples.
@@ -70,16 +77,16 @@ class NetworkTask(Task):
 
     def count_loss(self, total: Tensor, samples: int) -> None:
         """Add to the training loss of the epoch, logged at its end: logging costs as much as a small model's step."""
-        self._loss_sum = self._loss_sum + total
-        self._loss_samples += samples
+        self._loss.total = self._loss.total + total
+        self._loss.samples += samples
 
     def on_train_epoch_end(self) -> None:
         """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
-        found = ranks_of(self.trainer).share((self._loss_sum, self._loss_samples))
+        found = ranks_of(self.trainer).share((self._loss.total, self._loss.samples))
         total, samples = (sum(column[1:], column[0]) for column in zip(*found, strict=True))
         if samples:
             self.log("train/loss", total / samples, batch_size=1)
-        self._loss_sum, self._loss_samples = torch.zeros(()), 0
+        self._loss = _EpochLoss()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log what predictions are measured by."""

@@ -101,7 +101,7 @@ class ReservoirTrainer:
         same = self.module.share == "weights" and torch.equal(state["readout.tag"], self.module.readout.tag)
         return int(state["readout.n"]) if same else 0
 
-    def training_step(self, batch: Batch, batch_idx: int, weight: Tensor | None) -> None:
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
         """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
         if weight is None:
             raise ValueError("Expected a weight for each sample of a stacked batch but got None.")

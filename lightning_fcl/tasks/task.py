@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as L
 import torch
@@ -18,6 +18,8 @@ from lightning_fcl.models.described import Described, cast_arguments, rebuild
 
 class Task(Described, L.LightningModule):
     """A LightningModule whose hyperparameters say what it was made with, as plain data."""
+
+    speaks_lightning_fcl: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

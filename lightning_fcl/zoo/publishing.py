@@ -20,6 +20,7 @@ from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import FORMAT, Cell, format_of, read_table
 from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
 from lightning_fcl.running.fit import Parts, read_parts
 from lightning_fcl.running.rows import paper_folder, place_of, scale_of
@@ -55,7 +56,7 @@ LOST = 1e-3
 
 
 @runtime_checkable
-class MakesNetwork(Protocol):
+class MakesNetwork(Speaks, Protocol):
     """A task that gives a plain network which predicts classes as it does.
 
     Attributes:

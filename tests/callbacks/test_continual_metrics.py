@@ -412,7 +412,12 @@ def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, ma
 
     metrics = ContinualMetrics(when="both")
     swarm = Swarm(leaves={"2": 2}, missing={"0": [3]})
-    fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], swarm=swarm, cohort_size=1)
+    options = {
+        "swarm": swarm,
+        "cohort_size": 1,
+        "on_unusable_round": "warn",
+    }  # it is the only one
+    fit(make_task(), make_stream(rounds_per_experience=4), [metrics, Diverges()], **options)
     rounds = metrics.record["rounds"]
     assert "1" in rounds[3]["dropped"]
     assert [set(entry["own"]) for entry in rounds] == [set(), {"2"}, set(), {"0"}, *[set()] * 3, {"0", "1"}]

@@ -332,6 +332,7 @@ class Vector(NoStep):
 
 
 class Features(OneLogit):
+    speaks_lightning_fcl = True
     num_classes, features = 2, 4
 
     def embed(self, x):

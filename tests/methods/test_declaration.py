@@ -316,7 +316,8 @@ class Bare(L.LightningModule):
 def test_a_module_must_state_its_loss_apart(samples, train, kind):
     message = (
         f"Expected a module that states its loss apart for `{kind.__name__}`, as `Classifier` does in "
-        "`sample_loss(output, y)`, but got a `Bare`. Use a `Classifier`, or define it."
+        "`sample_loss(output, y)`, but got a `Bare`. Use a `Classifier`, or define it beside "
+        "`speaks_lightning_fcl = True`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(Bare(), [kind()], samples())

@@ -321,7 +321,7 @@ class Lossless(L.LightningModule):
 def test_modules_that_are_refused(samples, train):
     message = (
         "Expected a module that states its loss apart for `EWC`, as `Classifier` does in `sample_loss(output, y)`, but "
-        "got a `Lossless`. Use a `Classifier`, or define it."
+        "got a `Lossless`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         train(Lossless(), [EWC()], samples())

@@ -17,6 +17,8 @@ from lightning_fcl.methods.method import Method
 class LeastSquares(L.LightningModule):
     """A line through labels, in closed form: clients send sums, or each its own solution."""
 
+    speaks_lightning_fcl = True
+
     def __init__(self, share: str) -> None:
         super().__init__()
         self.automatic_optimization = False

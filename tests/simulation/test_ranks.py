@@ -129,6 +129,33 @@ def test_bits_do_not_depend_on_the_number_of_processes(ranks, make_task, make_st
         assert {rank for *_, rank in mine} == {str(rank) for rank in range(number)}
 
 
+class Odd(nn.Linear):
+    """Numbers that are not finite, one of which some clients set, and an average that others do not see."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("late", torch.full((2,), torch.nan))
+        self.average, self.seen = 0.0, []
+
+    def forward(self, x):
+        if self.training:
+            self.average = 0.5 * self.average + float(x.mean())
+            self.seen.append(len(x))
+            self.late[0], self.late[1] = 3.0, self.average if self.average > 0.2 else torch.nan
+        return super().forward(x) * (1 + self.average)
+
+
+@pytest.mark.seconds
+def test_odd_states(ranks, make_task, make_stream):
+    found = []
+    for number in (1, 2, 3):
+        torch.manual_seed(0)
+        task = make_task(model=Odd())
+        found.append(ranks(number, task, make_stream(clients=6, rounds_per_experience=2), cohort_size=1)[:2])
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize("methods", [lambda: [], lambda: [IntrinsicPlasticity()], lambda: [Unlearning({"1": 0})]])
 def test_reservoirs(ranks, make_reservoir_task, make_series_stream, methods):

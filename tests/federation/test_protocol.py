@@ -1,0 +1,101 @@
+"""What a module offers counts if it says so: names that it has by chance do not."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_fcl import Classifier
+from lightning_fcl.callbacks import EWC, ContinualMetrics, FedProto, LogitAdjustment
+from lightning_fcl.federation import protocol
+from lightning_fcl.federation.local_training import BringsLocalTrainer
+from lightning_fcl.tasks.classification import OutputsByTask
+from lightning_fcl.zoo.publishing import MakesNetwork
+
+PROTOCOLS = [
+    protocol.StatesLoss,
+    protocol.Vectorizable,
+    protocol.EmbedsInputs,
+    protocol.MasksLogits,
+    protocol.HasClasses,
+    protocol.MeasuresPredictions,
+    protocol.HasLocalModels,
+    protocol.SolvesAtServer,
+    protocol.HasHparams,
+    BringsLocalTrainer,
+    OutputsByTask,
+    MakesNetwork,
+]
+NAMES = {name for kind in PROTOCOLS for name in [*vars(kind), *kind.__annotations__] if not name.startswith("_")}
+NAMES -= {"speaks_lightning_fcl"}
+
+
+class Others(L.LightningModule):
+    """A module of somebody who has all these names for something else."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Linear(6, 4)
+        for name in NAMES - {"sample_loss", "embed", "fingerprint", "adapting", "num_classes"}:
+            setattr(self, name, name)
+        self.reductions, self.adapting, self.num_classes = "sum", True, 1
+
+    def sample_loss(self):
+        raise AssertionError("a loss of the module's own")
+
+    fingerprint = embed = sample_loss
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Plain(Others):
+    def __init__(self):
+        super().__init__()
+        for name in [name for name in vars(self) if name in NAMES | {"reductions"}]:
+            delattr(self, name)
+
+
+def test_names_that_a_module_has_by_chance(fit, make_stream, tmp_path):
+    assert {"fingerprint", "local_trainer", "measures", "network", "embed", "outputs_by_task", "gives"} <= NAMES
+    others, plain, metrics = Others(), Plain(), ContinualMetrics()
+    assert not any(isinstance(others, kind) for kind in PROTOCOLS)
+    saving = {"enable_checkpointing": True}
+    fit(others, make_stream(), [metrics, ModelCheckpoint(tmp_path, "last")], trainer_args=saving, seed=0)
+    fit(plain, make_stream(), seed=0)
+    assert torch.equal(others.model.weight, plain.model.weight)
+    assert "measures" not in metrics.record and len(metrics.record["rounds"]) == 2
+    fit(Others(), make_stream(), ckpt_path=tmp_path / "last.ckpt", seed=0)
+
+
+@pytest.mark.parametrize("method", [EWC, FedProto, lambda: LogitAdjustment(prior="federation")])
+def test_a_method_asks_for_what_is_meant_so(fit, make_stream, method):
+    with pytest.raises(ValueError, match="beside `speaks_lightning_fcl = True`"):
+        fit(Others(), make_stream(), [method()])
+
+
+def test_networks_with_such_names(fit, make_stream):
+    class Network(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 4)
+            self.outputs_by_task, self.features, self.embed = {}, nn.Identity(), "text"
+
+    task = Classifier(Network(), 4)
+    fit(task, make_stream(), [ContinualMetrics()])
+    with pytest.raises(ValueError, match="Expected a `model` with `embed"):
+        fit(task, make_stream(), [FedProto()])
+
+
+def test_the_library_s_tasks_mean_what_they_say():
+    task = Classifier(nn.Linear(6, 4), 4)
+    asked = (protocol.StatesLoss, protocol.Vectorizable, protocol.MasksLogits, protocol.HasClasses, MakesNetwork)
+    assert all(isinstance(task, kind) for kind in asked)

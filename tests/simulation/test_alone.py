@@ -1,0 +1,546 @@
+"""A client begins as if it were alone: what another has left in the module or its optimizer does not reach it."""
+
+import collections
+import copy
+import random
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+
+OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
+
+
+def stream_of(clients, rounds=1):
+    """Four batches of eight samples for each of some clients, the same whoever else there is."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
+    chosen = np.isin(OWNERS, list(clients))
+    words = {
+        "scenario": ClassIncremental(1, rounds_per_experience=rounds),
+        "split": Split(test=0.0),
+        "batch_size": 8,
+        "seed": 0,
+    }
+    return FederatedStream.from_arrays(x[chosen], y[chosen], OWNERS[chosen], **words)
+
+
+class Uploads(Callback):
+    """What each client sends in the first round."""
+
+    def __init__(self):
+        self.of = {}
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        if client_round.round == 0:
+            state = pl_module.state_dict().items()
+            self.of[client_round.client] = {name: value.detach().clone() for name, value in state}
+
+
+@pytest.fixture
+def uploads(fit):
+    """What each of some clients sends, from a module that is made for it."""
+
+    def run(make, clients, **kwargs):
+        torch.manual_seed(0)
+        watch = Uploads()
+        fit(make(), stream_of(clients), [watch], seed=0, **{"local_epochs": 2, "cohort_size": 1, **kwargs})
+        return watch.of
+
+    return run
+
+
+class Base(L.LightningModule):
+    """A network of two layers, whose subclasses add what a step keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.prepare()
+
+    def prepare(self):
+        """Make what a step keeps."""
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(*batch)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AccumulatesByHand(Base):
+    def prepare(self):
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(*batch))
+        if (batch_idx + 1) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class SkipsBatches(Base):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx % 3 == 2 else self.loss(*batch)
+
+
+class SchedulesByHand(Base):
+    def prepare(self):
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.8)]
+
+
+class WarmsUp(Base):
+    """Sets the optimizer's rate in its step."""
+
+    def training_step(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 1.2
+        return self.loss(*batch)
+
+
+class CountsInGroups(torch.optim.SGD):
+    """Keeps numbers in its groups, as Adan and Prodigy do, and in an attribute."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.calls = 0
+        for group in self.param_groups:
+            group["estimate"] = torch.tensor(1.0)
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["estimate"] *= 1.1
+            group["lr"] = 0.1 * float(group["estimate"]) / group["step"] / self.calls
+        return super().step(closure)
+
+
+class KeepsInGroups(Base):
+    def configure_optimizers(self):
+        return CountsInGroups(self.parameters(), lr=0.1)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps another optimizer, which has a state of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Wraps(Base):
+    def configure_optimizers(self):
+        return Wrapper(self.parameters())
+
+
+class MemoryBank(Base):
+    """A buffer that is not kept, written in place and made anew."""
+
+    def prepare(self):
+        self.register_buffer("bank", torch.zeros(16, 8), persistent=False)
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def loss(self, x, y):
+        hidden = self.model[:2](x)
+        loss = (
+            super().loss(x, y) + (hidden @ self.bank.T.clone()).square().mean() + (hidden - self.mean).square().mean()
+        )
+        self.bank.copy_(torch.cat([self.bank, hidden.detach()])[-16:])
+        self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(dim=0)
+        return loss
+
+
+class Attributes(Base):
+    """Numbers, lists, arrays and others, nested, some made in the first step."""
+
+    def prepare(self):
+        self.average, self.losses, self.kinds = 0.0, [], {"seen": set(), "nested": [[1.0]]}
+        self.recent, self.array = collections.deque(maxlen=3), np.zeros(2)
+        self.plain = torch.zeros(2)
+        self.model[1].scale = 1.0
+
+    def loss(self, x, y):
+        if not hasattr(self, "first"):
+            self.first = float(x.mean())
+        loss = super().loss(x, y)
+        number = float(loss.detach())
+        self.average = 0.5 * self.average + 0.5 * number
+        self.losses.append(number)
+        self.kinds["seen"].add(round(number, 3))
+        self.kinds["nested"][0][0] += number
+        self.recent.append(number)
+        self.array += number
+        self.plain += number
+        self.model[1].scale *= 1.1
+        kept = [self.average, *self.losses, len(self.kinds["seen"]), self.kinds["nested"][0][0], *self.recent]
+        kept += [*self.array, *self.plain, self.model[1].scale, self.first]
+        return loss * (1 + 0.01 * sum(kept))
+
+
+class Holder:
+    def __init__(self):
+        self.values, self.count = [torch.zeros(())], 0
+
+
+class Objects(Base):
+    """Objects of a user's own, generators, a teacher that is no part of the module, with its optimizer."""
+
+    def prepare(self):
+        self.holder = Holder()
+        self.drawn = torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)
+        self.teacher = [copy.deepcopy(self.model)]
+        self.teaching = torch.optim.SGD(self.teacher[0].parameters(), lr=0.1, momentum=0.9)
+
+    def loss(self, x, y):
+        torches, numpys, pythons = self.drawn
+        F.cross_entropy(self.teacher[0](x), y).backward()
+        self.teaching.step()
+        self.teaching.zero_grad()
+        loss = super().loss(x, y)
+        self.holder.count += 1
+        self.holder.values[0] += loss.detach()
+        kept = self.holder.count + float(self.holder.values[0])
+        kept += float(torch.rand((), generator=torches)) + numpys.random() + pythons.random()
+        return loss * (1 + 0.01 * kept) + 0.1 * F.mse_loss(self(x), self.teacher[0](x).detach())
+
+
+class Freezes(Base):
+    """Freezes layers and puts them into evaluation as it goes."""
+
+    def prepare(self):
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.model(self.drop(x))
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.drop.eval()
+            self.model[0].requires_grad_(False)
+        return self.loss(*batch)
+
+
+MODULES = [
+    AccumulatesByHand,
+    SkipsBatches,
+    SchedulesByHand,
+    WarmsUp,
+    KeepsInGroups,
+    Wraps,
+    MemoryBank,
+    Attributes,
+    Objects,
+    Freezes,
+]
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_a_client_sends_the_same_alone_and_after_others(uploads, make):
+    alone, after, last = (uploads(make, clients)["b"] for clients in ("b", "ab", "abc"))
+    assert same(alone, after) and same(alone, last)
+    assert not same(alone, uploads(make, "b", local_epochs=1)["b"])
+
+
+def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
+    class Lbfgs(Base):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1)
+
+    assert same(uploads(Lbfgs, "b")["b"], uploads(Lbfgs, "ab")["b"])
+    with pytest.raises(ValueError, match="Expected `keep_optimizer=False` for `LBFGS`, whose state is lists"):
+        uploads(Lbfgs, "b", keep_optimizer=True)
+
+
+# The optimizer's groups.
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
+    def kept(keep):
+        stream = stream_of("ab", rounds=2)
+        trainer = fit(KeepsInGroups(), stream, keep_optimizer=keep, cohort_size=1, seed=0)
+        return {client: dict(trainer.strategy.server.store[client]).get("optimizer", {}) for client in "ab"}
+
+    for memory in kept(True).values():
+        assert memory["number.0.step"].item() == 8  # four batches in each of two rounds
+        assert memory["group.0.estimate"].item() == pytest.approx(1.1**8)
+        assert not [name for name in memory if name.endswith(".lr")]  # which schedules may set
+    assert kept(False) == {"a": {}, "b": {}}
+
+
+def test_an_optimizer_that_keeps_something_else_is_named(fit):
+    class Lists(torch.optim.SGD):
+        def step(self, closure=None):
+            loss = super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["history"] = [1.0]
+            return loss
+
+    class Listing(Base):
+        def configure_optimizers(self):
+            return Lists(self.parameters(), lr=0.1)
+
+    message = r"Expected an optimizer that keeps tensors and numbers for `keep_optimizer=True` but `Lists` keeps a list"
+    with pytest.raises(ValueError, match=message):
+        fit(Listing(), stream_of("ab"), keep_optimizer=True, cohort_size=1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_schedules_by_round_stay(fit, by_hand):
+    class Scheduled(SchedulesByHand):
+        def prepare(self):
+            self.automatic_optimization = not by_hand
+
+        def training_step(self, batch, batch_idx):
+            if not by_hand:
+                return self.loss(*batch)
+            self.manual_backward(self.loss(*batch))
+            self.optimizers().step()
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+
+    task = Scheduled()
+    trainer = fit(task, stream_of("abc", rounds=3), cohort_size=1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
+    assert task.optimizers().param_groups[0]["lr"] == pytest.approx(0.3 * 0.8**3)
+
+
+# Attributes between rounds.
+
+
+class Gathers(Base):
+    """Logs what its steps have kept, as Lightning's guide has it, and goes by a schedule."""
+
+    def prepare(self):
+        self.outputs, self.history, self.total, self.number = [], [], torch.zeros(()), 0
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.accuracy = MulticlassAccuracy(4)
+        self.seen, self.scale = [], 1.0
+
+    def on_train_epoch_start(self):
+        self.scale *= 0.5
+
+    def training_step(self, batch, batch_idx):
+        assert len(self.outputs) == len(self.history) == self.number == batch_idx
+        assert self.scale == 0.5 ** (self.trainer.current_epoch + 1)
+        loss = self.loss(*batch)
+        self.accuracy(self(batch[0]), batch[1])
+        self.outputs.append(loss.detach())
+        self.history.append(float(loss))
+        self.total, self.number = self.total + loss.detach(), self.number + 1
+        self.mean += loss.detach()
+        return loss
+
+    def on_validation_epoch_end(self):
+        assert self.number == 0 and self.mean == 0  # the server's
+
+    def validation_step(self, batch, batch_idx):
+        """Nothing."""
+
+    def on_train_epoch_end(self):
+        last = torch.stack(self.outputs)[-4:].sum()
+        assert torch.isclose(self.total, last) and self.number == 4 and self.mean == 0
+        self.seen.append((len(self.outputs), int(self.accuracy.tp.sum() + self.accuracy.fn.sum())))
+        self.outputs.clear()
+        self.accuracy.reset()
+
+
+def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
+    task = Gathers()
+    fit(task, stream_of("abc", rounds=2), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    assert task.seen == [(12, 96), (12, 96)]  # steps, and samples of a metric: of all three clients
+    assert len(task.history) == 24 and (task.number, float(task.total), float(task.mean)) == (0, 0.0, 0.0)
+    assert task.outputs == [] and all(p.grad is None for p in task.parameters())
+
+
+def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 6:
+                raise ValueError("enough")
+
+    task = Attributes()
+    with pytest.raises(ValueError, match="enough"):
+        fit(task, stream_of("abc"), [Stop()], cohort_size=1)
+    assert task.average == 0.0 and not hasattr(task, "first") and not task.kinds["seen"] and not task.recent
+    assert len(task.losses) == 6  # a record
+
+
+def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
+    def tasks():
+        torch.manual_seed(0)
+        return Attributes()
+
+    whole, cut, rest = tasks(), tasks(), tasks()
+    options = {"cohort_size": 1, "seed": 0}
+    fit(whole, stream_of("abc", rounds=2), **options)
+    saving = {**options, "trainer_args": {"enable_checkpointing": True}}
+    fit(cut, stream_of("abc", rounds=2), [ModelCheckpoint(tmp_path, "last")], max_epochs=1, **saving)
+    fit(rest, stream_of("abc", rounds=2), ckpt_path=tmp_path / "last.ckpt", **options)
+    assert same(whole.state_dict(), rest.state_dict())
+
+
+def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
+    class Iterates(Base):
+        def prepare(self):
+            self.values = iter([1.0] * 100)
+
+        def loss(self, x, y):
+            return super().loss(x, y) * next(self.values)
+
+    fit(Iterates(), stream_of("ab", rounds=2), cohort_size=1)
+    message = "Clients find `values` of `Iterates` as those before have left it, if training changes it"
+    assert caplog.text.count(message) == 1
+
+
+# Steps.
+
+
+def test_a_step_counts_its_client_s_batches_and_hooks_those_of_the_trainer(fit, caplog):
+    steps, hooks = [], []
+
+    class Counts(Base):
+        def training_step(self, batch, batch_idx):
+            steps.append(batch_idx)
+            return self.loss(*batch)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            hooks.append(batch_idx)
+
+    class Bare(Base):
+        def training_step(self, batch):
+            return self.loss(*batch) / (1 + self.global_step)
+
+    fit(Counts(), stream_of("ab"), cohort_size=1, local_epochs=2)
+    assert steps == [*range(8), *range(8)] and hooks == [*range(16)]
+    assert "global_step" not in caplog.text
+    fit(Bare(), stream_of("ab"), cohort_size=1)
+    assert "`Bare.training_step` reads `global_step`, which counts the steps of all clients" in caplog.text
+
+
+class Checkpoints(Base):
+    """Dropout in layers whose activations are computed once more in the backward pass."""
+
+    reentrant = None
+
+    def prepare(self):
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        x = self.model[0](x)
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.model[2](F.dropout(x, 0.2))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_recomputed_activations_draw_what_they_drew(uploads, by_hand):
+    def make(way):
+        class Task(Checkpoints):
+            reentrant = way
+
+            def training_step(self, batch, batch_idx):
+                if not by_hand:
+                    return self.loss(*batch)
+                self.optimizers().zero_grad()
+                self.manual_backward(self.loss(*batch))
+                self.optimizers().step()
+
+        task = Task()
+        task.automatic_optimization = not by_hand
+        return task
+
+    plain, one, other = (uploads(lambda way=way: make(way), "ab") for way in (None, False, True))
+    assert all(same(plain[client], one[client]) and same(plain[client], other[client]) for client in "ab")
+    assert torch.get_rng_state.__module__ == "torch.random"  # what noted the draws is gone
+
+
+# Side by side.
+
+
+class Averages(nn.Linear):
+    """Keeps an average that its output depends on: an attribute, or a buffer that is not kept."""
+
+    def __init__(self, buffer):
+        super().__init__(6, 4)
+        if buffer:
+            self.register_buffer("average", torch.zeros(6), persistent=False)
+        else:
+            self.average = torch.zeros(6)
+
+    def forward(self, x):
+        self.average = 0.5 * self.average + 0.5 * x.detach().mean(dim=0)
+        return super().forward(x - self.average)
+
+
+class Recomputes(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Positions(nn.Linear):
+    """A buffer that is not kept, and that nobody changes."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("positions", torch.arange(6.0), persistent=False)
+        self.calls = ["constant"]
+
+    def forward(self, x):
+        return super().forward(x + self.positions)
+
+
+@pytest.mark.parametrize(
+    ("model", "side_by_side"),
+    [(lambda: Averages(True), False), (lambda: Averages(False), False), (Recomputes, False), (Positions, True)],
+)
+def test_side_by_side_a_client_sends_what_it_sends_alone(fit, model, side_by_side):
+    def uploads(clients, cohort_size):
+        torch.manual_seed(0)
+        watch, task = Uploads(), Classifier(model(), 4, lambda params: torch.optim.SGD(params, lr=0.1))
+        trainer = fit(task, stream_of(clients), [watch], seed=0, local_epochs=2, cohort_size=cohort_size)
+        return watch.of, trainer.strategy.federation.trainer.clients_at_once
+
+    (alone, _), (among, number) = uploads("b", 1), uploads("abc", "auto")
+    torch.testing.assert_close(alone["b"], among["b"], rtol=0, atol=1e-5)
+    assert (number > 1) == side_by_side

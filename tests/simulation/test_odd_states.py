@@ -1,0 +1,195 @@
+"""States that are not just finite numbers in tensors of their own: they work, or are refused by name."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torchmetrics import CatMetric
+
+from lightning_fcl.federation.swarm import Swarm
+
+
+class Base(L.LightningModule):
+    """A network of two layers, whose subclasses add to its state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.prepare()
+
+    def prepare(self):
+        """Add to the state."""
+
+    def training_step(self, batch, batch_idx):
+        self.change(batch[0])
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def change(self, x):
+        """Change what was added."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def near(left, right):
+    torch.testing.assert_close(dict(left), {name: right[name] for name in left}, rtol=0, atol=0)
+
+
+class Masked(Base):
+    """A causal mask, and numbers that are not known before somebody sets them, all or some of them."""
+
+    def prepare(self):
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("late", torch.full((2,), torch.nan))
+
+    def change(self, x):
+        assert torch.equal(self.mask, torch.full((3, 3), -torch.inf).triu(1))
+        self.late[0] = 3.0
+
+
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_stream, rule):
+    task, plain = Masked(), Base()
+    trainer = fit(task, make_stream(), cohort_size=1, seed=0, reductions={"mask": rule, "late": rule})
+    fit(plain, make_stream(), cohort_size=1, seed=0)
+    near(plain.state_dict(), task.state_dict())
+    assert not trainer.strategy.server.record.dropped
+    assert torch.equal(task.mask, torch.full((3, 3), -torch.inf).triu(1))
+    assert task.late[0] == 3.0 and task.late[1].isnan()
+
+
+def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
+    class Tagged(Base):
+        def prepare(self):
+            self.register_buffer("tag", torch.tensor([2**62 + 12345, 5, -(2**60) - 1]))
+
+        def change(self, x):
+            self.tag[1] += 3
+
+    task, stream = Tagged(), make_stream(batch_size=1000)
+    fit(task, stream, cohort_size=1, local_epochs=2)
+    assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds of two steps
+
+
+def test_numbers_of_one_place(fit, make_stream):
+    class Expanded(Base):
+        def prepare(self):
+            self.register_buffer("ones", torch.ones(1).expand(4))
+            self.register_buffer("others", torch.ones(1).expand(4), persistent=False)
+
+        def change(self, x):
+            self.ones = (self.ones[:1] + 1).expand(4)
+
+    task = Expanded()
+    fit(task, make_stream(batch_size=1000), cohort_size=1)
+    assert task.ones.tolist() == [3.0] * 4 and task.others.tolist() == [1.0] * 4
+
+
+class Adapters(Base):
+    """Its state is its last layer."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "model.2" in name}
+
+
+def test_a_state_of_adapters_only(fit, make_stream):
+    class Frozen(Adapters):
+        def prepare(self):
+            self.model[0].requires_grad_(False)
+
+    class Whole(Base):
+        prepare = Frozen.prepare
+
+    task, whole = Frozen(), Whole()
+    record = fit(task, make_stream(), cohort_size=1, seed=0).strategy.server.record
+    fit(whole, make_stream(), cohort_size=1, seed=0)
+    near(task.state_dict(), whole.state_dict())
+    assert set(record.upload_bytes.values()) == {4 * (8 * 4 + 4)}
+
+
+class Lazy(Base):
+    def prepare(self):
+        self.more = nn.LazyLinear(4)
+
+
+class Lists(Base):
+    def prepare(self):
+        self.kept = CatMetric()
+        self.kept.persistent(True)
+
+
+class Copies(Base):
+    def state_dict(self, *args, **kwargs):
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Bare(Base):
+    def state_dict(self):
+        return super().state_dict()
+
+
+class Late(Base):
+    def change(self, x):
+        self.more = nn.Linear(6, 4)
+
+
+class LateBuffer(Base):
+    def change(self, x):
+        self.register_buffer("more", x.mean(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Lazy, "Expected a module whose layers are made but `more.weight`, `more.bias` has no shape yet"),
+        (Lists, "Expected a state of tensors but `kept.value` is a list"),
+        (Copies, r"Expected `state_dict\(keep_vars=True\)` not to hold `model.0.weight`, .*, a copy"),
+        (Adapters, r"Expected `state_dict\(keep_vars=True\)` to hold `model.0.weight`, `model.0.bias`, which learns"),
+        (Bare, "Expected `state_dict` to take `keep_vars`"),
+        (Late, "a step of client 0 has made `more.weight`, `more.bias`. Make it in `__init__`"),
+        (LateBuffer, "a step of client 0 has made `more`. Make it in `__init__`"),
+    ],
+)
+def test_what_cannot_go_to_the_clients_and_back_is_named(fit, make_stream, make, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make(), make_stream(), cohort_size=1)
+
+
+# Rounds of which nothing is of use.
+
+
+class Diverges(Callback):
+    """Some clients' weights become infinite."""
+
+    def __init__(self, clients):
+        self.clients = clients
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if trainer.strategy.client_round.client in self.clients and trainer.current_epoch == 1:
+            pl_module.model[0].weight.data.fill_(torch.inf)
+
+
+def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
+    task, one, warned = Base(), Base(), Base()
+    message = (
+        r"^Expected uploads of round 1 that are of use but all were dropped: client 0 \(not finite: model.0.*\), "
+        r"client 1 .*, client 2 .*\. Lower the learning rate.* give the strategy `on_unusable_round=\"warn\"`\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(task, make_stream(), [Diverges("012")], cohort_size=1, seed=0)
+    fit(one, make_stream(), cohort_size=1, seed=0, max_epochs=1)
+    fit(warned, make_stream(), [Diverges("012")], cohort_size=1, seed=0, on_unusable_round="warn")
+    near(one.state_dict(), task.state_dict())
+    near(one.state_dict(), warned.state_dict())
+    assert "No upload of this round was usable" in caplog.text
+    with pytest.raises(ValueError, match='Expected `on_unusable_round` to be "stop" or "warn" but got "stopp"'):
+        fit(Base(), make_stream(), on_unusable_round="stopp")
+
+
+def test_who_is_out_of_reach_or_not_alone_ends_none(fit, make_stream):
+    fit(Base(), make_stream(), [Diverges("01")], cohort_size=1)
+    everyone = Swarm(missing={"0": [1], "1": [1], "2": [1]})
+    fit(Base(), make_stream(), cohort_size=1, swarm=everyone)
