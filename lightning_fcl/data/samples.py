@@ -87,7 +87,7 @@ class Samples:
         """The samples at ``indices``, stacked: ``[x, y]``, or what a data set's items hold; as they are for a part."""
         if isinstance(self.x, Dataset):
             batch = self.collate(part)([self.x[int(i)] for i in indices])
-            return list(batch) if isinstance(batch, tuple) else batch
+            return list(batch) if type(batch) is tuple else batch
         x, y = self.stored(indices)
         return [self.prepared(x), y]
 

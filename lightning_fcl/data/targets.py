@@ -162,5 +162,9 @@ def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
             place = _place_of_target(item)
             if place is None:
                 return []
-            targets.append(np.asarray(item[place]))
-    return targets if len({target.shape for target in targets}) == 1 else []
+            try:
+                targets.append(np.asarray(item[place]))
+            except ValueError:  # a nest: a target and what more the loss takes
+                return []
+    missing = all(target.dtype == object and target.ndim == 0 and target.item() is None for target in targets)
+    return targets if len({target.shape for target in targets}) == 1 and not missing else []

@@ -1,5 +1,7 @@
 """Targets are what items hold: labels as the numbers of their classes, others as they are."""
 
+from typing import NamedTuple
+
 import lightning.pytorch as L
 import numpy as np
 import pytest
@@ -55,6 +57,18 @@ def test_data_that_name_their_classes_take_no_others():
         stream_of(Arrays(X.numpy(), Y.numpy(), None, tuple("abcd")), classes=["a"])
 
 
+class Named(NamedTuple):
+    """A batch whose parts have names."""
+
+    first: tuple
+    second: tuple
+    third: tuple
+
+
+class ListOf(list, Dataset):
+    """A list as a data set."""
+
+
 class Told(Dataset):
     """Tells labels that its items do not hold, perhaps."""
 
@@ -103,3 +117,12 @@ def test_labels_that_a_data_set_tells_are_compared_with_some_items():
     data.labels = [7] * 1000
     with pytest.raises(ValueError, match=r"^Expected item 3 to hold one of the labels 0, 10, 20, 30 but got 7"):
         stream.take(torch.tensor([3]).numpy())
+
+
+@pytest.mark.parametrize("second", [None, (torch.ones(2), None)])
+def test_items_whose_second_part_is_no_target_need_none(second):
+    items = ListOf([(torch.ones(3), second, 1.0)] * 6)
+    stream = stream_of(items, collate_fn=lambda batch: Named(*zip(*batch, strict=True)))
+    assert stream.classes == ()
+    batch = stream.take(np.arange(2))
+    assert isinstance(batch, Named) and batch.second == (second, second)
