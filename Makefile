@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Small models: two threads would only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test coverage test-slow test-processes test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
+.PHONY: demo test coverage test-slow test-processes strangers test-cpus test-portable test-campaign lint types docs recipes tables zoo benchmarks bench clean
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,18 @@ test-slow: .venv/ready ## the others, but for those of the next line
 
 test-processes: .venv/ready ## those that mostly wait for processes which they start: more of them at a time than there are cores
 	$(BIN)/python -m pytest -n 4 -m "(seconds or slow) and processes"
+
+# Over .venv, in whose place it has what libraries of others want in other versions; torch and Lightning stay as they are.
+ABOVE := .venv-strangers
+.venv-strangers/ready: .venv/ready tests/strangers/requirements.txt
+	$(BIN)/python -m venv --clear $(ABOVE)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > "$$($(ABOVE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(BIN)/python -m pip freeze | grep -E "^(torch|torchvision|lightning|torchmetrics|numpy)==" > $(ABOVE)/constraints.txt
+	$(ABOVE)/bin/python -m pip install --quiet --constraint $(ABOVE)/constraints.txt --requirement tests/strangers/requirements.txt
+	touch $@
+
+strangers: .venv-strangers/ready ## LightningModules of other libraries in a federation, in an environment of their own
+	$(ABOVE)/bin/python -m pytest -m strangers tests/strangers
 
 # What torch and MKL do on other CPUs, and with another number of threads: sums are taken in another order.
 CPUS = OMP_NUM_THREADS=2 "ATEN_CPU_CAPABILITY=default MKL_CBWR=SSE4_2" "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2"
@@ -82,4 +94,4 @@ bench: .venv/ready ## all engines in turns: seconds a round, memory, start-up; n
 	$(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
-	rm -rf .venv runs site
+	rm -rf .venv $(ABOVE) runs site

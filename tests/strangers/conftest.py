@@ -1,0 +1,88 @@
+"""What tests of other libraries' modules share: a federation, a plain Trainer, and FedAvg by hand."""
+
+import copy
+import importlib.util
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_fcl import FederatedStrategy
+
+PACKAGES = ("chemprop", "lightly", "peft", "pytorch_forecasting", "torchgeo", "transformers")
+missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def pytest_collection_modifyitems(items):
+    """All tests of this folder are marked; they are skipped where a package is missing."""
+    for item in items:
+        if "strangers" in item.path.parent.parts:
+            item.add_marker(pytest.mark.strangers)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} missing: make strangers"))
+
+
+def trainer_of(**arguments):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(accelerator="cpu", num_sanity_val_steps=0, **dict.fromkeys(quiet, False), **arguments)
+
+
+def federated(module, stream, **strategy):
+    """The Trainer of a federation that has trained a module, in place, for all rounds of a stream."""
+    stream.setup("fit")
+    trainer = trainer_of(strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.rounds)
+    trainer.fit(module, datamodule=stream)
+    return trainer
+
+
+def plain(module, data):
+    """The Trainer that has trained a module, in place, for one epoch of a loader or data module."""
+    trainer = trainer_of(max_epochs=1)
+    trainer.fit(module, data)
+    return trainer
+
+
+def by_hand(module, clients, rounds):
+    """The state after some rounds of FedAvg; of each client: how many samples it has, and its loader or data module."""
+    server, total = module.state_dict(), sum(samples for samples, _ in clients)
+    for _ in range(rounds):
+        mean = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in server.items()}
+        for samples, data in clients:
+            client = copy.deepcopy(module)
+            client.load_state_dict(server)
+            plain(client, data)
+            for name, value in client.state_dict().items():
+                mean[name] += value.double() * samples / total
+        server = {name: mean[name].to(value.dtype) for name, value in server.items()}
+    return server
+
+
+def assert_alike(module, state):
+    """That a module has a state, but for rounding, and for counters."""
+    own = module.state_dict()
+    assert own.keys() == state.keys()
+    for name, value in state.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(
+                own[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+            )
+
+
+@pytest.fixture(name="federated")
+def _federated():
+    return federated
+
+
+@pytest.fixture(name="plain")
+def _plain():
+    return plain
+
+
+@pytest.fixture(name="by_hand")
+def _by_hand():
+    return by_hand
+
+
+@pytest.fixture(name="assert_alike")
+def _assert_alike():
+    return assert_alike

@@ -1,0 +1,289 @@
+"""LightningModules and networks of other libraries train in a federation as they are, by independent calculations."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.demos.transformer import LightningTransformer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+
+from lightning_fcl import FederatedStream
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+
+BATCH = 4
+
+
+class Items(Dataset):
+    """A list as a data set."""
+
+    def __init__(self, items: Sequence[Any]):
+        self.items = items
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Steps(L.LightningModule):
+    """The loss of a network, as a LightningModule."""
+
+    def __init__(self, network: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]):
+        super().__init__()
+        self.network, self.loss = network, loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.network, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+@dataclass
+class Stranger:
+    """A module of others with samples for it, the last of which are to test on where ``tests`` says how many."""
+
+    module: L.LightningModule
+    samples: Dataset
+    collate_fn: Callable[[list], Any] = default_collate
+    tests: int = 0
+
+    def stream(self, clients: int, rounds: int = 1) -> FederatedStream:
+        """Its samples, dealt out in turns."""
+        number = len(self.samples) - self.tests
+        owner = [str(i % clients) if i < number else "test" for i in range(len(self.samples))]
+        return FederatedStream.from_arrays(
+            self.samples,
+            client=owner,
+            classes=(),
+            scenario=ClassIncremental(1, rounds),
+            split=Split(test=["test"] if self.tests else 0.0),
+            batch_size=BATCH,
+            shuffle=False,
+            collate_fn=self.collate_fn,
+        )
+
+    def loader(self, rows: Sequence[int]) -> DataLoader:
+        """Batches of some samples, in order."""
+        return DataLoader(Subset(self.samples, [int(row) for row in rows]), BATCH, collate_fn=self.collate_fn)
+
+    test_loader = property(lambda self: self.loader(range(len(self.samples) - self.tests, len(self.samples))))
+
+
+class Images:
+    """A stranger whose data come as a data module of torchgeo's, which normalises batches behind the transfer."""
+
+    def __init__(self) -> None:
+        from torchgeo.datamodules import NonGeoDataModule
+        from torchgeo.datasets import NonGeoDataset
+        from torchgeo.trainers import ClassificationTask
+
+        class Fields(NonGeoDataset):
+            def __init__(self, split: str, rows: Sequence[int] | None = None):
+                number = {"train": 16, "val": 4, "test": 10}[split]
+                draw = torch.Generator().manual_seed(number)
+                x, y = 100 + 50 * torch.randn(number, 3, 32, 32, generator=draw), torch.arange(number) % 3
+                rows = rows if rows is not None and split == "train" else range(number)
+                self.items = [{"image": x[row] + 20 * y[row], "label": y[row]} for row in rows]
+
+            __getitem__, __len__ = Items.__getitem__, Items.__len__
+
+        class Module(NonGeoDataModule):
+            mean, std = torch.tensor([100.0, 110, 120]), torch.tensor([50.0, 55, 60])
+
+            def train_dataloader(self):  # torchgeo's shuffles
+                return DataLoader(self.train_dataset, self.batch_size)
+
+        self._make = lambda rows=None: Module(Fields, BATCH, rows=rows)
+        self.module = ClassificationTask(model="resnet10t", num_classes=3)
+        self.test_loader = self._make()
+
+    def stream(self, clients: int, rounds: int = 1) -> FederatedStream:
+        scenario = ClassIncremental(1, rounds, class_order=[0, 1, 2])
+        split = Split(test="official", validation="official")
+        return FederatedStream(self._make(), scenario, IID(clients), split, BATCH, shuffle=False)
+
+    def loader(self, rows: Sequence[int]) -> L.LightningDataModule:
+        return self._make([int(row) for row in rows])
+
+
+def molecules() -> Stranger:
+    from chemprop import data, models
+    from chemprop import nn as parts
+
+    class Molecules(models.MPNN):
+        """As it is, but for its schedule: that of Noam wants to know the number of steps beforehand."""
+
+        configure_optimizers = Steps.configure_optimizers
+
+    smiles = ["C", "CC", "CCC", "CCO", "CO", "CN", "CCN", "CC=O", "C=C", "c1ccccc1", "CC(=O)O", "OCC#N", "CCCl", "CBr"]
+    points = [data.MoleculeDatapoint.from_smi(one, [len(one) / 8]) for one in smiles]
+    task = Molecules(parts.BondMessagePassing(d_h=16), parts.MeanAggregation(), parts.RegressionFFN(input_dim=16))
+    return Stranger(task, data.MoleculeDataset(points), data.collate_batch, tests=4)
+
+
+def series() -> Stranger:
+    import pandas
+    from pytorch_forecasting import NBeats, TimeSeriesDataSet
+
+    rows = [(day, name, torch.sin(torch.tensor(day / 3.0 + name)).item()) for name in range(2) for day in range(18)]
+    frame = pandas.DataFrame(rows, columns=["day", "name", "value"]).astype({"name": str})
+    columns = {"time_idx": "day", "target": "value", "group_ids": ["name"], "time_varying_unknown_reals": ["value"]}
+    data = TimeSeriesDataSet(frame, **columns, max_encoder_length=8, max_prediction_length=2)
+    options = {"widths": [8, 8], "num_blocks": [1, 1], "num_block_layers": [2, 2], "dropout": 0.0, "optimizer": "adam"}
+    return Stranger(NBeats.from_dataset(data, **options), data, data._collate_fn, tests=4)
+
+
+def views() -> Stranger:
+    """SimCLR with a memory bank, buffers that are not kept; from lightly's documentation."""
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+
+    class SimCLR(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.ReLU())
+            self.projection_head = SimCLRProjectionHead(16, 16, 8)
+            self.criterion = NTXentLoss(memory_bank_size=(16, 8))
+
+        def training_step(self, batch, batch_idx):
+            (x0, x1), _ = batch
+            return self.criterion(*(self.projection_head(self.backbone(x)) for x in (x0, x1)))
+
+        configure_optimizers = Steps.configure_optimizers
+
+    x = torch.randn(16, 3, 4, 4)
+    return Stranger(SimCLR(), Items([((one, one + 0.1 * torch.randn(3, 4, 4)), 0) for one in x]))
+
+
+def lora() -> Stranger:
+    import peft
+
+    network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    config = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["0", "2"], modules_to_save=["4"])
+    items = [(torch.randn(6), i % 3) for i in range(16)]
+    loss = lambda network, batch: F.cross_entropy(network(batch[0]), batch[1])  # noqa: E731
+    return Stranger(Steps(peft.get_peft_model(network, config), loss), Items(items))
+
+
+def sentences(dropout: float = 0.0, checkpointing: bool = True) -> Stranger:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 16,
+    }
+    network = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes, **dropouts, num_labels=3))
+    if checkpointing:
+        network.activation_checkpointing_enable()
+    network.train()  # without it, Lightning would leave the network as it was made: in evaluation, which drops nothing
+    items = []
+    for i in range(16):
+        mask = (torch.arange(8) < 3 + i % 6).long()
+        items.append({"input_ids": torch.randint(50, (8,)) * mask, "attention_mask": mask, "labels": i % 3})
+    return Stranger(Steps(network, lambda network, batch: network(**batch).loss), Items(items))
+
+
+def words() -> Stranger:
+    class Words(LightningTransformer):
+        """Lightning's demonstration, which would download its text."""
+
+        def prepare_data(self):
+            pass
+
+    task = Words(vocab_size=50)
+    for part in task.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(part, nn.MultiheadAttention):
+            part.dropout = 0.0
+    text = torch.randint(50, (16, 9))
+    return Stranger(task, Items([(line[:-1], line[1:]) for line in text]))
+
+
+STRANGERS = {
+    "torchgeo": Images,
+    "chemprop": molecules,
+    "pytorch-forecasting": series,
+    "lightly": views,
+    "peft": lora,
+    "transformers": sentences,
+    "lightning": words,
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_alike):
+    stranger = STRANGERS[name]()
+    module, stream = copy.deepcopy(stranger.module), stranger.stream(clients=1)
+    federated(module, stream)
+    (rows,) = stream.plan.train[0].values()
+    plain(stranger.module, stranger.loader(rows))
+    assert_alike(module, stranger.module.state_dict())
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
+    stranger = STRANGERS[name]()
+    module, stream = copy.deepcopy(stranger.module), stranger.stream(clients=2, rounds=2)
+    federated(module, stream)
+    clients = [(len(rows), stranger.loader(rows)) for rows in stream.plan.train[0].values()]
+    before = copy.deepcopy(stranger.module.state_dict())
+    after = by_hand(stranger.module, clients, rounds=2)
+    assert any(not torch.equal(before[key], after[key]) for key in after)
+    assert_alike(module, after)
+
+
+@pytest.mark.parametrize("name", ["torchgeo", "chemprop", "pytorch-forecasting"])
+def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federated):
+    stranger = STRANGERS[name]()
+    stream = stranger.stream(clients=2)
+    trainer = federated(stranger.module, stream)
+    (logged,) = trainer.test(stranger.module, datamodule=stream, verbose=False)
+    alone = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (expected,) = alone.test(stranger.module, stranger.test_loader, verbose=False)
+    assert logged and logged == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike):
+    """What is computed once more drops what was dropped the first time."""
+    once, again = sentences(dropout=0.3, checkpointing=False), sentences(dropout=0.3)
+    again.module.load_state_dict(once.module.state_dict())
+    again.samples = once.samples
+    for stranger in (once, again):
+        federated(stranger.module, stranger.stream(clients, rounds=2), seed=0)
+    assert_alike(again.module, once.module.state_dict())
+
+
+def test_what_is_frozen_stays_and_does_not_travel(federated):
+    stranger = lora()
+    before = {name: p.detach().clone() for name, p in stranger.module.named_parameters() if not p.requires_grad}
+    trainer = federated(stranger.module, stranger.stream(clients=2))
+    after = dict(stranger.module.named_parameters())
+    assert before and all(torch.equal(after[name], value) for name, value in before.items())
+    trained = sum(p.numel() for p in stranger.module.parameters() if p.requires_grad)
+    assert trainer.strategy.server.record.upload_bytes == dict.fromkeys("01", 4 * trained)
+
+
+def test_a_schedule_that_asks_for_the_number_of_steps_is_refused(federated):
+    from chemprop import models
+    from chemprop import nn as parts
+
+    stranger = molecules()
+    task = models.MPNN(parts.BondMessagePassing(d_h=16), parts.MeanAggregation(), parts.RegressionFFN(input_dim=16))
+    with pytest.raises(ValueError, match=r"^Expected `configure_optimizers` not to ask for"):
+        federated(task, stranger.stream(clients=2))
