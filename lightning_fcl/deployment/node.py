@@ -247,8 +247,6 @@ class _OneRound(Callback):
     ) -> None:
         if self.federation.last_batch:
             self.federation.round_done, self.federation.training = True, None
-            if self.federation.loose is not None:
-                self.federation.loose.end_round()
             trainer.should_stop = True
 
 

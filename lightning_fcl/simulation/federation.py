@@ -195,8 +195,6 @@ class Federation:
                 self.trainer.abort()
             if self.local_steps is not None:
                 self.local_steps.end_round(self.optimizer, whole=False)
-            if self.loose is not None:
-                self.loose.end_round()
             load_entries(self.module, self.server.state)
         self.between_rounds = self.round_done = True
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import operator
-import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Set
+from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.simulation.contents import Change, Content, Kind, Names, kind_of
 
 _INTERNAL = frozenset(vars(L.LightningModule()))
 _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere
@@ -32,27 +27,10 @@ _CONSTANT = (
 # gathers over a round, data, and ways to the outside.
 _LEFT_ALONE = (
     *("lightning.", "lightning_fcl.", "torchmetrics.", "torch._", "torch.distributed.", "torch.fx.", "torch.jit."),
-    *(
-        "torch.utils.",
-        "logging",
-        "threading",
-        "_thread",
-        "queue",
-        "socket",
-        "asyncio",
-        "concurrent.",
-        "multiprocessing",
-    ),
-    *("_io", "tqdm.", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml.", "tensorboard"),
+    *("torch.utils.", "logging", "threading", "_thread", "queue", "socket", "asyncio", "concurrent.", "_io", "tqdm."),
+    *("multiprocessing", "rich.", "matplotlib.", "wandb.", "mlflow.", "comet_ml.", "neptune.", "clearml."),
+    *("tensorboard", "aim."),
 )
-_GONE = object()
-
-
-class _Change(NamedTuple):
-    name: str
-    undo: Callable[[], object]
-    redo: Callable[[], object]
-    grown: bool = False  # it is a list that was appended to
 
 
 class LooseState:
@@ -87,11 +65,13 @@ class LooseState:
         before: LooseState | None = None,
     ) -> None:
         self.unknown: list[str] = []  # names of what cannot be looked into
-        self._parts: list[_Names | _Content] = []
+        self._parts: list[Names | Content] = []
         self._networks: list[nn.Module] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._learn: list[tuple[Tensor, bool]] = []
-        self._left: list[_Change] = []
+        self._left: list[Change] = []
+        self._settled = self._shown = False
+        self._leaves: list[Tensor] = []
         self._records = before._gathering() if before is not None else {}
         self._state = {id(value) for value in entries(module).values()}
         self._seen = {*self._state, *map(id, others)}
@@ -105,38 +85,60 @@ class LooseState:
         return sorted({change.name for change in self._changes()})
 
     def put_back(self) -> None:
-        """Let all be as it was, without gradients."""
-        self._undo(self._changes())
+        """Let all be as it was, for another client, without gradients."""
+        _undo(self._changes())
+        self._put_back_flags()
         self._clear_gradients()
 
-    def end_round(self) -> None:
+    def end_clients(self) -> None:
         """Let all be as it was, but remember what the last client has left, and show records."""
-        changes = list(self._changes())
-        self._undo(changes)
-        self._left = [change for change in changes if not change.grown]
-        for record in self._gathering().values():
-            record.value[:] = record.saved + record.gathered
+        self._leave()
+        self._put_back_flags()
+
+    def go_on(self) -> None:
+        """What hooks have changed since then is the server's; those to come see what the last client has left."""
+        for part in self._parts:
+            part.accept()
+        self._learn = [(parameter, parameter.requires_grad) for parameter, _ in self._learn]
+        self.show_left()
+
+    def settle(self) -> None:
+        """After the last hook of the last client: let all be as it was, once, but remember what is left."""
+        if not self._settled:
+            self._leave()
+            self._clear_gradients()
+            self._settled, self._shown = True, False
 
     def show_left(self) -> None:
-        """Show hooks at an epoch's end what the last client has left in attributes, as a plain Trainer's see it."""
+        """Show hooks what the last client has left in attributes, as a plain Trainer's see it."""
         for change in self._left:
             change.redo()
+        self._shown = True
 
     def hide_left(self) -> None:
-        """Put back what they have seen."""
-        self._undo(self._left)
-        self._left = []
-        self._clear_gradients()
+        """Put back what they have seen, if they have."""
+        if self._shown:
+            _undo(self._left)
+            self._shown = False
 
-    def _changes(self) -> Iterator[_Change]:
+    def _changes(self) -> Iterator[Change]:
         for part in self._parts:
             yield from part.changes()
 
-    def _undo(self, changes: Iterable[_Change]) -> None:
-        for change in changes:
-            change.undo()
+    def _leave(self) -> None:
+        changes = list(self._changes())
+        _undo(changes)
+        self._left = [change for change in changes if not change.grown]
+        for record in self._gathering().values():
+            record.show()
+        self._put_back_learning()
+
+    def _put_back_flags(self) -> None:
         for module, training in self._modes:
             module.training = training
+        self._put_back_learning()
+
+    def _put_back_learning(self) -> None:
         for parameter, learns in self._learn:
             if parameter.requires_grad is not learns:
                 parameter.requires_grad_(learns)
@@ -144,9 +146,11 @@ class LooseState:
     def _clear_gradients(self) -> None:
         for network in self._networks:
             network.zero_grad()
+        for leaf in self._leaves:
+            leaf.grad = None
 
-    def _gathering(self) -> dict[int, _Content]:
-        return {id(part.value): part for part in self._parts if isinstance(part, _Content) and part.gathered}
+    def _gathering(self) -> dict[int, Content]:
+        return {id(part.value): part for part in self._parts if isinstance(part, Content) and part.gathered}
 
     # What there is.
 
@@ -157,7 +161,7 @@ class LooseState:
             if isinstance(value, _CONSTANT) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            kind = next((kind for kind in _KINDS if isinstance(value, kind.of)), None)
+            kind = kind_of(value)
             if isinstance(value, nn.Module):
                 todo += self._network(name, value)
             elif kind is not None or not _is_of(value, _LEFT_ALONE):
@@ -179,12 +183,14 @@ class LooseState:
                 found += self._names(prefix, values, kept, attributes=False)
         return found
 
-    def _value(self, name: str, value: Any, kind: _Kind | None) -> list[tuple[str, Any]]:
+    def _value(self, name: str, value: Any, kind: Kind | None) -> list[tuple[str, Any]]:
         if kind is not None and kind.can_change(value):
-            part = _Content(name, value, kind, kind.copy(kind.read(value)))
+            part = Content(name, value, kind, kind.copy(kind.read(value)))
             part.go_on_from(self._records.get(id(value)))
             self._parts.append(part)
         inner: list[tuple[str, Any]] = []
+        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+            self._leaves.append(value)
         if isinstance(value, list | tuple | set | frozenset | deque | dict):
             inner = [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
         elif kind is None and not (hasattr(value, "__dict__") or callable(value) or _is_value(value)):
@@ -195,8 +201,13 @@ class LooseState:
         self, prefix: str, values: dict[str, Any], ignored: Set[str] = frozenset(), attributes: bool = True
     ) -> list[tuple[str, Any]]:
         saved = {name: value for name, value in values.items() if name not in ignored}
-        self._parts.append(_Names(prefix, values, ignored, saved, attributes))
+        self._parts.append(Names(prefix, values, ignored, saved, attributes))
         return [(f"{prefix}{name}", value) for name, value in saved.items()]
+
+
+def _undo(changes: Iterable[Change]) -> None:
+    for change in changes:
+        change.undo()
 
 
 def _is_of(value: object, packages: tuple[str, ...]) -> bool:
@@ -206,125 +217,3 @@ def _is_of(value: object, packages: tuple[str, ...]) -> bool:
 def _is_value(value: object) -> bool:
     """Whether something is what it is for good, such as a date or a path: Python's sets take it by what it says."""
     return isinstance(value, Hashable) and type(value).__eq__ is not object.__eq__
-
-
-@dataclass
-class _Names:
-    """What stands under names: attributes, or buffers and the like, which are not shown."""
-
-    prefix: str
-    values: dict[str, Any]
-    ignored: Set[str]
-    saved: Mapping[str, Any]
-    attributes: bool
-
-    def changes(self) -> Iterator[_Change]:
-        for name in (self.values.keys() | self.saved.keys()) - self.ignored:
-            value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
-            if value is not before:
-                shown = value if self.attributes else before
-                yield _Change(f"{self.prefix}{name}", partial(self._put, name, before), partial(self._put, name, shown))
-
-    def _put(self, name: str, value: object) -> None:
-        self.values[name] = value
-        if value is _GONE:
-            del self.values[name]
-
-
-class _Kind(NamedTuple):
-    """How to look at the content of some type, to copy what is seen, to compare two of these, and to write one."""
-
-    of: type | tuple[type, ...]
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], object]
-    same: Callable[[Any, Any], bool] = operator.eq
-    copy: Callable[[Any], Any] = lambda content: content
-    can_change: Callable[[Any], bool] = lambda value: True
-
-
-@dataclass
-class _Content:
-    """What is in a container, a tensor and the like, whoever holds it."""
-
-    name: str
-    value: Any
-    kind: _Kind
-    saved: Any
-    gathered: list[Any] = field(default_factory=list)  # what clients have appended to a list
-
-    def go_on_from(self, record: _Content | None) -> None:
-        """Hide what was gathered in earlier rounds, unless a hook has changed the list since."""
-        if record is not None and _same_items(self.value, record.saved + record.gathered):
-            self.saved, self.gathered = record.saved, record.gathered
-            self.value[:] = self.saved
-
-    def changes(self) -> Iterator[_Change]:
-        now = self.kind.read(self.value)
-        if self.kind.same(now, self.saved):
-            return
-        if isinstance(self.value, list) and _same_items(now[: len(self.saved)], self.saved):
-            yield _Change(self.name, partial(self._gather, now), tuple, grown=True)
-        else:
-            shown, write = now if isinstance(now, list) else self.saved, self.kind.write  # not what tensors hold
-            yield _Change(self.name, partial(write, self.value, self.saved), partial(write, self.value, shown))
-
-    def _gather(self, now: list[Any]) -> None:
-        self.gathered += now[len(self.saved) :]
-        self.value[:] = self.saved
-
-
-def _refill(container: Any, content: list[Any]) -> None:
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(content)
-
-
-def _refill_dict(container: dict[Any, Any], content: list[Any]) -> None:
-    container.clear()
-    for key, value in zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True):
-        container[key] = value  # a Counter's `update` counts
-
-
-def _overwrite(tensor: Tensor, content: Tensor) -> None:
-    if tensor.shape == content.shape:
-        tensor.data.copy_(content)
-    else:
-        tensor.data = content.clone()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor can be written to: it has numbers, each in a place of its own."""
-    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-        return False
-    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _same_items(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
-
-
-def _same_text(left: object, right: object) -> bool:
-    return repr(left) == repr(right)
-
-
-_KINDS = (
-    _Kind(Tensor, Tensor.detach, _overwrite, torch.equal, Tensor.clone, _is_plain),
-    _Kind(dict, lambda value: [*value, *value.values()], _refill_dict, _same_items),
-    _Kind((list, deque, set), list, _refill, _same_items),
-    _Kind(
-        np.ndarray,
-        lambda value: value,
-        lambda value, content: value.__setitem__(..., content),
-        lambda left, right: left.tobytes() == right.tobytes(),
-        np.copy,
-        lambda value: value.flags.writeable and not isinstance(value, np.memmap),
-    ),
-    _Kind(torch.Generator, torch.Generator.get_state, torch.Generator.set_state, torch.equal),
-    _Kind(random.Random, random.Random.getstate, random.Random.setstate),
-    _Kind(
-        np.random.Generator,
-        lambda value: value.bit_generator.state,
-        lambda value, state: setattr(value.bit_generator, "state", state),
-        _same_text,
-    ),
-    _Kind(np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state, _same_text),
-)

@@ -227,7 +227,7 @@ def aggregate(federation: Federation) -> None:
     federation.training = None
     there(federation.local_steps, "a fit").end_round(federation.optimizer)
     if federation.loose is not None:
-        federation.loose.end_round()
+        federation.loose.end_clients()
     federation.placement.meet(federation.server, federation.module.trainer)
     record_time(federation)
     _check_usable(federation)
@@ -243,12 +243,14 @@ def aggregate(federation: Federation) -> None:
     for listener in _callbacks(federation):
         if isinstance(listener, ListensToRounds):
             listener.on_round_end(federation.module.trainer, federation.module)
+    if federation.loose is not None:
+        federation.loose.go_on()
 
 
 def _check_usable(federation: Federation) -> None:
     """End a fit whose clients all send what is of no use."""
-    dropped = federation.record.dropped
-    if federation.on_unusable_round == "stop" and dropped and not federation.record.trained:
+    record, dropped = federation.record, federation.record.dropped
+    if federation.on_unusable_round == "stop" and dropped and not (record.trained or record.missed or record.late):
         who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
         raise ValueError(
             f"Expected uploads of round {federation.round} that are of use but all were dropped: {who}. {DIVERGED} To "

@@ -61,7 +61,8 @@ class Rounds(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The clients' and the server's state."""
         federation = self.federation
-        self._hide_left()
+        if federation.between_rounds:
+            self._hide_left()
         place = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
@@ -136,6 +137,8 @@ class Rounds(Callback):
             self.federation.loose.hide_left()
 
     def _settle(self) -> None:
+        if self.federation.loose is not None:
+            self.federation.loose.settle()
         self.federation.restore_server()
         if self.federation.loaded:
             self.strategy.use_optimizer()

@@ -22,14 +22,14 @@ from lightning_fcl.data.split import Split
 OWNERS = np.array(["a", "b", "c"])[np.arange(96) % 3]
 
 
-def stream_of(clients, rounds=1):
+def stream_of(clients, rounds=1, validation=0.0):
     """Four batches of eight samples for each of some clients, the same whoever else there is."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 6)).astype(np.float32), np.arange(96) // 3 % 4
     chosen = np.isin(OWNERS, list(clients))
     words = {
         "scenario": ClassIncremental(1, rounds_per_experience=rounds),
-        "split": Split(test=0.0),
+        "split": Split(test=0.0, validation=validation),
         "batch_size": 8,
         "seed": 0,
     }
@@ -224,6 +224,7 @@ class Objects(Base):
         self.drawn = torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)
         self.teacher = [copy.deepcopy(self.model)]
         self.teaching = torch.optim.SGD(self.teacher[0].parameters(), lr=0.1, momentum=0.9)
+        self.bias = torch.zeros(4, requires_grad=True)
 
     def loss(self, x, y):
         torches, numpys, pythons = self.drawn
@@ -235,7 +236,8 @@ class Objects(Base):
         self.holder.values[0] += loss.detach()
         kept = self.holder.count + float(self.holder.values[0])
         kept += float(torch.rand((), generator=torches)) + numpys.random() + pythons.random()
-        return loss * (1 + 0.01 * kept) + 0.1 * F.mse_loss(self(x), self.teacher[0](x).detach())
+        kept += 0.0 if self.bias.grad is None else float(self.bias.grad.abs().sum())
+        return loss * (1 + 0.01 * kept) + 0.1 * F.mse_loss(self(x) + self.bias, self.teacher[0](x).detach())
 
 
 class Freezes(Base):
@@ -349,45 +351,75 @@ class Gathers(Base):
     """Logs what its steps have kept, as Lightning's guide has it, and goes by a schedule."""
 
     def prepare(self):
-        self.outputs, self.history, self.total, self.number = [], [], torch.zeros(()), 0
+        self.outputs, self.history, self.ends, self.seen = [], [], [], []
+        self.total, self.number, self.ended, self.teacher = torch.zeros(()), 0, 0, [torch.zeros(8, 6)]
+        self.scale, self.validated, self.rounds = 1.0, None, 0
         self.register_buffer("mean", torch.zeros(()), persistent=False)
         self.accuracy = MulticlassAccuracy(4)
-        self.seen, self.scale = [], 1.0
 
     def on_train_epoch_start(self):
         self.scale *= 0.5
 
     def training_step(self, batch, batch_idx):
-        assert len(self.outputs) == len(self.history) == self.number == batch_idx
+        assert len(self.outputs) == len(self.history) == len(self.ends) == self.number == batch_idx
         assert self.scale == 0.5 ** (self.trainer.current_epoch + 1)
         loss = self.loss(*batch)
         self.accuracy(self(batch[0]), batch[1])
         self.outputs.append(loss.detach())
-        self.history.append(float(loss))
+        self.history.append(batch_idx)
         self.total, self.number = self.total + loss.detach(), self.number + 1
         self.mean += loss.detach()
         return loss
 
-    def on_validation_epoch_end(self):
-        assert self.number == 0 and self.mean == 0  # the server's
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended, self.teacher = self.ended + 1, [0.5 * self.teacher[0] + 0.5 * self.model[0].weight.detach()]
+        self.ends.append(batch_idx)
+        assert self.ended == self.number
 
     def validation_step(self, batch, batch_idx):
-        """Nothing."""
+        assert self.number == self.ended == 0 and self.mean == 0 and not self.teacher[0].any()  # the server's
+        self.validated = self.trainer.current_epoch
 
     def on_train_epoch_end(self):
-        last = torch.stack(self.outputs)[-4:].sum()
-        assert torch.isclose(self.total, last) and self.number == 4 and self.mean == 0
+        number = self.history[-1] + 1  # of the last client's steps
+        assert self.number == self.ended == number and torch.isclose(
+            self.total, torch.stack(self.outputs)[-number:].sum()
+        )
+        assert self.mean == 0 and self.validated == self.trainer.current_epoch
         self.seen.append((len(self.outputs), int(self.accuracy.tp.sum() + self.accuracy.fn.sum())))
         self.outputs.clear()
         self.accuracy.reset()
 
 
 def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
-    task = Gathers()
-    fit(task, stream_of("abc", rounds=2), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
-    assert task.seen == [(12, 96), (12, 96)]  # steps, and samples of a metric: of all three clients
-    assert len(task.history) == 24 and (task.number, float(task.total), float(task.mean)) == (0, 0.0, 0.0)
-    assert task.outputs == [] and all(p.grad is None for p in task.parameters())
+    class Counts(Callback):
+        def on_round_end(self, trainer, pl_module):
+            assert pl_module.number == 0 and not pl_module.teacher[0].any()
+            assert len(pl_module.history) == len(pl_module.ends) + 1  # of the round's last batch, which has not ended
+            pl_module.rounds += 1
+
+    task, stream = Gathers(), stream_of("abc", rounds=2, validation=["c"])
+    fit(task, stream, [Counts()], cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    samples = [sum(map(len, current.values())) for current in stream.plan.train]
+    batches = [sum(-(-len(rows) // 8) for rows in current.values()) for current in stream.plan.train]
+    assert task.seen == list(zip(batches, samples, strict=True)) and task.rounds == 2
+    assert len(task.history) == sum(batches) and task.ends == [*range(batches[0]), *range(batches[1])]
+    assert (task.outputs, task.number, float(task.total), float(task.mean)) == ([], 0, 0.0, 0.0)
+    assert not task.teacher[0].any() and task.scale == 0.25 and all(p.grad is None for p in task.parameters())
+
+
+def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp_path):
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        task, by_hand = Gathers(), AccumulatesByHand()
+        options = {"trainer_args": {"enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 0}, "seed": 0}
+        fit(task, stream_of("abc", rounds=2, validation=["c"]), callbacks, cohort_size=1, **options)
+        fit(by_hand, stream_of("ab"), callbacks, cohort_size=1, **options)
+        return task.state_dict(), by_hand.state_dict()
+
+    each = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    plain, saving = trained(), trained(each, ModelCheckpoint(tmp_path / "others", "{epoch}", save_top_k=-1))
+    assert same(plain[0], saving[0]) and same(plain[1], saving[1])
 
 
 def test_a_round_that_is_cut_short_leaves_nothing_behind(fit):

@@ -189,7 +189,8 @@ def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplo
         fit(Base(), make_stream(), on_unusable_round="stopp")
 
 
-def test_who_is_out_of_reach_or_not_alone_ends_none(fit, make_stream):
+def test_rounds_that_others_are_in_or_nobody_is_end_none(fit, make_stream):
     fit(Base(), make_stream(), [Diverges("01")], cohort_size=1)
-    everyone = Swarm(missing={"0": [1], "1": [1], "2": [1]})
-    fit(Base(), make_stream(), cohort_size=1, swarm=everyone)
+    missed = Swarm(missing={"0": [1]}), Swarm(missing={"0": [1], "1": [1], "2": [1]})
+    fit(Base(), make_stream(), [Diverges("12")], cohort_size=1, swarm=missed[0])
+    fit(Base(), make_stream(), cohort_size=1, swarm=missed[1])

@@ -1,0 +1,182 @@
+"""What stands under names, and what is in containers, tensors and generators: noted, compared and put back."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+_GONE = object()
+
+
+class Change(NamedTuple):
+    """Something that is not as it was noted: how to put it back, and how to show it again."""
+
+    name: str
+    undo: Callable[[], object]
+    redo: Callable[[], object]
+    grown: bool = False  # it is a list that was appended to
+
+
+@dataclass
+class Names:
+    """What stands under names: attributes, or buffers and the like, which are not shown."""
+
+    prefix: str
+    values: dict[str, Any]
+    ignored: Set[str]
+    saved: Mapping[str, Any]
+    attributes: bool
+
+    def changes(self) -> Iterator[Change]:
+        """What has been set, set anew or deleted."""
+        for name in (self.values.keys() | self.saved.keys()) - self.ignored:
+            value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
+            if value is not before:
+                shown = value if self.attributes else before
+                yield Change(f"{self.prefix}{name}", partial(self._put, name, before), partial(self._put, name, shown))
+
+    def accept(self) -> None:
+        """Take what is there now."""
+        self.saved = {name: value for name, value in self.values.items() if name not in self.ignored}
+
+    def _put(self, name: str, value: object) -> None:
+        self.values[name] = value
+        if value is _GONE:
+            del self.values[name]
+
+
+class Kind(NamedTuple):
+    """How to look at the content of some type, to copy what is seen, to compare two of these, and to write one."""
+
+    of: type | tuple[type, ...]
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+    same: Callable[[Any, Any], bool] = operator.eq
+    copy: Callable[[Any], Any] = lambda content: content
+    can_change: Callable[[Any], bool] = lambda value: True
+
+
+@dataclass
+class Content:
+    """What is in a container, a tensor and the like, whoever holds it."""
+
+    name: str
+    value: Any
+    kind: Kind
+    saved: Any
+    gathered: list[Any] = field(default_factory=list)  # what clients have appended to a list
+    base: Any = None  # what is there unless something has changed: of a record that is shown, all of it
+
+    def __post_init__(self) -> None:
+        self.base = self.saved
+
+    def go_on_from(self, record: Content | None) -> None:
+        """Hide what was gathered in earlier rounds, unless a hook has changed the list since."""
+        if record is not None and _same_items(self.value, record.base):
+            self.saved = self.base = record.saved
+            self.gathered = record.gathered
+            self.value[:] = self.saved
+
+    def show(self) -> None:
+        """Show what was gathered."""
+        self.base = self.saved + self.gathered
+        self.value[:] = self.base
+
+    def accept(self) -> None:
+        """Take what is there now; what was appended to a list is gathered."""
+        for change in self.changes():
+            if change.grown:
+                change.undo()
+            else:
+                self.saved = self.base = self.kind.copy(self.kind.read(self.value))
+                self.gathered = []
+
+    def changes(self) -> Iterator[Change]:
+        """That it is another one, if it is."""
+        now = self.kind.read(self.value)
+        if self.kind.same(now, self.base):
+            return
+        if isinstance(self.value, list) and _same_items(now[: len(self.base)], self.base):
+            yield Change(self.name, partial(self._gather, now), tuple, grown=True)
+        else:
+            shown, write = now if isinstance(now, list) else self.base, self.kind.write  # not what tensors hold
+            yield Change(self.name, partial(write, self.value, self.base), partial(write, self.value, shown))
+
+    def _gather(self, now: list[Any]) -> None:
+        shown = self.base is not self.saved
+        self.gathered += now[len(self.base) :]
+        self.value[:] = self.base
+        if shown:
+            self.show()
+
+
+def _refill(container: Any, content: list[Any]) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
+
+
+def _refill_dict(container: dict[Any, Any], content: list[Any]) -> None:
+    container.clear()
+    for key, value in zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True):
+        container[key] = value  # a Counter's `update` counts
+
+
+def _overwrite(tensor: Tensor, content: Tensor) -> None:
+    if tensor.shape == content.shape:
+        tensor.data.copy_(content)
+    else:
+        tensor.data = content.clone()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor can be written to: it has numbers, each in a place of its own."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _same_items(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _same_text(left: object, right: object) -> bool:
+    return repr(left) == repr(right)
+
+
+_KINDS = (
+    Kind(Tensor, Tensor.detach, _overwrite, torch.equal, Tensor.clone, _is_plain),
+    Kind(dict, lambda value: [*value, *value.values()], _refill_dict, _same_items),
+    Kind((list, deque, set), list, _refill, _same_items),
+    Kind(
+        np.ndarray,
+        lambda value: value,
+        lambda value, content: value.__setitem__(..., content),
+        lambda left, right: left.tobytes() == right.tobytes(),
+        np.copy,
+        lambda value: value.flags.writeable and not isinstance(value, np.memmap),
+    ),
+    Kind(torch.Generator, torch.Generator.get_state, torch.Generator.set_state, torch.equal),
+    Kind(random.Random, random.Random.getstate, random.Random.setstate),
+    Kind(
+        np.random.Generator,
+        lambda value: value.bit_generator.state,
+        lambda value, state: setattr(value.bit_generator, "state", state),
+        _same_text,
+    ),
+    Kind(np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state, _same_text),
+)
+
+
+def kind_of(value: object) -> Kind | None:
+    """How to look at the content of something; None: it has none, or none that can be looked at."""
+    return next((kind for kind in _KINDS if isinstance(value, kind.of)), None)
