@@ -24,6 +24,7 @@ class Change(NamedTuple):
     name: str
     undo: Callable[[], object]
     redo: Callable[[], object]
+    is_shown: Callable[[], bool]  # whether it is there as `redo` shows it
     grown: bool = False  # it is a list that was appended to
 
 
@@ -43,11 +44,17 @@ class Names:
             value, before = self.values.get(name, _GONE), self.saved.get(name, _GONE)
             if value is not before:
                 shown = value if self.attributes else before
-                yield Change(f"{self.prefix}{name}", partial(self._put, name, before), partial(self._put, name, shown))
+                put = partial(self._put, name)
+                yield Change(
+                    f"{self.prefix}{name}", partial(put, before), partial(put, shown), partial(self._is, name, shown)
+                )
 
     def accept(self) -> None:
         """Take what is there now."""
         self.saved = {name: value for name, value in self.values.items() if name not in self.ignored}
+
+    def _is(self, name: str, value: object) -> bool:
+        return self.values.get(name, _GONE) is value
 
     def _put(self, name: str, value: object) -> None:
         self.values[name] = value
@@ -107,10 +114,14 @@ class Content:
         if self.kind.same(now, self.base):
             return
         if isinstance(self.value, list) and _same_items(now[: len(self.base)], self.base):
-            yield Change(self.name, partial(self._gather, now), tuple, grown=True)
+            yield Change(self.name, partial(self._gather, now), tuple, bool, grown=True)
         else:
-            shown, write = now if isinstance(now, list) else self.base, self.kind.write  # not what tensors hold
-            yield Change(self.name, partial(write, self.value, self.base), partial(write, self.value, shown))
+            shown = now if isinstance(now, list) else self.base  # not what tensors hold
+            write = partial(self.kind.write, self.value)
+            yield Change(self.name, partial(write, self.base), partial(write, shown), partial(self._holds, shown))
+
+    def _holds(self, content: Any) -> bool:
+        return self.kind.same(self.kind.read(self.value), content)
 
     def _gather(self, now: list[Any]) -> None:
         shown = self.base is not self.saved
@@ -156,7 +167,8 @@ def _same_text(left: object, right: object) -> bool:
 _KINDS = (
     Kind(Tensor, Tensor.detach, _overwrite, torch.equal, Tensor.clone, _is_plain),
     Kind(dict, lambda value: [*value, *value.values()], _refill_dict, _same_items),
-    Kind((list, deque, set), list, _refill, _same_items),
+    Kind((list, deque), list, _refill, _same_items),
+    Kind(set, list, _refill, lambda left, right: set(left) == set(right)),
     Kind(
         np.ndarray,
         lambda value: value,

@@ -116,9 +116,9 @@ class LooseState:
         self._shown = True
 
     def hide_left(self) -> None:
-        """Put back what they have seen, if they have."""
+        """Put back what they have seen, if they have, but for what they have changed: that is the server's."""
         if self._shown:
-            _undo(self._left)
+            _undo([change for change in self._left if change.is_shown()])
             self._shown = False
 
     def _changes(self) -> Iterator[Change]:

@@ -408,6 +408,42 @@ def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathere
     assert not task.teacher[0].any() and task.scale == 0.25 and all(p.grad is None for p in task.parameters())
 
 
+class EndsRounds(Base):
+    """Changes at each round's end what its clients change as well."""
+
+    def prepare(self):
+        self.rate, self.counts, self.total = 1.0, {"steps": 0}, torch.zeros(())
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.begins = []
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.begins.append((self.rate, self.counts["steps"], float(self.total), float(self.mean)))
+        loss = self.loss(*batch)
+        self.rate += 1
+        self.counts["steps"] += 1
+        self.total += loss.detach()
+        self.mean += loss.detach()
+        return loss
+
+    def on_train_epoch_end(self):
+        number = self.trainer.current_epoch + 1
+        self.rate, self.counts["steps"] = 0.5**number, -number
+        self.total.fill_(10.0 * number)
+        self.mean.fill_(100.0 * number)
+
+
+def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
+    task = EndsRounds()
+    fit(task, stream_of("abc", rounds=3, validation=["c"]), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
+    assert task.begins == [
+        *2 * [(1.0, 0, 0.0, 0.0)],
+        *2 * [(0.5, -1, 10.0, 100.0)],
+        *2 * [(0.25, -2, 20.0, 200.0)],
+    ]
+    assert (task.rate, task.counts, float(task.total), float(task.mean)) == (0.125, {"steps": -3}, 30.0, 300.0)
+
+
 def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp_path):
     def trained(*callbacks):
         torch.manual_seed(0)
