@@ -177,6 +177,10 @@ CASES = {
 }
 
 
+@pytest.mark.may(
+    "have one logit, several labels, numbers, masks, dicts or graphs as outputs",
+    "what `test_step` logs is measured, as torchmetrics has it",
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", [None, "auto"])
 def test_what_a_step_logs_is_measured_of_each_part(fit, case, strategy):
@@ -226,6 +230,7 @@ class Traces(OneLogit):
         self.logger.log_metrics({"in_step": np.random.rand()})
 
 
+@pytest.mark.may("change itself when it is tested", "measuring leaves no trace")
 @pytest.mark.parametrize("strategy", [None, "auto"])
 def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
     found = []
@@ -242,6 +247,7 @@ def test_measuring_leaves_no_trace(fit, strategy, tmp_path):
     assert "in_step" not in (tmp_path / "1/lightning_logs/version_0/metrics.csv").read_text()
 
 
+@pytest.mark.may("give logits of the classes", "accuracy is measured")
 def test_modules_with_logits_of_the_classes_keep_their_accuracy(fit, make_stream):
     class Several(Own):
         def __init__(self):
@@ -369,6 +375,10 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.may(
+    "have nothing to be measured by, or a method or metric that does not fit",
+    "refused before the first round, with what to define",
+)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_measured_is_refused_before_the_first_round(fit, case):
     make, more, message = REFUSED[case]

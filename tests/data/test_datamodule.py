@@ -110,6 +110,7 @@ class EveryThird(Sampler):
         return iter(range(0, 64, 3))
 
 
+@pytest.mark.may("draw from one data set by samplers", "the sampler's samples are the part")
 @pytest.mark.parametrize(
     "sampler", [SubsetRandomSampler(range(48)), SequentialSampler(range(48)), [*range(47, -1, -1)], EveryThird()]
 )
@@ -154,6 +155,7 @@ class OwnLoader(DataLoader):
         return itertools.cycle(super().__iter__())
 
 
+@pytest.mark.may("have weighted, infinite or custom samplers", "refused: which samples are the part cannot be told")
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -211,6 +213,7 @@ class SplitsByStage(Splits):
         self.parts = self.parts[:2] if stage == "fit" else [*before, self.parts[2]]
 
 
+@pytest.mark.may("split at random in `setup`", "it is called once for each stage: parts have samples of their own")
 @pytest.mark.parametrize("kind", [Splits, SplitsByStage])
 def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
     stream, again, task = stream_of(kind()), stream_of(kind()), Keeper()
@@ -223,6 +226,7 @@ def test_parts_that_setup_draws_have_samples_of_their_own(quiet, kind):
     assert found[1:] == [rows(again.val_dataloader()), rows(again.test_dataloader())]  # as in another process
 
 
+@pytest.mark.may("use `self.trainer` in hooks of a LightningDataModule", "each hook runs once and has it")
 def test_hooks_run_once_each_and_have_the_trainer(quiet):
     module = Splits()
     stream, task = stream_of(module), Keeper()
@@ -239,6 +243,7 @@ def test_hooks_run_once_each_and_have_the_trainer(quiet):
     assert by_hand.calls == ["prepare", "fit", "test"]
 
 
+@pytest.mark.may("have parts that share samples", "refused: test samples would be trained on")
 def test_samples_that_parts_share_are_refused_by_name():
     inner = Subset(WHOLE, range(10, 60))
     test = DataLoader(Subset(Subset(inner, range(5, 50)), [3, 4, 30]))  # 18, 19 and 45
@@ -279,6 +284,9 @@ def scaled(x):
     return 3 * (x - 1) + 2
 
 
+@pytest.mark.may(
+    "take its data from a LightningDataModule with transfer hooks", "[what that says is done](own-data.md)"
+)
 def test_batches_go_through_the_hooks_of_the_data_module_as_in_a_plain_trainer(quiet):
     plain, task, module = Keeper(), Keeper(), Scales()
     alone = trainer_of(quiet, strategy="auto")
@@ -303,6 +311,7 @@ def classifier(seed=0):
     return Classifier(torch.nn.Linear(5, 4), 4, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
+@pytest.mark.may("normalise in these hooks", "metrics and predictions are of such batches, too")
 def test_metrics_are_of_batches_that_have_gone_through_the_hooks(quiet):
     class OwnHook(Classifier):
         def on_after_batch_transfer(self, batch, dataloader_idx):
@@ -375,6 +384,10 @@ def doubled(items):
     return [2 * x, y]
 
 
+@pytest.mark.may(
+    "set `batch_size`, `shuffle`, `drop_last`, `num_workers` in its loaders",
+    "these hold, unless `FederatedStream` is given others",
+)
 def test_values_of_the_loaders_hold_unless_others_are_given(quiet):
     parts = [Subset(WHOLE, part) for part in (range(44), range(44, 52), range(52, 64))]
     train = DataLoader(parts[0], 8, drop_last=True, collate_fn=doubled)
@@ -409,6 +422,7 @@ def test_workers_of_the_training_loader_read_as_it_says(quiet, tmp_path):
     assert all(torch.equal(a[0], b[0]) for a, b in zip(helped, alone, strict=True))
 
 
+@pytest.mark.may("mix samples in the training loader's `collate_fn`", "each loader's own is used for its part")
 def test_a_training_collate_function_is_not_for_tests(quiet):
     """Such as mixup: it is nobody else's where there is another, also where the split is one's own."""
     module = Loaders(DataLoader(Subset(WHOLE, range(40)), 8, collate_fn=doubled), DataLoader(Subset(WHOLE, [50, 51])))
@@ -436,6 +450,9 @@ def test_metrics_need_pairs(quiet):
 # Predictions.
 
 
+@pytest.mark.may(
+    "predict (`trainer.predict(model, datamodule=stream)`)", "predictions are those of a loop over the samples"
+)
 @pytest.mark.parametrize("kind", ["arrays", "data set", "data module", "its own"])
 def test_predictions_are_those_of_a_loop(quiet, kind):
     class Own(Loaders):

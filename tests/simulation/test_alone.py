@@ -274,6 +274,10 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.may(
+    "have buffers that are not kept, attributes, gradients that last, optimizers with numbers in their groups",
+    "[each client begins without what others left](steps-of-a-client.md)",
+)
 @pytest.mark.parametrize("make", MODULES)
 def test_a_client_sends_the_same_alone_and_after_others(uploads, make):
     alone, after, last = (uploads(make, clients)["b"] for clients in ("b", "ab", "abc"))
@@ -294,6 +298,9 @@ def test_so_it_does_with_steps_that_evaluate_their_loss_several_times(uploads):
 # The optimizer's groups.
 
 
+@pytest.mark.may(
+    "go on with each client's optimizer (`keep_optimizer=True`)", "its state and its groups are kept whole"
+)
 def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     def kept(keep):
         stream = stream_of("ab", rounds=2)
@@ -307,6 +314,10 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept_if_it_is_kept(fit):
     assert kept(False) == {"a": {}, "b": {}}
 
 
+@pytest.mark.may(
+    "keep an optimizer that gathers lists, such as LBFGS (`keep_optimizer=True`)",
+    "refused: tensors and numbers can be kept",
+)
 def test_an_optimizer_that_keeps_something_else_is_named(fit):
     class Lists(torch.optim.SGD):
         def step(self, closure=None):
@@ -324,6 +335,9 @@ def test_an_optimizer_that_keeps_something_else_is_named(fit):
         fit(Listing(), stream_of("ab"), keep_optimizer=True, cohort_size=1)
 
 
+@pytest.mark.may(
+    "change rates or attributes in `on_train_epoch_start`", "that is every client's: schedules by round stay"
+)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_schedules_by_round_stay(fit, by_hand):
     class Scheduled(SchedulesByHand):
@@ -391,6 +405,9 @@ class Gathers(Base):
         self.accuracy.reset()
 
 
+@pytest.mark.may(
+    "append to a list in its steps", "no client finds what others have appended; after the round all of it is there"
+)
 def test_hooks_see_what_the_last_client_has_left_and_all_that_lists_have_gathered(fit):
     class Counts(Callback):
         def on_round_end(self, trainer, pl_module):
@@ -433,6 +450,7 @@ class EndsRounds(Base):
         self.mean.fill_(100.0 * number)
 
 
+@pytest.mark.may("change attributes in `on_train_epoch_end`", "the next round's clients begin with that")
 def test_what_a_hook_changes_at_the_end_of_a_round_stays(fit):
     task = EndsRounds()
     fit(task, stream_of("abc", rounds=3, validation=["c"]), cohort_size=1, trainer_args={"num_sanity_val_steps": 0})
@@ -485,6 +503,10 @@ def test_a_fit_that_is_continued_begins_with_the_same(fit, tmp_path):
     assert same(whole.state_dict(), rest.state_dict())
 
 
+@pytest.mark.may(
+    "hold what cannot be looked into, such as an iterator",
+    "a warning names it once: clients find it as those before have left it",
+)
 def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
     class Iterates(Base):
         def prepare(self):
@@ -501,6 +523,10 @@ def test_what_cannot_be_looked_into_is_named_once(fit, caplog):
 # Steps.
 
 
+@pytest.mark.may(
+    "use `batch_idx` or `self.global_step`",
+    "the step's `batch_idx` counts the client's batches; a warning says that the global step counts all clients'",
+)
 def test_a_step_counts_its_client_s_batches_and_hooks_those_of_the_trainer(fit, caplog):
     steps, hooks = [], []
 
@@ -598,6 +624,9 @@ class Positions(nn.Linear):
         return super().forward(x + self.positions)
 
 
+@pytest.mark.may(
+    "look at other samples of its batch, or change itself in its forward", "it trains one client at a time, as if alone"
+)
 @pytest.mark.parametrize(
     ("model", "side_by_side"),
     [(lambda: Averages(True), False), (lambda: Averages(False), False), (Recomputes, False), (Positions, True)],

@@ -50,6 +50,7 @@ class Masked(Base):
         self.late[0] = 3.0
 
 
+@pytest.mark.may("have buffers that are not finite (a causal mask)", "they stay, and no upload is dropped for them")
 @pytest.mark.parametrize("rule", ["mean", "median"])
 def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_stream, rule):
     task, plain = Masked(), Base()
@@ -61,6 +62,7 @@ def test_what_is_not_finite_with_the_server_is_no_fault_of_a_client_s(fit, make_
     assert task.late[0] == 3.0 and task.late[1].isnan()
 
 
+@pytest.mark.may("count beyond 2^53", "whole numbers stay exact")
 def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
     class Tagged(Base):
         def prepare(self):
@@ -74,6 +76,7 @@ def test_whole_numbers_that_double_precision_has_not(fit, make_stream):
     assert task.tag.tolist() == [2**62 + 12345, 5 + 2 * 2 * 3, -(2**60) - 1]  # two rounds of two steps
 
 
+@pytest.mark.may("have buffers made by `expand`", "they are averaged as any other")
 def test_numbers_of_one_place(fit, make_stream):
     class Expanded(Base):
         def prepare(self):
@@ -95,6 +98,7 @@ class Adapters(Base):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "model.2" in name}
 
 
+@pytest.mark.may("have a `state_dict` of its adapters only", "only these travel")
 def test_a_state_of_adapters_only(fit, make_stream):
     class Frozen(Adapters):
         def prepare(self):
@@ -141,6 +145,10 @@ class LateBuffer(Base):
         self.register_buffer("more", x.mean(dim=0))
 
 
+@pytest.mark.may(
+    "have a `state_dict` that is not the module's own tensors, or layers that are made in the first step",
+    "refused: what clients send could not go back",
+)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -172,6 +180,9 @@ class Diverges(Callback):
             pl_module.model[0].weight.data.fill_(torch.inf)
 
 
+@pytest.mark.may(
+    "diverge on every client", 'the fit ends with the clients and the reason; `on_unusable_round="warn"` goes on'
+)
 def test_a_round_of_which_nothing_is_of_use_ends_the_fit(fit, make_stream, caplog):
     task, one, warned = Base(), Base(), Base()
     message = (

@@ -537,6 +537,7 @@ def test_what_a_federation_cannot_honour_is_refused_by_name(fit, make_stream, ma
         fit(make_task(), make_stream(), trainer_args=arguments)
 
 
+@pytest.mark.may("have several optimizers", "refused: clients would step one of them")
 def test_several_optimizers_are_refused(fit, make_stream, make_task):
     task = make_task()
     task.automatic_optimization = False
@@ -638,6 +639,7 @@ def test_what_cat_has_gathered_is_loaded_again(fit, make_stream, tmp_path):
     assert len(whole.seen) > 0
 
 
+@pytest.mark.may("have extra state (`get_extra_state`)", "refused: it has no mean")
 def test_extra_state_is_refused(fit, make_stream, make_task):
     class Extra(nn.Linear):
         def get_extra_state(self):

@@ -265,6 +265,7 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.may("draw by NumPy, cache tensors, or branch on values in its forward", "it trains one client at a time")
 @pytest.mark.parametrize(
     "model",
     [
@@ -323,6 +324,7 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
 
 
+@pytest.mark.may("clip gradients", "each client's, on its own, also side by side")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("clip", [0.02, 0.3])
 def test_clients_are_clipped_each_on_its_own(fit, make_stream, make_task, algorithm, clip):

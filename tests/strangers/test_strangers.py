@@ -225,6 +225,10 @@ STRANGERS = {
 }
 
 
+@pytest.mark.may(
+    "train as it does in a plain Trainer: any batches, layers, losses, hooks",
+    "one client's round is the plain Trainer's epoch",
+)
 @pytest.mark.parametrize("name", STRANGERS)
 def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_alike):
     stranger = STRANGERS[name]()
@@ -235,6 +239,9 @@ def test_one_client_trains_as_in_a_plain_trainer(name, federated, plain, assert_
     assert_alike(module, stranger.module.state_dict())
 
 
+@pytest.mark.may(
+    "the same with many clients", "the server has the mean of what each would have become in a plain Trainer"
+)
 @pytest.mark.parametrize("name", STRANGERS)
 def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
     stranger = STRANGERS[name]()
@@ -247,6 +254,7 @@ def test_two_clients_are_averaged(name, federated, by_hand, assert_alike):
     assert_alike(module, after)
 
 
+@pytest.mark.may("log metrics in `test_step`", "`trainer.test` gives what a plain Trainer gives")
 @pytest.mark.parametrize("name", ["torchgeo", "chemprop", "pytorch-forecasting"])
 def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federated):
     stranger = STRANGERS[name]()
@@ -258,6 +266,9 @@ def test_what_a_test_step_logs_is_what_it_logs_in_a_plain_trainer(name, federate
     assert logged and logged == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.may(
+    "draw in its layers, and compute activations once more", "a client has draws of its own, the same ones both times"
+)
 @pytest.mark.parametrize("clients", [1, 3])
 def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike):
     """What is computed once more drops what was dropped the first time."""
@@ -269,6 +280,7 @@ def test_gradient_checkpointing_changes_nothing(clients, federated, assert_alike
     assert_alike(again.module, once.module.state_dict())
 
 
+@pytest.mark.may("freeze parameters, also for a while", "they do not travel while training leaves them as they are")
 def test_what_is_frozen_stays_and_does_not_travel(federated):
     stranger = lora()
     before = {name: p.detach().clone() for name, p in stranger.module.named_parameters() if not p.requires_grad}
@@ -279,6 +291,7 @@ def test_what_is_frozen_stays_and_does_not_travel(federated):
     assert trainer.strategy.server.record.upload_bytes == dict.fromkeys("01", 4 * trained)
 
 
+@pytest.mark.may("ask for `trainer.estimated_stepping_batches`", "refused: clients differ in their number of steps")
 def test_a_schedule_that_asks_for_the_number_of_steps_is_refused(federated):
     from chemprop import models
     from chemprop import nn as parts
