@@ -57,12 +57,15 @@ class Recipe:
         row: Name of the row of the paper's table.
         expected: The paper's numbers, by metric.
         measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
+        tasks: How many tasks of each client are trained, the first ones, whatever ``max_epochs`` says, and results are
+            of; None: all. From its newest checkpoint a run goes on to more.
     """
 
     paper: str = ""
     row: str = ""
     expected: dict[str, float] = field(default_factory=dict)
     measure_on: Literal["test", "validation"] = "test"
+    tasks: int | None = None
 
 
 class FederatedCLI(LightningCLI):
@@ -190,10 +193,11 @@ class FederatedCLI(LightningCLI):
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         first = self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            if self.config["fit"]["trainer"]["max_epochs"] is None:
+            tasks = self.config["fit"]["recipe"]["tasks"]
+            if tasks or self.config["fit"]["trainer"]["max_epochs"] is None:
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
-                self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
+                self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             began = time.monotonic()
             self.trainer.fit(model, **arguments)
             if first:
