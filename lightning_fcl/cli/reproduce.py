@@ -17,6 +17,7 @@ from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, figures_at, write_figures
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.table import Table, write_table
+from lightning_fcl.evaluation.task_by_task import with_tasks
 from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, place_of, row_slug, row_words
 
@@ -53,6 +54,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
     results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
     table = Table.of([one for runs in results.values() for one in runs], paper, scale, again)
+    if scale == "paper" and "gains" in content:
+        table = with_tasks(table, results, content["gains"])
     _write(out, table, results, content.get("metrics", []), figures)
     for name, runs in jobs.items() if options.keep else ():
         for job in runs:
@@ -104,6 +107,7 @@ def _write(
     """Write the table and the figures of some rows, and say where they are."""
     every = [one for runs in results.values() for one in runs]
     metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
+    metrics += [name for name in whole.metrics if "_after_" in name]
     table = whole.only(metrics or whole.metrics)
     as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)

@@ -42,7 +42,6 @@ __all__ = [
     "average_accuracy",
     "backward_transfer",
     "curves",
-    "first_tasks",
     "forgetting",
     "general_accuracy",
     "learning_accuracy",
@@ -279,21 +278,6 @@ def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
     rounds = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
     tasks = {model: tasks for model, tasks in record["tasks"].items() if model != "server"}
     return {**record, "tasks": tasks, "rounds": rounds}
-
-
-def first_tasks(record: Mapping[str, Any], tasks: int) -> dict[str, Any]:
-    """The record that a run would have if each client had its first tasks alone; of a whole one, without its end.
-
-    Example:
-        >>> rounds = [{"round": r, "experience": {"server": r, "a": r}, "correct": {"a": [9 - r, r]}} for r in range(2)]
-        >>> cut = first_tasks({"tasks": {"a": [[0], [1]]}, "rounds": rounds, "kept_bytes": {"a": 40}}, tasks=1)
-        >>> cut["tasks"], len(cut["rounds"]), "kept_bytes" in cut
-        ({'a': [[0]]}, 1, False)
-    """
-    rounds = [entry for entry in record["rounds"] if entry["experience"]["server"] < tasks]
-    ended = ("kept_bytes", "training") if len(rounds) < len(record["rounds"]) else ()
-    kept = {name: value for name, value in record.items() if name not in ended}
-    return {**kept, "tasks": {model: own[:tasks] for model, own in record["tasks"].items()}, "rounds": rounds}
 
 
 def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:

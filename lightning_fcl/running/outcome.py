@@ -12,21 +12,19 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.evaluation.metrics import first_tasks, summarize
+from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.machine import machine
 
 
-def outcome(
-    trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], seconds: float, command: str
-) -> dict[str, Any]:
+def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:
     """The results of a fit, plain values.
 
     Args:
         trainer: What has trained, with a `ContinualMetrics` among its callbacks.
         stream: What it has trained on.
         config: What the recipe said.
-        seconds: How long it took.
         command: What does the same again.
 
     Raises:
@@ -54,7 +52,7 @@ def outcome(
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
         "machine": machine(),
-        "seconds": round(max(seconds, sum(one["seconds"] for one in record["rounds"])), 1),  # of all fits that it took
+        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
     }
