@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.metrics import task_curves
 from lightning_fcl.evaluation.table import Cell, Table
 
@@ -54,7 +55,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
     return replace(table, rows={row: {**cells, **found[row]} for row, cells in table.rows.items()})
 
 
-def _cells(name: str, curves: Mapping[int, Sequence[float]], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
+def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | None] = ()) -> dict[str, Cell]:
     """A cell for each task after which there is a number."""
     longest = max(map(len, curves.values()), default=0)
     told = [*paper, *[None] * longest]
