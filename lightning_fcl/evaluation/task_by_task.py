@@ -42,10 +42,7 @@ def with_tasks(table: Table, results: Mapping[str, Sequence[Mapping[str, Any]]],
     Returns:
         It, with the metrics ``accuracy_after_1/clients`` and ``gain_after_1/clients`` and so on.
     """
-    curves = {
-        row: {one["seed"]: task_curves(one["record"])[0] for one in runs if row in {*gains["of"], *gains["over"]}}
-        for row, runs in results.items()
-    }
+    curves = {row: {one["seed"]: task_curves(one["record"])[0] for one in runs} for row, runs in results.items()}
     found = {row: _cells("accuracy", of) for row, of in curves.items()}
     if {*gains["of"], *gains["over"]} <= {*results}:
         for row in gains["of"]:
@@ -60,6 +57,7 @@ def _cells(name: str, curves: Mapping[int, FloatArray], paper: Sequence[float | 
     longest = max(map(len, curves.values()), default=0)
     told = [*paper, *[None] * longest]
     values = [
-        {seed: float(curve[t]) for seed, curve in curves.items() if np.isfinite(curve[t])} for t in range(longest)
+        {seed: float(curve[t]) for seed, curve in curves.items() if np.isfinite(curve[t : t + 1]).any()}
+        for t in range(longest)
     ]
     return {f"{name}_after_{t + 1}/clients": Cell(of, told[t]) for t, of in enumerate(values) if of}
