@@ -86,6 +86,7 @@ benchmarks: .venv/ready ## the ratios of benchmarks/README.md; nothing else shou
 	$(BIN)/python benchmarks/round_overhead.py
 	$(BIN)/python benchmarks/reservoir.py --out runs/benchmarks
 	$(BIN)/python benchmarks/projection.py
+	$(BIN)/python benchmarks/attention_step.py
 	$(BIN)/python benchmarks/fedvit_step.py
 	$(BIN)/python benchmarks/level_with_avalanche.py --out runs/benchmarks
 

@@ -8,21 +8,23 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from lightning_fcl import __version__
 from lightning_fcl.door import many_imports
 from lightning_fcl.evaluation.files import occupied, write_whole
+from lightning_fcl.evaluation.metrics import summarize
 from lightning_fcl.evaluation.results import is_whole, read_results, start_over
 from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.stop import Stopped, end_with_parent, own_processes, stop, threads_say_one_line
 
@@ -41,6 +43,7 @@ class Job:
         seed: Its seed.
         out: Its folder.
         extra: Further words of its command line.
+        tasks: The first tasks that are trained; None: all. It stays the same run, which goes on from one to the other.
     """
 
     label: str
@@ -48,6 +51,7 @@ class Job:
     seed: int
     out: Path
     extra: tuple[str, ...] = ()
+    tasks: int | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -67,6 +71,19 @@ class Job:
         """Changes when the run would be another one."""
         parts = [path.read_text() for path in self.configs] + [str(self.seed), __version__, *self.extra]
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
+
+    def needs(self, results: Mapping[str, Any]) -> bool:
+        """Whether it has tasks that a run of it which has come to these results was not to train."""
+        there: int | None = results.get("tasks")
+        return there is not None and (self.tasks is None or self.tasks > there)
+
+    def results(self) -> dict[str, Any]:
+        """What it has come to, after its first tasks if no more are asked for."""
+        results = read_results(self.out)
+        if self.tasks is None or results.get("tasks") == self.tasks:
+            return results
+        record = first_tasks(results["record"], self.tasks)
+        return results | {"record": record, "metrics": summarize(record), "tasks": self.tasks}
 
     def sign(self, folder: Path) -> None:
         """Say that what a folder holds is of this very job."""
@@ -169,7 +186,7 @@ def _begin_worker() -> None:
 
 def finished(job: Job) -> bool:
     """Whether all files of a job are there and whole, and are of this very job."""
-    return job.wrote(job.out) and is_whole(job.out)
+    return job.wrote(job.out) and is_whole(job.out) and not job.needs(read_results(job.out))
 
 
 def run_job(job: Job) -> None:
@@ -177,7 +194,7 @@ def run_job(job: Job) -> None:
     with occupied(job.out):
         if not job.wrote(job.out):
             begin(job)
-        elif _write_rest(job.out):
+        elif _write_rest(job):
             return
         _train(job)
 
@@ -200,17 +217,19 @@ def _train(job: Job) -> None:
     # One process: runs go side by side, the result is the same on any number, and others would start this command.
     more = ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
     more += ["--ckpt_path", str(checkpoint)] if checkpoint else []
+    more += ["--recipe.tasks", str(job.tasks)] if job.tasks else []
     if os.environ.get("LIGHTNING_FCL_QUIET"):
         more += ["--trainer.enable_progress_bar", "false"]
     run([*job.arguments, *more])
 
 
-def _write_rest(out: Path) -> bool:
+def _write_rest(job: Job) -> bool:
     """Write what is missing beside the results of a run that had come to its end; False: it had not."""
     try:
-        done: bool = read_results(out)["finished"]
+        results = read_results(job.out)
     except (FileNotFoundError, ValueError):
         return False
+    done = bool(results["finished"]) and not job.needs(results)
     if done:
-        write_files(out)
+        write_files(job.out)
     return done

@@ -60,6 +60,8 @@ def _bring(job: Job, source: Path) -> None:
     if not job.wrote(source):
         raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
     results = read_results(source)
+    if job.needs(results):
+        raise ValueError(f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}.")
     begin(job)
     write_results(job.out, results)
     write_files(job.out)

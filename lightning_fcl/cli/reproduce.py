@@ -16,8 +16,8 @@ from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
 from lightning_fcl.evaluation.figures import check_figures, figures_at, write_figures
 from lightning_fcl.evaluation.files import save_figure, write_whole
-from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, write_table
+from lightning_fcl.evaluation.task_by_task import with_tasks
 from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, place_of, row_slug, row_words
 
@@ -36,13 +36,14 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     options = _options(parser, words)
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
     folder = paper_folder(paper)
-    at_least(1, seeds=seeds, workers=1 if workers is None else workers)
+    given = {"workers": workers, "tasks": options.tasks}
+    at_least(1, seeds=seeds, **{name: number for name, number in given.items() if number is not None})
     out = options.out or Path("runs") / f"{paper}-{scale}"
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = figures_at(scale, content.get("figures", []))
     check_figures(figures, expanded(content))
-    jobs = {name: _jobs(name, row, scale, seeds, out) for name, row in rows.items()}
+    jobs = {name: _jobs(name, row, scale, seeds, out, options.tasks) for name, row in rows.items()}
     kept = place_of(folder, scale)
     take([job for runs in jobs.values() for job in runs], out, kept)
     if options.finished:
@@ -50,13 +51,15 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         if not jobs:
             raise ValueError(f"Expected finished runs in {out} or {kept} but there are none. Leave out --finished.")
     run_jobs([job for runs in jobs.values() for job in runs], workers)
-    again = _command(paper, scale, seeds, options.rows, options.finished)
-    results = {name: [read_results(job.out) for job in runs] for name, runs in jobs.items()}
+    again = _command(paper, scale, seeds, options.rows, options.tasks, options.finished)
+    results = {name: [job.results() for job in runs] for name, runs in jobs.items()}
     table = Table.of([one for runs in results.values() for one in runs], paper, scale, again)
+    if scale == "paper" and "gains" in content:
+        table = with_tasks(table, results, content["gains"])
     _write(out, table, results, content.get("metrics", []), figures)
     for name, runs in jobs.items() if options.keep else ():
         for job in runs:
-            print(f"Kept: {keep(job, out, kept, _command(paper, scale, job.seed + 1, name))}")
+            print(f"Kept: {keep(job, out, kept, _command(paper, scale, job.seed + 1, name, options.tasks))}")
 
 
 def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
@@ -71,6 +74,7 @@ def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
         default="paper",
         help="size of the runs (default: paper)",
     )
+    add("--tasks", type=int, metavar="N", help="first tasks of each run (default: all); the same run goes on to more")
     add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
@@ -78,18 +82,19 @@ def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     return parser.parse_args(words[1:])
 
 
-def _command(paper: str, scale: str, seeds: int, rows: str | None, finished: bool = False) -> str:
+def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:
     """The command line that comes to the same numbers."""
     words = ["--rows", rows] if rows else []
     words += ["--scale", scale] if scale != "paper" else []
+    words += ["--tasks", str(tasks)] if tasks else []
     words += ["--seeds", str(seeds), *(["--finished"] if finished else [])]
     return shlex.join(["lightning-fcl", "reproduce", paper, *words])
 
 
-def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path) -> list[Job]:
+def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path, tasks: int | None) -> list[Job]:
     """The runs of a row, one for each seed."""
     configs, extra, place = at_scale(row.configs, scale), row_words(name, row), out / row_slug(name, row)
-    return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra) for seed in range(seeds)]
+    return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra, tasks) for seed in range(seeds)]
 
 
 def _write(
@@ -102,6 +107,7 @@ def _write(
     """Write the table and the figures of some rows, and say where they are."""
     every = [one for runs in results.values() for one in runs]
     metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
+    metrics += [name for name in whole.metrics if "_after_" in name]
     table = whole.only(metrics or whole.metrics)
     as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)

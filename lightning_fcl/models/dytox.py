@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fcl.models._bodies import vit_body
-from lightning_fcl.models._parts import check_images, heads_of, initialise, perceptron
+from lightning_fcl.models._parts import check_images, fast_attention, heads_of, initialise, perceptron
 from lightning_fcl.models.described import Described
 
 __all__ = ["DyTox", "TaskAttention"]
@@ -181,7 +181,8 @@ class DyTox(Described):
     def embed(self, x: Tensor) -> Tensor:
         """What each task's head sees, shape (batch, tasks, width)."""
         check_images(x, self.input_shape)
-        embedded: Tensor = self.decoder(torch.stack(list(self.tokens)), self.body(x))
+        with fast_attention(x):
+            embedded: Tensor = self.decoder(torch.stack(list(self.tokens)), self.body(x))
         return embedded
 
 

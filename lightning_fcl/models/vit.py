@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fcl.models._bodies import make_body, vit_body
-from lightning_fcl.models._parts import check_images
+from lightning_fcl.models._parts import check_images, fast_attention
 from lightning_fcl.models.described import Described, described
 
 __all__ = ["SplitViT", "ViT", "fcl_vit"]
@@ -57,7 +57,8 @@ class SplitViT(Described):
     def embed(self, x: Tensor) -> Tensor:
         """What the head sees: the body's features, shape (batch, features)."""
         check_images(x, self.input_shape)
-        features: Tensor = self.body(x)
+        with fast_attention(x):
+            features: Tensor = self.body(x)
         return features
 
 

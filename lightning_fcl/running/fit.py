@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,12 +56,14 @@ class Recipe:
         row: Name of the row of the paper's table.
         expected: The paper's numbers, by metric.
         measure_on: The samples that models are measured on: ``"test"``, or ``"validation"`` to choose settings on.
+        tasks: Each client's first tasks, which alone are trained, whatever ``max_epochs`` says; None: all.
     """
 
     paper: str = ""
     row: str = ""
     expected: dict[str, float] = field(default_factory=dict)
     measure_on: Literal["test", "validation"] = "test"
+    tasks: int | None = None
 
 
 class FederatedCLI(LightningCLI):
@@ -190,21 +191,19 @@ class FederatedCLI(LightningCLI):
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         first = self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            if self.config["fit"]["trainer"]["max_epochs"] is None:
+            if (tasks := self.config["fit"]["recipe"]["tasks"]) or self.config["fit"]["trainer"]["max_epochs"] is None:
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
-                self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds
-            began = time.monotonic()
+                self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             self.trainer.fit(model, **arguments)
             if first:
-                self._write_results(time.monotonic() - began)
+                self._write_results()
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
-            newest = newest_checkpoint(self.out / "checkpoints")
-            self._ending.check(self.program, self.out, done, rounds, newest)
+            self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
 
-    def _write_results(self, seconds: float) -> None:
+    def _write_results(self) -> None:
         command = f"{self.program or f'python {sys.argv[0]}'} fit --config {self.out / 'config.yaml'}"
-        write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], seconds, command))
+        write_results(self.out, outcome(self.trainer, self.datamodule, self.config["fit"], command))
         write_files(self.out)
 
 

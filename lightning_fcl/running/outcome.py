@@ -13,20 +13,18 @@ from lightning_fcl.callbacks import ActivationDensity, ContinualMetrics
 from lightning_fcl.data.samples import name_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.metrics import summarize
+from lightning_fcl.evaluation.task_by_task import first_tasks
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.machine import machine
 
 
-def outcome(
-    trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], seconds: float, command: str
-) -> dict[str, Any]:
+def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:
     """The results of a fit, plain values.
 
     Args:
         trainer: What has trained, with a `ContinualMetrics` among its callbacks.
         stream: What it has trained on.
         config: What the recipe said.
-        seconds: How long it took.
         command: What does the same again.
 
     Raises:
@@ -41,22 +39,25 @@ def outcome(
             "`lightning-fcl validate` tries a recipe without training."
         )
     recipe = config["recipe"]
+    record = first_tasks(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
     results = {
         "recipe": {"paper": recipe["paper"], "row": recipe["row"]} if recipe["row"] else None,
         "parts": _parts(trainer, stream),
         "seed": config["seed_everything"],
         "measured_on": metrics.on,
-        "metrics": summarize(metrics.record),
-        "record": metrics.record,
+        "metrics": summarize(record),
+        "record": record,
         "expected": dict(recipe["expected"]),
         # What an editable installation says of itself is as old as the installation.
         "versions": {"lightning-fcl": __version__}
         | {name: version(name) for name in ("lightning", "torch", "avalanche-lib")},
         "machine": machine(),
-        "seconds": round(seconds, 1),
+        "seconds": round(sum(one["seconds"] for one in record["rounds"]), 1),  # of however many fits they took
         "command": command,
         "finished": trainer.current_epoch >= (trainer.max_epochs or 0),
     }
+    if recipe["tasks"]:
+        results["tasks"] = recipe["tasks"]
     for callback in callbacks:
         if isinstance(callback, ActivationDensity):
             results["densities"] = callback.record

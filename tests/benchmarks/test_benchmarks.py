@@ -28,6 +28,7 @@ RUNS = {
     ),
     "projection": (["--quick"], ["project on 10", "wasserstein"]),
     "level_with_avalanche": (["--quick", "--out", "."], ["| split digits | A-GEM |", "| permuted digits | Replay |"]),
+    "attention_step": (["--networks", "pvt", "--repeats", "1"], ["| pvt |"]),
     "fedvit_step": (["--quick"], ["step with 10 past tasks", "projection"]),
     "reservoir": (["--help"], ["--quick"]),  # its smallest run takes most of a minute
 }

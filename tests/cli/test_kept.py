@@ -98,6 +98,47 @@ def test_a_changed_recipe_does_not_take_what_was_kept(toy, tmp_path, capsys):
     assert len(record["rounds"]) == 2
 
 
+@pytest.mark.seconds
+def test_a_run_of_the_first_tasks_goes_on_to_the_others(toy, tmp_path, monkeypatch, capsys):
+    scale = yaml.safe_load((toy / "scale-smoke.yaml").read_text())
+    scale["trainer"]["max_epochs"] = None
+    (toy / "scale-smoke.yaml").write_text(yaml.safe_dump(scale))
+    reproduce(tmp_path / "whole", "--keep")
+    whole = read_results(tmp_path / "whole" / "a-row" / "seed-0")
+    (toy / "smoke").rename(toy / "elsewhere")
+    ran, plain = [], fit.run
+    monkeypatch.setattr(fit, "run", lambda words: ran.append(words) or plain(words))
+
+    def results():
+        found = read_results(tmp_path / "out" / "a-row" / "seed-0")
+        return found, [{**entry, "seconds": 0} for entry in found["record"]["rounds"]]
+
+    rounds = [{**entry, "seconds": 0} for entry in whole["record"]["rounds"]]
+    reproduce(tmp_path / "out", "--tasks", "1", "--keep")
+    found, own = results()
+    assert own == rounds[:1] and found["tasks"] == 1 and found["finished"] and len(rounds) == 2
+    assert all(len(tasks) == 1 for tasks in found["record"]["tasks"].values()) and is_whole(
+        tmp_path / "out/a-row/seed-0"
+    )
+    assert "--tasks 1" in read_results(toy / "smoke" / "a-row" / "seed-0")["command"]
+    first = read_table(tmp_path / "out" / "table.json").rows
+    reproduce(tmp_path / "out", "--tasks", "1")
+    assert len(ran) == 1
+    capsys.readouterr()
+    reproduce(tmp_path / "out")
+    assert "to be of all tasks that are asked for but it is of 1" in capsys.readouterr().err
+    found, own = results()
+    assert own == rounds and "--ckpt_path" in ran[1] and "tasks" not in found
+    assert found["metrics"] == whole["metrics"]
+    assert found["seconds"] > sum(entry["seconds"] for entry in found["record"]["rounds"]) - 0.1
+    reproduce(tmp_path / "out", "--tasks", "1")  # of what is whole
+    assert len(ran) == 2
+    again = read_table(tmp_path / "out" / "table.json").rows
+    assert again["a row"]["final_accuracy/server"] == first["a row"]["final_accuracy/server"]
+    reproduce(tmp_path / "third", "--tasks", "1")
+    assert len(ran) == 2 and f"taken from {toy / 'smoke'}" in capsys.readouterr().err
+
+
 def test_the_table_of_finished_runs_needs_one(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         reproduce(tmp_path / "out", "--finished")

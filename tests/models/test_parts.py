@@ -1,6 +1,7 @@
 """The parts of our vision transformers, against plain computations."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from lightning_fcl.models import LVT, ViT
+from lightning_fcl.models import LVT, DyTox, ViT, fcl_vit
 from lightning_fcl.models._bodies import make_body, vit_body
 from lightning_fcl.models._parts import (
     Block,
@@ -17,6 +19,7 @@ from lightning_fcl.models._parts import (
     attend,
     check_blocks,
     check_images,
+    fast_attention,
     initialise,
     margin,
     patches,
@@ -38,6 +41,59 @@ def test_attention_head_by_head(heads):
 def test_one_head_is_torchs_attention():
     query, key, value = (torch.randn(2, 5, 8) for _ in range(3))
     torch.testing.assert_close(attend(query, key, value), F.scaled_dot_product_attention(query, key, value))
+
+
+SMALL = {"patch_size": 16, "width": 24, "depth": 1, "heads": 2}
+NETWORKS = {
+    "ViT": lambda: ViT(10, **SMALL),
+    "LVT": lambda: LVT(10, **SMALL),
+    "DyTox": lambda: DyTox(5, 10, **SMALL),
+    "t2t": lambda: fcl_vit("t2t", depth=1),
+}
+
+
+class Watching(TorchFunctionMode):
+    """Notes the precision of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.seen.add((args[0].dtype, torch.is_autocast_enabled("cpu")))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_attention_stays_in_single_precision_under_autocast(name):
+    model, x = NETWORKS[name](), torch.randn(4, 3, 32, 32)
+    plain = model(x)
+    with Watching() as watching, torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    assert watching.seen == {(torch.float32, False)}
+    torch.testing.assert_close(output.float(), plain, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_wide_attention_is_that_of_bf16_to_its_rounding(heads):
+    tokens = [torch.randn(3, 9, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(3, 9, 16, dtype=torch.bfloat16)
+    found = []
+    for rule in (fast_attention, lambda x: nullcontext()):
+        with torch.autocast("cpu", torch.bfloat16), rule(tokens[0]):
+            output = attend(*tokens, heads)
+        found.append([output, *torch.autograd.grad(output, tokens, gradient)])
+    for ours, usual in zip(*found, strict=True):
+        assert ours.dtype == usual.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, usual, rtol=0.05, atol=0.05)
+
+
+def test_the_rule_is_of_a_cpu_under_autocast_alone():
+    assert isinstance(fast_attention(torch.zeros(1)), nullcontext)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not isinstance(fast_attention(torch.zeros(1)), nullcontext)
+        assert isinstance(fast_attention(torch.zeros(1, device="meta")), nullcontext)
 
 
 def test_keys_in_another_order_give_the_same():

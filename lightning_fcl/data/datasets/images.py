@@ -1,7 +1,10 @@
 """Images: read with checks, resized and stacked, as pixels with the scale of photographs or as scaled grey faces."""
 
+import hashlib
+import io
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import one_of, require
+from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.hub.reading import AGAIN, check_size, reading
 
 Scale = Literal["imagenet", "channel", "none"]
@@ -66,7 +70,11 @@ def check_faces(size: Sequence[int], normalize: str) -> None:
 
 
 def read_image(
-    path: Path, file_format: str | None, mode: Literal["L", "RGB"], shape: tuple[int, int] | None = None
+    path: Path,
+    file_format: str | None,
+    mode: Literal["L", "RGB"],
+    shape: tuple[int, int] | None = None,
+    content: bytes | None = None,
 ) -> NDArray[np.uint8]:
     """Read an image of 8 bits per channel; the checksums that a PNG file has are compared.
 
@@ -78,6 +86,7 @@ def read_image(
             luma.
         shape: Height and width that the image must have. They stand in its header, so that a wrong image of any size
             is refused before it takes memory. None: any.
+        content: What the file holds, where it lies within another one; None: what is at the path.
 
     Returns:
         The pixels, of shape (height, width, 3) in colour or (height, width) as grey.
@@ -97,11 +106,12 @@ def read_image(
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
-    with reading(path, f"to be a whole {' or '.join(formats)} image"), Image.open(path, formats=formats) as image:
+    place = path if content is None else io.BytesIO(content)
+    with reading(path, f"to be a whole {' or '.join(formats)} image"), Image.open(place, formats=formats) as image:
         found, its_mode = (image.height, image.width), image.mode
-        check_size(4 * image.height * image.width, path.stat().st_size)
+        check_size(4 * image.height * image.width, path.stat().st_size if content is None else len(content))
         fits = shape in (None, found) and (file_format is None or its_mode in _MODES[mode])
-        if image.format == "PNG":
+        if image.format == "PNG" and content is None:
             with path.open("rb") as file:
                 file.seek(8)  # to the first chunk; loading compares the checksums of some only
                 PngImagePlugin.ChunkStream(file).verify()
@@ -194,6 +204,35 @@ def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDAr
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
         row[...] = _resized(image, (size, size)).transpose(2, 0, 1)
+    return pixels
+
+
+def stacked_once(
+    files: Sequence[Path], images: Iterable[NDArray[np.uint8]], names: Sequence[str], size: int
+) -> NDArray[np.uint8]:
+    """`stacked`, of images in files: once resized they lie in the user's cache, until one of the files changes.
+
+    Args:
+        files: Where the images are.
+        images: As `stacked` has them; not begun where they lie in the cache.
+        names: A name for each image, by which others of the same files are told apart.
+        size: Height and width to resize to.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+    """
+    told = hashlib.sha256("\n".join(names).encode())
+    for path in files:
+        with reading(path, "to be a file of images"):
+            found = path.stat()
+        told.update(f"\n{path.absolute()} {found.st_size} {found.st_mtime_ns}".encode())
+    kept, shape = cache_folder() / "images" / f"{told.hexdigest()[:32]}-{size}", (len(names), 3, size, size)
+    if kept.is_file() and kept.stat().st_size == math.prod(shape):
+        return np.fromfile(kept, np.uint8).reshape(shape)
+    pixels = stacked(images, len(names), size)
+    with suppress(OSError):  # the next time it takes as long
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, pixels.tobytes())
     return pixels
 
 

@@ -1,24 +1,41 @@
 """MiniImageNet: photographs of 100 classes of ImageNet, 600 of each.
 
 Vinyals et al. 2016, "Matching networks for one shot learning", NeurIPS, with the classes and images of Ravi and
-Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Their layout is read: ``train.csv``, ``val.csv``
-and ``test.csv``, which name the images of 64, 16 and 20 classes, and these in ``images``, of any size.
+Larochelle 2017, "Optimization as a model for few-shot learning", ICLR. Four layouts are read, in this order:
+``new_train.csv`` and ``new_val.csv`` of Zuo et al. 2024, which name 480 and 120 images of each class, those to train
+and to test on; Ravi and Larochelle's ``train.csv``, ``val.csv`` and ``test.csv``, which name the images of 64, 16 and
+20 classes; both with the images, of any size, in ``images``; a folder of images for each class; and
+``miniimagenet64/images.npz``, all images at 64 x 64, with the 480 and 120.
 """
 
+import importlib.util
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import read_lines
-from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
+from lightning_fcl.data.datasets.files import in_range, read_lines, read_npz
+from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked_once
+from lightning_fcl.data.datasets.tinyimagenet import first_names, read_words
 from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.source import Layout, Source
 
 _FILES = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
+_NEW = ("new_train.csv", "new_val.csv")
+_NPZ = "images.npz"
+_PLACES = ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet")
+
+# The classes of Ravi and Larochelle's val.csv and test.csv; train.csv has the others.
+_VALIDATION = """n01855672 n02091244 n02114548 n02138441 n02174001 n02950826 n02971356 n02981792 n03075370 n03417042
+    n03535780 n03584254 n03770439 n03773504 n03980874 n09256479"""
+_TEST = """n01930112 n01981276 n02099601 n02110063 n02110341 n02116738 n02129165 n02219486 n02443484 n02871525
+    n03127925 n03146219 n03272010 n03544143 n03775546 n04146614 n04149813 n04418357 n04522168 n07613480"""
 
 SOURCE = Source(
     name="miniimagenet",
@@ -33,16 +50,27 @@ SOURCE = Source(
     "{root}/miniimagenet/train.csv, `val.csv`, `test.csv` and {root}/miniimagenet/images/n0153282900000005.jpg are "
     "there",
     layouts=(
+        Layout("new lists and images", (*_PLACES, "."), signs=("images/", *_NEW)),
+        Layout("lists and images", (*_PLACES, "."), signs=("images/", "|".join(_FILES.values()))),
         Layout(
-            "lists and images",
-            ("miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."),
-            signs=("images/", "|".join(_FILES.values())),
+            "folders of images", _PLACES, signs=("n*/*.*|*/n*/*.*",), strictly=r"([\w-]+/)?n\d{8}/.+\.[jJ][pP][eE]?[gG]"
         ),
+        Layout("npz file", (f"miniimagenet64/{_NPZ}", f"miniimagenet/{_NPZ}")),
     ),
-    holds="`miniimagenet`",
+    holds=f"`miniimagenet` or `miniimagenet64/{_NPZ}`",
 )
 
 _REMEDY = "Delete this copy and get the files again."
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Images before they are read: the files that hold them, their classes, which are tests, and each one's pixels."""
+
+    files: list[Path]
+    wnids: list[str]
+    test: NDArray[np.bool_] | None
+    pixels: Iterator[NDArray[np.uint8]]
 
 
 def load(
@@ -53,20 +81,22 @@ def load(
 ) -> Arrays:
     """Load the images of all classes, or of a part of these.
 
-    The parts have no class in common: they are for learning to learn, and no test set of the same classes is official.
-    A continual stream over all 100 classes, as that of Zuo et al. 2024 with 500 training and 100 test images of each,
-    takes ``part="all"`` and sets a sixth aside: ``FederatedStream("miniimagenet", test=1 / 6)``.
+    The parts have no class in common: they are for learning to learn. A continual stream over all 100 classes, as that
+    of Zuo et al. 2024, takes ``part="all"``, and where the layout tells their 480 training and 120 test images of each
+    class, ``FederatedStream("miniimagenet", split=Split(test="official"))``; elsewhere a fifth does.
 
     Args:
         root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels; each image is resized to it by Pillow's antialiased bicubic filter, whatever
-            its aspect ratio.
+            its aspect ratio, once: after that the pixels lie in the user's cache.
         normalize: See `lightning_fcl.data.datasets.images.photographs`.
-        part: ``"all"`` classes, or those of one file: 64 to ``"train"``, 16 for ``"validation"``, 20 to ``"test"``.
+        part: ``"all"`` classes, or those of one of Ravi and Larochelle's lists: 64 to ``"train"``, 16 for
+            ``"validation"``, 20 to ``"test"``.
 
     Returns:
-        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` WordNet ids, in their order, as
-        the layout has no names. The complete set has n = 60000.
+        `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet
+        ids, by their first name; `official_test` the 120 of each class where the layout tells them. The complete set
+        has n = 60000.
 
     Raises:
         FileNotFoundError: If no layout is found, or a file of it is missing.
@@ -79,11 +109,82 @@ def load(
     """
     check_photographs(size, normalize)
     one_of(("all", *_FILES), part=part)
-    folder = SOURCE.find(root)[1]
-    rows = [row for key, name in _FILES.items() if part in ("all", key) for row in _listed(folder / name)]
-    classes, y = np.unique([wnid for _, wnid in rows], return_inverse=True)
-    images = (read_image(inside(folder / "images", name), "JPEG", "RGB") for name, _ in rows)
-    return photographs(stacked(images, len(rows), size), y, classes.tolist(), normalize)
+    layout, place = SOURCE.find(root)
+    if layout == "lists and images":
+        found = _from_lists(place, [name for key, name in _FILES.items() if part in ("all", key)])
+    elif layout == "new lists and images":
+        found = _from_lists(place, list(_NEW), part, official=True)
+    else:
+        found = (_from_npz if layout == "npz file" else _from_folders)(place, part)
+    if not found.wnids:
+        raise ValueError(f'Expected {place} to hold images of part "{part}" but it has none. {_REMEDY}')
+    pixels = stacked_once(found.files, found.pixels, found.wnids, size)
+    wnids, y = np.unique(found.wnids, return_inverse=True)
+    return photographs(pixels, y, _names(wnids.tolist()), normalize, found.test)
+
+
+def _names(wnids: list[str]) -> tuple[str, ...]:
+    """First names of classes by timm's list of ImageNet's; to import timm would take seconds."""
+    timm = importlib.util.find_spec("timm")
+    folder = Path(timm.origin).parent if timm and timm.origin else None
+    words = read_words(folder / "data" / "_info" / "imagenet_synset_to_lemma.txt") if folder else {}
+    return first_names(wnids, words)
+
+
+def _is_of(wnid: str, part: str) -> bool:
+    known = {"validation": _VALIDATION, "test": _TEST}
+    return part in ("all", next((name for name, wnids in known.items() if wnid in wnids), "train"))
+
+
+def _of_files(paths: list[Path], wnids: list[str], test: NDArray[np.bool_] | None = None) -> _Images:
+    return _Images(paths, wnids, test, (read_image(path, "JPEG", "RGB") for path in paths))
+
+
+def _from_lists(folder: Path, names: list[str], part: str = "all", official: bool = False) -> _Images:
+    rows = [(*row, name == _NEW[1]) for name in names for row in _listed(folder / name) if _is_of(row[1], part)]
+    test = np.array([is_test for *_, is_test in rows]) if official else None
+    return _of_files([inside(folder / "images", name) for name, *_ in rows], [wnid for _, wnid, _ in rows], test)
+
+
+def _from_folders(folder: Path, part: str) -> _Images:
+    """One for each class, perhaps below those of the parts."""
+    found = [*folder.glob("n*/*.*"), *folder.glob("*/n*/*.*")]
+    images = [
+        path for path in found if re.fullmatch(r"n\d{8}", path.parent.name) and path.suffix.lower() in (".jpg", ".jpeg")
+    ]
+    chosen = sorted(path for path in images if _is_of(path.parent.name, part))
+    return _of_files(chosen, [path.parent.name for path in chosen])
+
+
+def _from_npz(path: Path, part: str) -> _Images:
+    of_each = ("images",)
+    arrays = read_npz(
+        path,
+        {
+            "webp": ("pixels", ("bytes",)),
+            "offsets": ("iu", ("bounds",)),
+            "y": ("iu", of_each),
+            "train": ("biu", of_each),
+        }
+        | {"files": ("U", of_each), "wnids": ("U", ("classes",))},
+        _REMEDY,
+    )
+    webp, offsets, wnids = arrays["webp"], arrays["offsets"].astype(np.int64), arrays["wnids"]
+    bounds = [0, *offsets[1:-1].tolist(), len(webp)]
+    if offsets.tolist() != bounds or len(bounds) != len(arrays["y"]) + 1 or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"Expected `offsets` of {path} to cut the {len(webp)} bytes of `webp` into {len(arrays['y'])} images but "
+            f"got {len(offsets)} bounds from {bounds[0]} to {offsets[-1]}. {_REMEDY}"
+        )
+    names = wnids[in_range(arrays["y"], len(wnids) - 1, f"`y` of {path}", _REMEDY)]
+    chosen = np.flatnonzero([_is_of(name, part) for name in names])
+    images = (
+        read_image(
+            path / f"{arrays['files'][n]}.webp", "WEBP", "RGB", content=webp[offsets[n] : offsets[n + 1]].tobytes()
+        )
+        for n in chosen
+    )
+    return _Images([path], names[chosen].tolist(), ~arrays["train"][chosen].astype(bool), images)
 
 
 def _listed(path: Path) -> list[tuple[str, str]]:

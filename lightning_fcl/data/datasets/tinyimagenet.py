@@ -6,7 +6,7 @@ for it; and ``tinyimagenet32/100classes.npz``, 100 of the classes at 32 x 32 wit
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +99,7 @@ def _from_folder(folder: Path, size: int) -> _Photographs:
     paths = [*(path for images in train for path in images), *test]
     pixels = stacked((read_image(path, "JPEG", "RGB", _SHAPE) for path in paths), len(paths), size)
     y = np.concatenate([np.repeat(np.arange(len(wnids)), most), labels])
-    return pixels, y, np.arange(len(paths)) >= most * len(wnids), _names(wnids, _words(folder))
+    return pixels, y, np.arange(len(paths)) >= most * len(wnids), first_names(wnids, read_words(folder / "words.txt"))
 
 
 def _annotated(folder: Path, wnids: list[str]) -> tuple[list[Path], list[int]]:
@@ -118,13 +118,13 @@ def _annotated(folder: Path, wnids: list[str]) -> tuple[list[Path], list[int]]:
     return images, labels
 
 
-def _words(folder: Path) -> dict[str, str]:
+def read_words(path: Path) -> dict[str, str]:
     """Names by WordNet id, of all of WordNet's."""
-    parts = (line.partition("\t") for line in read_lines(folder / "words.txt", SOURCE.remedy))
+    parts = (line.partition("\t") for line in read_lines(path, SOURCE.remedy))
     return {wnid: names for wnid, _, names in parts}
 
 
-def _names(wnids: list[str], words: Mapping[str, str]) -> tuple[str, ...]:
+def first_names(wnids: Sequence[str], words: Mapping[str, str]) -> tuple[str, ...]:
     """The first name of each class; with its id where another class has the same."""
     first = [words.get(wnid, "").split(",")[0].strip() or wnid for wnid in wnids]
     return tuple(
@@ -142,4 +142,4 @@ def _from_npz(path: Path, size: int) -> _Photographs:
     labels = [in_range(arrays[f"y_{part}"], len(wnids) - 1, f"`y_{part}` of {path}", SOURCE.remedy) for part in parts]
     y, test = np.concatenate(labels), np.repeat([False, True], [len(part) for part in labels])
     pixels = stacked((image for part in parts for image in arrays[f"X_{part}"]), len(y), size)
-    return pixels, y, test, _names(wnids, dict(zip(wnids, arrays["names"].tolist(), strict=True)))
+    return pixels, y, test, first_names(wnids, dict(zip(wnids, arrays["names"].tolist(), strict=True)))

@@ -149,6 +149,13 @@ class Plan:
         """Number of rounds."""
         return len(self.train)
 
+    def rounds_of(self, tasks: int | None) -> int:
+        """Rounds until every client has had its first ``tasks``; None: all."""
+        if tasks is None:
+            return self.rounds
+        ways = set(self.experiences.values())
+        return sum(any(numbers[round] < tasks for numbers in ways) for round in range(self.rounds))
+
 
 @dataclass(frozen=True)
 class Pool:

@@ -1,4 +1,4 @@
-"""The MiniImageNet loader reads Ravi and Larochelle's lists, and names what is wrong with a copy."""
+"""The MiniImageNet loader reads each public layout and the npz file, and names what is wrong with a copy."""
 
 import io
 import re
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_fcl.data.datasets import miniimagenet
+from lightning_fcl.data.datasets import images, miniimagenet
 
 REMEDY = "Delete this copy and get the files again."
 # Classes of each list, not in order.
@@ -34,6 +34,24 @@ FILES = {
     f"{part}.csv": ("filename,label\n" + "".join(f"{name},{wnid}\n" for name, wnid in rows)).encode()
     for part, rows in LISTS.items()
 } | {f"images/{name}": content for name, content in IMAGES.items()}
+WNIDS = sorted({wnid for _, wnid in ROWS})
+CLASSES = ("house finch", "goose", "dalmatian", "lion")  # of these
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(folder))
+    return folder
+
+
+def pixels(names, size=32):
+    """Of images that `IMAGES` has, resized by hand."""
+    resized = (
+        Image.open(io.BytesIO(IMAGES[name])).convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+        for name in names
+    )
+    return np.stack([np.asarray(image) for image in resized]).transpose(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("place", ["miniimagenet", "mini-imagenet", "mini_imagenet", "miniImagenet", "."])
@@ -44,11 +62,9 @@ def test_the_lists_and_images(tmp_path, place, put):
         and miniimagenet.SOURCE.fetch(tmp_path) == folder
     )
     data = miniimagenet.load(tmp_path, normalize="none")
-    wanted = [Image.open(io.BytesIO(IMAGES[name])).convert("RGB").resize((32, 32), Image.Resampling.BICUBIC)
-              for name, _ in ROWS]  # fmt: skip
-    np.testing.assert_array_equal(data.x, np.stack([np.asarray(image) for image in wanted]).transpose(0, 3, 1, 2))
-    assert data.classes == ("n01532829", "n01855672", "n02110341", "n02129165")
-    assert [data.classes[label] for label in data.y] == [wnid for _, wnid in ROWS]
+    np.testing.assert_array_equal(data.x, pixels(name for name, _ in ROWS))
+    assert data.classes == CLASSES
+    assert [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
     assert data.official_test is None and data.client is None
     np.testing.assert_allclose(data.samples(), data.x / 255, rtol=1e-6)
 
@@ -57,8 +73,8 @@ def test_the_lists_and_images(tmp_path, place, put):
 def test_a_part(tmp_path, part, put):
     put(tmp_path, FILES)
     whole, data = miniimagenet.load(tmp_path, size=20), miniimagenet.load(tmp_path, size=20, part=NAMES[part])
-    assert data.classes == tuple(sorted(PARTS[part]))
-    kept = np.isin(whole.y, [whole.classes.index(wnid) for wnid in PARTS[part]])
+    assert data.classes == tuple(CLASSES[WNIDS.index(wnid)] for wnid in sorted(PARTS[part]))
+    kept = np.isin(whole.y, [WNIDS.index(wnid) for wnid in PARTS[part]])
     np.testing.assert_array_equal(data.x, whole.x[kept])
 
 
@@ -69,6 +85,114 @@ def test_a_part_needs_no_other_list(tmp_path, put):
     message = f"Expected the file {folder / 'val.csv'} but it is missing. {REMEDY}"
     with pytest.raises(FileNotFoundError, match=re.escape(message)):
         miniimagenet.load(tmp_path)
+
+
+# By Ravi and Larochelle's lists, which these layouts do not have.
+OF_PART = {"train": ["n01532829"], "validation": ["n01855672"], "test": ["n02110341", "n02129165"]}
+
+
+def as_new_lists(put, root):
+    """The first image of each class is a test."""
+    parts = {"new_train.csv": [r for n, r in enumerate(ROWS) if n % 3], "new_val.csv": ROWS[::3]}
+    lists = {
+        name: ("filename,label\n" + "".join(f"{image},{wnid}\n" for image, wnid in rows)).encode()
+        for name, rows in parts.items()
+    }
+    put(root / "miniimagenet", FILES | lists)
+    return [*parts["new_train.csv"], *parts["new_val.csv"]]
+
+
+def as_folders(put, root):
+    put(root / "mini-imagenet", {f"{wnid}/{name}": IMAGES[name] for name, wnid in ROWS} | {"n01532829/notes.txt": b""})
+    return sorted(ROWS)
+
+
+def as_folders_of_parts(put, root):
+    put(
+        root / "miniimagenet",
+        {f"{part}/{wnid}/{name}": IMAGES[name] for part, rows in LISTS.items() for name, wnid in rows},
+    )
+    return [row for part in sorted(LISTS) for row in sorted(LISTS[part])]
+
+
+def npz(root, **other):
+    """Lossless, so that pixels can be compared."""
+    packed = []
+    for name, _ in ROWS:
+        Image.fromarray(pixels([name], 64)[0].transpose(1, 2, 0)).save(buffer := io.BytesIO(), "WEBP", lossless=True)
+        packed.append(buffer.getvalue())
+    arrays = {
+        "webp": np.frombuffer(b"".join(packed), np.uint8),
+        "offsets": np.cumsum([0, *map(len, packed)]),
+        "y": np.array([WNIDS.index(wnid) for _, wnid in ROWS], np.uint8),
+        "train": np.arange(len(ROWS)) % 3 > 0,
+        "wnids": np.array(WNIDS),
+        "files": np.array([name.removesuffix(".jpg") for name, _ in ROWS]),
+    }
+    (root / "miniimagenet64").mkdir(exist_ok=True)
+    np.savez(root / "miniimagenet64" / "images.npz", **arrays | other)
+    return arrays
+
+
+@pytest.mark.parametrize("layout", [as_new_lists, as_folders, as_folders_of_parts])
+def test_other_layouts_of_files(tmp_path, layout, put):
+    rows = layout(put, tmp_path)
+    data = miniimagenet.load(tmp_path, size=20)
+    np.testing.assert_array_equal(data.x, pixels((name for name, _ in rows), 20))
+    assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in rows]
+    official = [name in dict(ROWS[::3]) for name, _ in rows] if layout is as_new_lists else None
+    assert (None if data.official_test is None else data.official_test.tolist()) == official
+    for part, wnids in OF_PART.items():
+        own = miniimagenet.load(tmp_path, size=20, part=part)
+        np.testing.assert_array_equal(own.x, pixels((name for name, wnid in rows if wnid in wnids), 20))
+
+
+def test_the_npz_file(tmp_path):
+    npz(tmp_path)
+    data = miniimagenet.load(tmp_path, size=64)
+    np.testing.assert_array_equal(data.x, pixels((name for name, _ in ROWS), 64))
+    assert data.classes == CLASSES and [WNIDS[label] for label in data.y] == [wnid for _, wnid in ROWS]
+    assert data.official_test.tolist() == [n % 3 == 0 for n in range(len(ROWS))]
+    for part, wnids in OF_PART.items():
+        own = np.isin(data.y, [WNIDS.index(wnid) for wnid in wnids])
+        one = miniimagenet.load(tmp_path, size=64, part=part)
+        np.testing.assert_array_equal(one.x, data.x[own])
+        np.testing.assert_array_equal(one.official_test, data.official_test[own])
+
+
+def test_a_wrong_npz_file_is_named(tmp_path, refused):
+    offsets = npz(tmp_path)["offsets"]
+    bounds = f"to cut the {offsets[-1]} bytes of `webp` into {len(ROWS)} images but got"
+    for wrong in (offsets[:-1], offsets + 1, offsets[[0, 2, 1, *range(3, len(offsets))]]):
+        npz(tmp_path, offsets=wrong)
+        assert bounds in refused(miniimagenet.load, tmp_path)
+    npz(tmp_path, offsets=np.array([0, 9, *offsets[2:]]))
+    assert f"images.npz/{ROWS[0][0].removesuffix('.jpg')}.webp to be a whole WEBP image" in refused(
+        miniimagenet.load, tmp_path
+    )
+    npz(tmp_path, wnids=np.array(WNIDS[:-1]))
+    assert "Expected `y` of " in refused(miniimagenet.load, tmp_path)
+
+
+def test_a_part_of_which_there_is_nothing(tmp_path, put, refused):
+    put(tmp_path / "miniimagenet", {"n01532829/a.jpg": jpeg(0)})
+    assert 'to hold images of part "test" but it has none.' in refused(miniimagenet.load, tmp_path, part="test")
+
+
+def test_images_are_resized_once(tmp_path, cache, put, monkeypatch):
+    folder, read = put(tmp_path, FILES), []
+    monkeypatch.setattr(
+        images, "_resized", lambda image, size, plain=images._resized: read.append(0) or plain(image, size)
+    )
+    first = miniimagenet.load(tmp_path)
+    assert len(read) == len(ROWS) and len([*cache.glob("images/*")]) == 1
+    np.testing.assert_array_equal(miniimagenet.load(tmp_path, normalize="none").x, first.x)
+    assert len(read) == len(ROWS)
+    put(folder / "images" / ROWS[0][0], jpeg(99))
+    assert not np.array_equal(miniimagenet.load(tmp_path).x[0], first.x[0])
+    for broken in cache.glob("images/*"):
+        broken.write_bytes(b"")
+    np.testing.assert_array_equal(miniimagenet.load(tmp_path).x[1:], first.x[1:])
 
 
 def test_normalize_channel_is_the_z_score_of_all_images(tmp_path, put):
@@ -111,5 +235,7 @@ def test_the_lists_of_ravi_and_larochelle_are_read(tmp_path):
     rows = {part: miniimagenet._listed(folder / f"{part}.csv") for part in PARTS}
     assert {part: len(own) for part, own in rows.items()} == {"train": 38400, "val": 9600, "test": 12000}
     classes = {part: {wnid for _, wnid in own} for part, own in rows.items()}
+    for part, wnids in classes.items():
+        assert all(miniimagenet._is_of(wnid, NAMES[part]) for wnid in wnids)
     assert {part: len(own) for part, own in classes.items()} == {"train": 64, "val": 16, "test": 20}
     assert len(set().union(*classes.values())) == 100

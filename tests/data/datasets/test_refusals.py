@@ -35,7 +35,7 @@ NOTHING = {
         "Get images and lists as https://github.com/yaoyao-liu/mini-imagenet-tools says and put them in "
         "{root}/miniimagenet, so that {root}/miniimagenet/train.csv, `val.csv`, `test.csv` and "
         "{root}/miniimagenet/images/n0153282900000005.jpg are there, or",
-        "`miniimagenet`",
+        "`miniimagenet` or `miniimagenet64/images.npz`",
     ),
     "orl": (
         "the ORL faces",

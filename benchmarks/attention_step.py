@@ -1,0 +1,57 @@
+"""A step of each vision transformer: single precision, bf16 as torch has it, and bf16 with our rule for attention.
+
+    OMP_NUM_THREADS=1 python benchmarks/attention_step.py
+
+A batch of 32 random images of 32 x 32, forward, backward and AdamW, A B C A B C in one process, by processor time. The
+last is `precision="bf16-mixed"` with `fast_attention`; the one before has that rule switched off.
+"""
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from lightning_fcl.models import LVT, fcl_vit, vit
+
+
+def step(model, optimizer, x, y, way):
+    """One step; its seconds."""
+    began = time.process_time()
+    rule = mock.patch.object(vit, "fast_attention", lambda x: nullcontext()) if way == "bf16" else nullcontext()
+    with rule, torch.autocast("cpu", torch.bfloat16, enabled=way != "fp32"):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.process_time() - began
+
+
+def main():
+    """Print a row of the table for each network."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["vit", "deit", "cait", "pit", "pvt", "levit", "swin", "cvt", "t2t", "LVT"]
+    parser.add_argument("--networks", nargs="+", default=names)
+    parser.add_argument("--repeats", type=int, default=11)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    x, y = torch.randn(32, 3, 32, 32), torch.randint(100, (32,))
+    for name in options.networks:
+        model = LVT() if name == "LVT" else fcl_vit(name)
+        optimizer = torch.optim.AdamW(model.parameters(), 5e-4)
+        turns = [
+            {way: step(model, optimizer, x, y, way) for way in ("fp32", "bf16", "ours")}
+            for _ in range(options.repeats + 1)
+        ][1:]
+        cells = [f"{1000 * statistics.median(turn[way] for turn in turns):.0f} ms" for way in turns[0]]
+        for way in ("fp32", "bf16"):
+            ratios = sorted(turn["ours"] / turn[way] for turn in turns)
+            cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        print(f"| {' | '.join([name, *cells])} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

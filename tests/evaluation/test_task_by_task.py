@@ -1,0 +1,56 @@
+"""Runs task by task, against sums by hand."""
+
+import pytest
+
+from lightning_fcl.evaluation.metrics import summarize, task_curves
+from lightning_fcl.evaluation.table import Table, cells
+from lightning_fcl.evaluation.task_by_task import first_tasks, with_tasks
+
+
+def record(*after, done=2):
+    """Of a client with two tasks of ten test samples each: right ones of both after each task, until it is stopped."""
+    rounds = [
+        {"round": r, "experience": {"server": r, "a": r}, "correct": {"a": right}} for r, right in enumerate(after)
+    ]
+    return {"groups": ["x", "y"], "totals": [10, 10], "tasks": {"a": [[0], [1]]}, "rounds": rounds[:done]}
+
+
+def test_the_first_tasks_are_those_of_a_run_that_was_stopped_behind_them():
+    whole = {**record([9, 0], [5, 7]), "kept_bytes": {"a": 40}}
+    cut = first_tasks(whole, 1)
+    assert cut == first_tasks(record([9, 0], [5, 7], done=1), 1) and cut["tasks"] == {"a": [[0]]}
+    assert first_tasks(whole, 2) == whole
+    assert summarize(cut)["final_accuracy/a"] == pytest.approx(0.45) and "average_accuracy/a" not in summarize(cut)
+
+
+def results(row, *records):
+    return [
+        {"recipe": {"row": row}, "seed": seed, "record": one, "metrics": {"m/a": 1.0}, "expected": {}}
+        for seed, one in enumerate(records)
+    ]
+
+
+def test_gains_over_the_mean_of_others():
+    runs = {
+        "new": results("new", record([9, 0], [8, 6]), record([6, 0], [3, 3])),
+        "old": results("old", record([4, 0], [2, 4]), record([5, 0], [1, 3])),
+        "other": results("other", record([6, 0], [5, 3])),
+        "apart": results("apart", record([1, 0], [1, 1]), record([1, 0], done=1)),
+    }
+    gains = {"of": ["new"], "over": ["old", "other"], "paper": [0.5, 0.75, 0.9]}
+
+    def made(runs):
+        found = cells([one for of in runs.values() for one in of])
+        return with_tasks(Table("toy", "paper", "", {}, "", 1.0, found), runs, gains).rows
+
+    table = made(runs)
+    first, second = (table["new"][f"gain_after_{n}/clients"] for n in (1, 2))
+    assert (first.paper, second.paper) == (0.5, 0.75) and "gain_after_3/clients" not in table["new"]
+    # Of seed 0 alone, which all have: 0.9 by the mean of 0.4 and 0.6; 0.7 by that of 0.3 and 0.4.
+    assert first.values == {0: pytest.approx(0.9 / 0.5 - 1)} and second.values == {0: pytest.approx(0.7 / 0.35 - 1)}
+    for row, runs_of in runs.items():
+        values = table[row]["accuracy_after_2/clients"].values
+        whole = [one for one in runs_of if len(one["record"]["rounds"]) == 2]
+        assert values == {one["seed"]: pytest.approx(task_curves(one["record"])[0][1]) for one in whole}
+    del runs["other"]
+    assert "gain_after_1/clients" not in made(runs)["new"] and "accuracy_after_1/clients" in made(runs)["new"]
