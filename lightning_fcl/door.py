@@ -1,4 +1,4 @@
-"""What keeps `import lightning_fcl` light: names that are imported when they are asked for, and where old ones went."""
+"""What keeps `import lightning_fcl` light: names that are imported when they are asked for."""
 
 from __future__ import annotations
 
@@ -14,73 +14,8 @@ from importlib.util import LazyLoader
 from pathlib import Path
 from types import ModuleType
 
-# Modules of 0.1 and where they are now, all below `lightning_fcl`; what is not named keeps its place in its package.
-MOVED = {
-    "aggregation": "federation.aggregation",
-    "callbacks.apfl": "methods.apfl",
-    "callbacks.bcn": "methods.bcn",
-    "callbacks.distillation": "methods.distillation",
-    "callbacks.dytox": "methods.dytox",
-    "callbacks.fedknow": "methods.fedknow",
-    "callbacks.fedprox": "methods.fedprox",
-    "callbacks.fedrep": "methods.fedrep",
-    "callbacks.fedvit": "methods.fedvit",
-    "callbacks.fedweit": "methods.fedweit",
-    "callbacks.functional": "methods.functional",
-    "callbacks.gem": "methods.gem",
-    "callbacks.importance": "methods.importance",
-    "callbacks.lvt": "methods.lvt",
-    "callbacks.mean_output": "methods.mean_output",
-    "callbacks.method": "methods.method",
-    "callbacks.plasticity": "methods.plasticity",
-    "callbacks.replay": "methods.replay",
-    "callbacks.unlearning": "methods.unlearning",
-    "clients": "federation.client_store",
-    "cohort": "simulation.vectorized",
-    "compression": "federation.compression",
-    "datasets": "data.datasets",
-    "device.quantization": "models.quantization",
-    "figures": "evaluation.figures",
-    "gram": "methods.gram",
-    "limits": "simulation.limits",
-    "main": "cli.main",
-    "metrics": "evaluation.metrics",
-    "panels": "evaluation.panels",
-    "partition": "data.partition",
-    "plots": "evaluation.plots",
-    "projection": "methods.projection",
-    "report": "evaluation.report",
-    "reproduce": "cli.reproduce",
-    "rounds": "simulation.loader",
-    "scenarios": "data.scenarios",
-    "search": "cli.search",
-    "strategy": "simulation.strategy",
-    "stream": "data.stream",
-    "swarm": "federation.swarm",
-    "traffic": "evaluation.communication",
-    "tune": "cli.tune",
-}
-
 # What Avalanche imports, for seconds, and uses in what is not used here: its loggers, its GEM, its downloads.
 WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
-
-
-class MovedModules(MetaPathFinder):
-    """Tells where a module of 0.1 is now, when someone imports it by its old name."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Nothing is found here: the last finder that is asked.
-
-        Raises:
-            ModuleNotFoundError: With the new name, if the module has moved.
-        """
-        package, _, module = name.partition(".")
-        if package == __package__ and module in MOVED:
-            new = f"{package}.{MOVED[module]}"
-            raise ModuleNotFoundError(f"`{name}` is now `{new}`: import from there, or write that in the recipe.")
-        return None
 
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
@@ -88,14 +23,6 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callab
 
     The names are those that its file imports as themselves for type checkers, as in
     ``if TYPE_CHECKING: from lightning_fcl.models.mlp import MLP as MLP``, or with ``*`` from another such package.
-
-    Args:
-        package: Name of the package, which is being imported.
-
-    Example:
-        >>> names, getattribute, _ = lazy_names("lightning_fcl.models")
-        >>> "MLP" in names, getattribute("MLP").__name__
-        (True, 'MLP')
     """
     homes = _homes(package)
 
@@ -140,15 +67,7 @@ def _defined(file: Path) -> list[ast.ClassDef | ast.FunctionDef]:
 def summaries(package: str, kind: str = "") -> dict[str, str]:
     """What the public classes and functions of a package are, each in the first line of its docstring.
 
-    Nothing of the package's modules is imported: they are read.
-
-    Args:
-        package: A package with `lazy_names`, or another whose public names are imported as themselves, or a module.
-        kind: Name of the class from which those wanted derive; all others are left out.
-
-    Example:
-        >>> summaries("lightning_fcl.models")["MLP"]
-        'Linear layers with ReLU between them, on flattened inputs.'
+    They are read, not imported. With ``kind``, the name of a class, only those that derive from it.
     """
     file, homes = _file(package), _homes(package)
     public = {*homes} or {node.name for node in _defined(file)}
@@ -188,7 +107,6 @@ class _PutOff(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The package, if it is one of those."""
         spec = PathFinder.find_spec(name, path, target) if name in self.names else None
         if spec and spec.loader:
             spec.loader = LazyLoader(spec.loader)
@@ -197,17 +115,7 @@ class _PutOff(MetaPathFinder):
 
 @contextmanager
 def put_off(*names: str) -> Iterator[None]:
-    """Packages that are imported meanwhile run when they are used first, then or later.
-
-    Args:
-        names: Names of the packages. Those that are imported already stay as they are.
-
-    Example:
-        >>> with put_off("this"):  # which prints a poem
-        ...     import this
-        >>> "this" in sys.modules
-        True
-    """
+    """Packages of these names that are imported meanwhile run when they are used first, then or later."""
     finder = _PutOff(names)
     sys.meta_path.insert(0, finder)
     try:
@@ -229,11 +137,7 @@ def register_strategy() -> None:
 
 
 def import_names(*packages: str) -> None:
-    """Import every public name of packages: a recipe's short class names are those of classes that are imported.
-
-    Args:
-        packages: Names of packages that have `lazy_names`.
-    """
+    """Import every public name of packages: a recipe's short class names are those of classes that are imported."""
     for package in map(importlib.import_module, packages):
         for name in package.__all__:
             getattr(package, name)

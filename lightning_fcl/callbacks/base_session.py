@@ -93,7 +93,6 @@ class BaseSession(Callback):
             )
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Train the base session, or make room for a checkpoint's."""
         callbacks = callbacks_of(trainer)
         early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if isinstance(c, Replay) and c.base]
         if self.latents and early:
@@ -125,7 +124,6 @@ class BaseSession(Callback):
                 pl_module.on_base_session(*stream.take(stream.plan.base))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute the maps of all samples, if they are wanted."""
         if self.latents:
             network: Any = pl_module.model
             need_stream(trainer).map(network.latent, pl_module.device)
@@ -183,7 +181,6 @@ class BaseSession(Callback):
         network.cpu()
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
-        """Fold, and freeze the backbone: step 3, with images to calibrate on; without, for a state to be loaded."""
         freeze(network, self.backbone, images)
 
     def _key(self, network: nn.Module, stream: FederatedStream) -> str:

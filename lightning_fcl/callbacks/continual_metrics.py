@@ -91,13 +91,6 @@ class ContinualMetrics(Callback):
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record; a continued fit continues its own.
-
-        Raises:
-            ValueError: If the Trainer has no stream, the stream no such samples or clients, the module nothing that it
-                could be measured by, or, in a plain Trainer, a method that has a rule of prediction stands behind this
-                callback.
-        """
         stream = need_stream(trainer)
         plan = stream.plan
         if not isinstance(self.clients, str):
@@ -182,7 +175,6 @@ class ContinualMetrics(Callback):
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Test the server's model and close the round's entry."""
         federation = federation_of(trainer)
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
         if self.when != "trained":
@@ -199,7 +191,6 @@ class ContinualMetrics(Callback):
         return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The end of a round in a plain Trainer."""
         if federation_of(trainer) is None:
             self.on_round_end(trainer, pl_module)
 
@@ -306,7 +297,6 @@ class ContinualMetrics(Callback):
         return test.measured(module, parts, names) if isinstance(test, StepTester) else test.measured(module, parts)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count what stays with clients; test the server's last model on what they have learnt from."""
         if (federation := federation_of(trainer)) is not None:
             mine = [client for client in federation.plan.clients if federation.hosts(client)]
             kept = {client: federation.kept_bytes(client) for client in mine}
@@ -325,16 +315,13 @@ class ContinualMetrics(Callback):
         self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A plain Trainer skips a continued fit with nothing left to train, and `on_train_end` with it."""
         if federation_of(trainer) is None and self.record and "training" not in self.record:
             self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The record so far."""
         return {"record": self.record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue an earlier record."""
         self.record = state_dict["record"]
 
 

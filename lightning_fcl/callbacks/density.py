@@ -47,7 +47,6 @@ class ActivationDensity(Callback):
         self.record: dict[str, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module without a reservoir."""
         if not isinstance(pl_module, ReservoirTask):
             raise ValueError(
                 "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
@@ -55,7 +54,6 @@ class ActivationDensity(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record; a continued fit continues its own."""
         stream = need_stream(trainer)
         need_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
@@ -64,7 +62,6 @@ class ActivationDensity(Callback):
             self.record = {"edges": self.edges.tolist(), "experiences": []}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure, where this was the last round of the server's experience."""
         plan, round = need_stream(trainer).plan, trainer.current_epoch
         current, *after = (
             max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
@@ -111,15 +108,9 @@ class ActivationDensity(Callback):
         return density
 
     def state_dict(self) -> dict[str, Any]:
-        """The record so far."""
         return {"record": self.record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue an earlier record.
-
-        Raises:
-            ValueError: If it has other bins.
-        """
         edges = state_dict["record"].get("edges", self.edges.tolist())
         if edges != self.edges.tolist():
             raise ValueError(

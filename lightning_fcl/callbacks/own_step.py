@@ -116,11 +116,7 @@ class StepTester:
             return {name: caught.value(name) for name in caught.metrics}, caught
 
     def measures(self, module: L.LightningModule, lower_is_better: Sequence[str] | None) -> list[dict[str, Any]]:
-        """What the step logs of a few samples, and which way is better, as a record has it.
-
-        Raises:
-            ValueError: If it logs nothing, or ``lower_is_better`` names something else.
-        """
+        """What the step logs of a few samples, and which way is better, as a record has it."""
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
         found = self._run(module, a_few(self.rows))[1].metrics
         if not found:
@@ -141,11 +137,7 @@ def _is_higher(name: str, metric: Metric | None, lower: Sequence[str] | None) ->
 
 
 def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:
-    """Whether a module is measured by its own step; otherwise by its `measures`, or the accuracy of its logits.
-
-    Raises:
-        ValueError: If it is by none of these, or its step would pass by a method's own rule of prediction.
-    """
+    """Whether a module is measured by its own step; otherwise by its `measures`, or the accuracy of its logits."""
     if isinstance(module, MeasuresPredictions):
         return False
     name, has_step = type(module).__name__, _stage_of(module) is not None

@@ -39,7 +39,6 @@ class Pretrain(Callback):
         self.epochs = epochs
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Train a copy of the model, and take over its state."""
         if trainer.ckpt_path is not None:
             return
         stream = need_stream(trainer)

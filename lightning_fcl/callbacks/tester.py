@@ -143,12 +143,7 @@ def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
 
 
 def parts_of(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
-    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far.
-
-    Example:
-        >>> parts_of([[0], [2]], groups=3)
-        [(0,), (1,), (2,), (0, 1, 2), (0, 2)]
-    """
+    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far."""
     learnt: set[int] = set()
     parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
     for task in tasks:

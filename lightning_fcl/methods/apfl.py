@@ -77,7 +77,6 @@ class APFL(Method):
         self._optimizer: Optimizer | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a Trainer that has no clients."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -92,7 +91,6 @@ class APFL(Method):
         self._keeps = federation.keep_optimizer
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """A copy of the client's ``v`` and ``alpha``; at first ``v`` is what it has received."""
         if not self.applies_to(client_round):
             return memory
         own = {**server, **section(memory, "v")}
@@ -101,11 +99,9 @@ class APFL(Method):
         return {**memory, **begun, "alpha": alpha.clone()}
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now."""
         self._personal, self._optimizer = {}, None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Step ``v`` and ``alpha``, before ``w`` takes its step."""
         if not self.active:
             return
         shared = stepped_by(optimizer, pl_module)
@@ -135,23 +131,16 @@ class APFL(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """The client's ``v`` and ``alpha`` after its local training, and ``v``'s optimizer if clients keep theirs."""
         if not self._keeps or self._optimizer is None:
             return memory
         return {**memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 
     def personalize(self, memory: Memory, state: State) -> State:
-        """``v_bar`` of the client's ``v`` and the parameters of ``state``."""
         own = {name: value.to(state[name].device) for name, value in section(memory, "v").items()}
         return {**state, **mix(own, state, memory["alpha"])} if own else state
 
 
 @torch.no_grad()
 def mix(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1.
-
-    Example:
-        >>> mix({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, torch.tensor(0.25))
-        {'w': tensor([1.5000])}
-    """
+    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}

@@ -31,10 +31,6 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
 
     Returns:
         Of the shape of ``x``.
-
-    Example:
-        >>> worst_inputs(torch.zeros(1, 2), lambda x: torch.tensor([[3.0, 4.0]]), eps=0.1, steps=2)
-        tensor([[0.0600, 0.0800]])
     """
     moved = x
     for _ in range(steps):
@@ -53,10 +49,6 @@ def descended(
         gradient: The loss's gradient of parameters, in their order.
         rate: Learning rate.
         steps: Steps.
-
-    Example:
-        >>> descended({"w": torch.tensor(1.0)}, lambda params: [2 * params["w"]], rate=0.25, steps=2)
-        {'w': tensor(0.2500)}
     """
     state = {name: value.detach() for name, value in params.items()}
     for _ in range(steps):
@@ -116,11 +108,9 @@ class BCN(Episodic):
     batch_size: int = argument(128, at_least, 1)
 
     def task_weight(self, memory: Memory) -> float:
-        """``beta``, once there are past tasks."""
         return self.beta if past_tasks(memory) else 1.0
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The loss on past and present samples, and what the two players add to it."""
         tasks = past_tasks(memory)
         if not tasks:
             return 0.0

@@ -71,11 +71,7 @@ def make_buffer(policy: str) -> ExemplarsBuffer:
 
 
 def check_buffer(buffer: ExemplarsBuffer) -> None:
-    """Refuse a buffer whose state is more than samples.
-
-    Raises:
-        TypeError: If it is none of `KINDS`.
-    """
+    """Refuse a buffer whose state is more than samples."""
     if type(buffer).__name__ not in KINDS:
         raise TypeError(
             f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)} but got `{type(buffer).__name__}`, which "

@@ -23,12 +23,7 @@ def methods_of(trainer: L.Trainer) -> list[Declaration]:
 
 
 def check_compatible(methods: Sequence[Declaration]) -> None:
-    """Refuse methods that cannot work together.
-
-    Raises:
-        ValueError: If two methods weigh the task loss, change the gradient or predict in ways of their own, or one
-            method is there twice.
-    """
+    """Refuse methods that cannot work together."""
     for function, does in (
         ("task_weight", "weighs the task loss"),
         ("project", "changes the gradient"),

@@ -65,11 +65,9 @@ class DERpp(Method):
         self.recall_size = 2 * self.batch_size
 
     def recall(self, memory: Memory) -> Mapping[str, Tensor]:
-        """The remembered samples, their labels and logits."""
         return {name: memory[name] for name in ("x", "y", "logits") if name in memory}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted distance from remembered logits, on half of the draw, and task loss, on the other."""
         if not step.recalled:
             return 0.0
         (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
@@ -80,7 +78,6 @@ class DERpp(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Offer the round's samples to the reservoir: of all that were ever offered, the highest lots stay."""
         x, y = labelled(data)
         lots = torch.rand(len(y), generator=generator).to(x.device)
         new = {"x": x, "y": y, "logits": predictions(self.module, own, x).to(x.device), "lot": lots}

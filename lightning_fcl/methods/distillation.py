@@ -28,10 +28,6 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0
 
     Returns:
         Shape (batch,).
-
-    Example:
-        >>> distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2)).exp()
-        tensor([2.])
     """
     return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
 
@@ -81,15 +77,12 @@ class FLwF2T(Method):
             )
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Before the first round, the server's model is the client's previous model."""
         return memory or (remember(server, "own") if self.previous == "kept" else {})
 
     def task_weight(self, memory: Memory) -> float:
-        """The task loss's weight, alpha."""
         return self.alpha
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The two weighted distillation terms."""
         terms: Tensor | float = 0.0
         share = 1 if self.mean_over == "batch" else step.output.shape[-1]
         for weight, teacher in ((self.beta, section(memory, "own")), (1 - self.alpha - self.beta, step.server)):
@@ -101,7 +94,6 @@ class FLwF2T(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the model that the client has just trained."""
         return remember(own, "own") if self.previous == "kept" else {}
 
 
@@ -159,7 +151,6 @@ class LwF(Method):
     temperature: float = argument(2.0, above, 0)
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""
         if not memory:
             nothing = torch.zeros(max(client_round.num_classes, 1), dtype=torch.bool)
             memory = {"experience": torch.tensor(client_round.experience), "seen": nothing, "old": nothing}
@@ -170,7 +161,6 @@ class LwF(Method):
         return memory
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted distillation of the old classes."""
         if self.strength == 0:
             return 0.0
         classes = step.output.shape[-1]
@@ -184,5 +174,4 @@ class LwF(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the trained model and the classes seen so far."""
         return {**memory, "seen": with_classes(memory["seen"], client_round.labels), **remember(own, "latest")}

@@ -65,7 +65,6 @@ class MethodDriver(Callback):
     # The fit.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Tell the methods where they run; before fitting, check that they go together and the Trainer allows them."""
         self.methods, self._federation = methods_of(trainer), federation_of(trainer)
         for method in self.methods:
             method.running = Running(pl_module, self._federation)
@@ -76,7 +75,6 @@ class MethodDriver(Callback):
         check_compatible(self.methods)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before the first batch: check the module's outputs."""
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs_logits]
         if stream is None or not needing:
             return
@@ -89,17 +87,14 @@ class MethodDriver(Callback):
             _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module and the batch."""
         self._batch = None
         for method in self.methods:
             method.running = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop watching the model."""
         self._leave(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stop watching the model; everything is trainable again."""
         self._leave(pl_module)
 
     def _leave(self, module: nn.Module) -> None:
@@ -113,11 +108,9 @@ class MethodDriver(Callback):
     # Evaluation.
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predict by a method's rule, if one has a rule."""
         self._rule.enter_context(predicting(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the module's own output again."""
         self._rule.close()
 
     on_test_start = on_predict_start = on_validation_start
@@ -148,7 +141,6 @@ class MethodDriver(Callback):
             method.attach(memory, server, applies)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round in a plain Trainer."""
         if self._federation is not None:
             return
         self._seen = []
@@ -164,7 +156,6 @@ class MethodDriver(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Before a batch: freeze what does not learn, mix in remembered samples, watch what goes through the model."""
         for method in self.methods:
             _check_labels(method, batch)
         if self._federation is not None:
@@ -191,7 +182,6 @@ class MethodDriver(Callback):
             self._call = (args[0], output)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Turn the task loss into the methods' loss, in place."""
         if self._federation is not None and self._federation.client_round is None:
             return  # several clients side by side, whose trainer does so
         active = [method for method in self.methods if _is_active(method)]
@@ -226,7 +216,6 @@ class MethodDriver(Callback):
         self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Turn the step's gradient into the method's, in place: after the backward pass, before any clipping."""
         for method in self.methods:
             if not (overrides(method, "project") and _is_active(method)):
                 continue
@@ -245,13 +234,11 @@ class MethodDriver(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """After a client's last batch, everything is trainable again."""
         federation = self._federation
         if federation is not None and (federation.client_round is None or federation.last_batch):
             self._freezer.train(pl_module, None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End a round in a plain Trainer."""
         if self._federation is not None:
             return
         if not self.finite:
@@ -277,7 +264,6 @@ class MethodDriver(Callback):
         return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs_samples else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a plain Trainer that has stopped before ``max_epochs``, the experience ends with the last epoch."""
         for method, memory, at in self._unfinished:
             method.memory = self._ended(pl_module, method, memory, replace(at, last_round=True))
         self._unfinished = []

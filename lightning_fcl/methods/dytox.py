@@ -106,7 +106,6 @@ class DyToxTraining(Method):
     # The method.
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of balanced tuning come on top of the strategy's."""
         tunes = self.applies_to(client_round) and self._tunes(client_round)
         return self._local_epochs + self.balanced_epochs if tunes else None
 
@@ -114,17 +113,14 @@ class DyToxTraining(Method):
         return bool(self.max_size and self.balanced_epochs) and client_round.last_round and client_round.experience > 0
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Note which task is the present one."""
         return at_task(memory, client_round)
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """The remembered samples of all past tasks."""
         tasks = past_tasks(memory)
         x, y = ([task[part] for task in tasks] for part in (0, 1))
         return (torch.cat(x), torch.cat(y)) if tasks else None
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """Distillation and divergence, and what is taken from the task's loss for the former."""
         if self._tuning or self._present is None or "old" not in memory:
             return 0.0
         assert step.y is not None  # as `needs_labels` has it
@@ -160,10 +156,6 @@ class DyToxTraining(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches.
-
-        A client that was not drawn for its task's last round goes on from the server's model.
-        """
         if not client_round.drawn and not self.applies_to(client_round):
             return memory
         if self.max_size and (client_round.drawn or not knows_task(memory, client_round.experience)):
@@ -188,7 +180,6 @@ class DyToxTraining(Method):
         return next(module for module in self.module.modules() if isinstance(module, DyTox))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the model, and give it the tasks that the stream tells."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -210,13 +201,11 @@ class DyToxTraining(Method):
             found[0].assign(_told(stream))
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client begins, or in a plain Trainer another epoch."""
         self._fresh = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Open the task's slot, freeze what does not learn, and in balanced tuning replace the batch."""
         self._embedded = None
         if self._fresh and (self.federation is not None or is_labelled(batch)):
             self._enter(trainer, batch)
@@ -280,7 +269,6 @@ class DyToxTraining(Method):
         return 0 < left <= self.balanced_epochs
 
     def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
-        """In balanced tuning, put the balanced samples in the batch's place."""
         if self._tuning:
             self._balance(batch)  # all methods have seen the batch as it came
         else:
@@ -315,17 +303,14 @@ class DyToxTraining(Method):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """After a client's last batch, everything is trainable again."""
         if self.federation is not None and (self._client_round is None or self.federation.last_batch):
             self._freeze(None, False)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Everything is trainable again."""
         super().on_fit_end(trainer, pl_module)
         self._leave()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Everything is trainable again."""
         self._leave()
 
     def _leave(self) -> None:

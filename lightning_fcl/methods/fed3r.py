@@ -67,7 +67,6 @@ class Fed3R(Method):
     _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse where there is nobody to add up, or nothing to solve for."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -75,7 +74,6 @@ class Fed3R(Method):
         last_layer(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin with the sums of the base session, if the stream has one."""
         self._base, stream = {}, stream_of(trainer)
         if stream is None or trainer.ckpt_path is not None:
             return
@@ -88,11 +86,9 @@ class Fed3R(Method):
             self._base = self._sums(pl_module, entries(pl_module), stream.take(stream.plan.base))
 
     def server_state(self, module: L.LightningModule) -> State:
-        """``A``, shape (classes, features + 1), and the upper triangle of ``B``, row by row, both in float64."""
         return {**_no_sums(module), **self._base}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's samples, once in an experience."""
         if client_round.experience <= int(memory.get("experience", -1)):
             return {}
         return self._sums(self.module, own, data)
@@ -100,18 +96,15 @@ class Fed3R(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Remember that the experience is in the sums, unless the upload got lost."""
         federation = self.federation
         if federation is not None and client_round.client in federation.record.missed:
             return memory
         return {"experience": torch.tensor(client_round.experience)}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the samples that are in the sums."""
         self._counted = self._samples
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Solve for the last layer if there are more by now."""
         federation = self.federation
         if federation is None or self._samples == self._counted:
             return
@@ -143,17 +136,7 @@ def _no_sums(module: L.LightningModule) -> State:
 
 
 def last_layer(module: L.LightningModule) -> nn.Linear:
-    """The layer that makes a module's outputs of its features.
-
-    Raises:
-        ValueError: If there is none, with a bias, of as many inputs and outputs as the module has features and classes.
-
-    Example:
-        >>> from lightning_fcl import Classifier
-        >>> from lightning_fcl.models import MLP
-        >>> last_layer(Classifier(MLP([6, 5, 4]), num_classes=4))
-        Linear(in_features=5, out_features=4, bias=True)
-    """
+    """The layer that makes a module's outputs of its features."""
     if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
         shape = (module.num_classes, module.features)
         for layer in reversed([*module.modules()]):

@@ -72,7 +72,6 @@ class FedKNOW(FedViT):
         self._networks: dict[int, State] = {}
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now: other networks are to be distilled from."""
         super().attach(memory, server, active)
         self._networks = {}
 
@@ -145,10 +144,6 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
         weight: The layer's weights.
         free: Which of them may be chosen, of the same shape.
         rho: Share.
-
-    Example:
-        >>> largest(torch.tensor([3.0, -9.0, 1.0, -2.0]), torch.tensor([True, False, True, True]), rho=0.5)
-        tensor([ True, False, False,  True])
     """
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
@@ -158,13 +153,7 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 
 
 def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
-    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`.
-
-    Example:
-        >>> memory = {"owner.w": torch.tensor([1, 2, 0]), "kept.w": torch.tensor([5.0, 6.0, 0.0])}
-        >>> kept_network({**memory, "small0.b": torch.ones(1)}, task=0)
-        {'w': tensor([5., 0., 0.]), 'b': tensor([1.])}
-    """
+    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`."""
     owners, kept = section(memory, "owner"), section(memory, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
     return weights | section(memory, f"small{task}")

@@ -64,16 +64,13 @@ class FedProto(Method):
         self.predicts = predict
 
     def server_state(self, module: L.LightningModule) -> State:
-        """Of each class a count and a sum of features, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's samples, by its own model."""
         x, y = labelled(data)
         return {"sums": class_sums(self.module, embeddings(self.module, own, x), y)}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted squared distance from the prototypes."""
         if self.strength == 0 or step.y is None:
             return 0.0
         means, known = class_means(step.server[f"{self.section}.sums"])
@@ -81,7 +78,6 @@ class FedProto(Method):
         return self.strength * step.mean(distance * known[step.y])
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """The nearest prototype's class; before there are prototypes, the head's."""
         if self.predicts == "head":
             return output
         return nearest_mean(Embedding(module)(x), *class_means(server["sums"]), output)

@@ -48,15 +48,12 @@ class FedRep(Method):
     head: str = "model.head.*"
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of the head and of the body."""
         return self.head_epochs + self.body_epochs if self.applies_to(client_round) else None
 
     def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        """First the head, then the body."""
         return Part(self.head, inverse=local_epoch >= self.head_epochs)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no local epochs, or no head that stays."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             check_stages(self, trainer, pl_module, self.head)
@@ -70,10 +67,6 @@ def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, 
         trainer: Its Trainer.
         module: The module.
         head: Shell-style pattern of the head's entries.
-
-    Raises:
-        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, another method trains
-            parts, too, or the head is not declared to stay with the clients.
     """
     why = "it has no local epochs, and no clients that share a body"
     federation = need_federation(trainer, type(method).__name__, why)

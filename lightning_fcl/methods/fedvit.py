@@ -119,7 +119,6 @@ class FedViT(Method):
     # What it makes of them.
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The integrated gradient."""
         epoch, first = self._local_epoch, self._integration
         if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
@@ -145,13 +144,11 @@ class FedViT(Method):
     # When it does so.
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of the stages."""
         if not self.applies_to(client_round):
             return None
         return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(memory, client_round)
 
     def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        """After integration, which trains the body, come the head and the body again."""
         first = self._integration
         return Part(self.head, inverse=not first <= local_epoch < first + self.head_epochs)
 
@@ -166,7 +163,6 @@ class FedViT(Method):
         return federation.local_epoch if federation is not None else 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no local epochs, or no head that stays."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
@@ -177,22 +173,16 @@ class FedViT(Method):
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Note which task is the present one, and forget the body of another."""
         present = at_task(memory, client_round)
         return present if self._goes_on(memory, client_round) else _without_body(present)
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now."""
         self._before = {**server, **section(memory, "body")} if "at" in memory else None
         self._steps, self._chosen, self._rows = 0, [], None
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """At a task's end, extract its knowledge; until then, keep the body for integration.
-
-        A client that is not drawn for a task's last round extracts its knowledge, too.
-        """
         if not client_round.drawn:
             memory = self.on_download(memory, own, client_round)
             return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
@@ -205,12 +195,10 @@ class FedViT(Method):
         return {**memory, **remember(body, "body"), "at": torch.tensor(client_round.experience)}
 
     def personalize(self, memory: Memory, state: State) -> State:
-        """The state with the body that came of the last integration, if there is one."""
         body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
         return {**state, **body} if body else state
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After a task's last aggregation, integrate once more."""
         federation = self.federation
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
@@ -250,7 +238,6 @@ class FedViT(Method):
         return {name: entries(module)[name].detach().clone() for name in body}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module, and what the last client has left."""
         super().teardown(trainer, pl_module, stage)
         self._before = self._rows = None
 
@@ -267,10 +254,6 @@ def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
 
     Returns:
         Shape (kept,), on the device of ``y``.
-
-    Example:
-        >>> lowest_loss(torch.tensor([0.3, 0.1, 0.2, 0.5, 0.4]), torch.tensor([0, 0, 0, 1, 1]), rho=0.5)
-        tensor([1, 2, 4])
     """
     order = loss.argsort(stable=True).to(y.device)
     kept = []

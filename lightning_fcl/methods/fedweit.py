@@ -119,7 +119,6 @@ class FedWEIT(Method):
     # The client.
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """At a task's start: the past tasks' weights to hold, and the knowledge base that the client downloads."""
         if (
             not self.applies_to(client_round)
             or int(memory.get("experience", torch.tensor(-1))) == client_round.experience
@@ -143,7 +142,6 @@ class FedWEIT(Method):
         return new
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """With the client's state in the module: begin its task if it is new, and unpack what it trains with."""
         if not active:
             return
         model, place = self._model, self._place(memory)
@@ -160,7 +158,6 @@ class FedWEIT(Method):
             self._gates = [model.gate(task.mask) for task in model.tasks[:place]] if self.l2 else []
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """Sparsity, decay, and the drift of the past tasks."""
         model, place, past = self._model, self._place(memory), int(memory["tasks"]) - 1
         own = model.tasks[place]
         total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
@@ -176,7 +173,6 @@ class FedWEIT(Method):
         return total
 
     def upload(self, memory: Memory, own: State) -> State:
-        """The base without the units that the mask leaves out; the network's task is brought up to date before."""
         model = self._model
         model.settle()
         masks = torch.split(own[f"model.tasks.{self._place(memory)}.mask"], model.units)
@@ -188,10 +184,6 @@ class FedWEIT(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the client's base; at the task's end, send its adaptive.
-
-        A client that was drawn for an earlier round of its task sends it, too.
-        """
         if not self.applies_to(client_round):
             return memory
         if not client_round.drawn:
@@ -211,26 +203,21 @@ class FedWEIT(Method):
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The adaptives of tasks that ended with the round are there for the next one."""
         self.knowledge |= together(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
         self._arriving = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's knowledge base; the federation keeps the clients' own."""
         return {"knowledge": self.knowledge}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's knowledge base."""
         self.knowledge = dict(state_dict["knowledge"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A stream that begins has no knowledge base."""
         self._arriving = {}
         if trainer.current_epoch == 0:
             self.knowledge = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no decomposed network, or no reductions that keep it apart."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -265,7 +252,6 @@ class FedWEIT(Method):
                 )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module, and what it was given."""
         super().teardown(trainer, pl_module, stage)
         if isinstance(pl_module, Classifier) and isinstance(pl_module.model, Decomposed):
             pl_module.model.receive([])
@@ -273,11 +259,7 @@ class FedWEIT(Method):
 
 
 def decomposed_of(module: L.LightningModule) -> Decomposed:
-    """The decomposed network that a module trains.
-
-    Raises:
-        ValueError: If it trains another.
-    """
+    """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, Decomposed):
         raise ValueError(
@@ -288,12 +270,7 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
 
 
 def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:
-    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,).
-
-    Example:
-        >>> drift(torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0]), target=torch.tensor([5.0]))
-        tensor(9.)
-    """
+    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,)."""
     gone = torch.addcmul(adaptive - target, base, gate)
     return gone.dot(gone)
 
@@ -302,10 +279,6 @@ def kept_units(mask: Tensor, sparsity: float) -> Tensor:
     """Which units of a layer are sent: all but the ``sparsity`` share with the smallest magnitudes.
 
     The authors' code leaves out one more, and looks at m, not at ``sigmoid(m)``, as here.
-
-    Example:
-        >>> kept_units(torch.tensor([0.3, -0.1, 0.2, -0.4]), sparsity=0.3)
-        tensor([ True, False,  True,  True])
     """
     kept = torch.ones_like(mask, dtype=torch.bool)
     kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
@@ -313,23 +286,13 @@ def kept_units(mask: Tensor, sparsity: float) -> Tensor:
 
 
 def pack(value: Tensor) -> Memory:
-    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number.
-
-    Example:
-        >>> pack(torch.tensor([0.0, 7.0, 0.0]))
-        {'values': tensor([7.]), 'bits': tensor([64], dtype=torch.uint8)}
-    """
+    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number."""
     kept = value != 0
     return {"values": value[kept].clone(), "bits": torch.from_numpy(np.packbits(kept.cpu().numpy()))}
 
 
 def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
-    """What `pack` has packed, shape (size,).
-
-    Example:
-        >>> unpack(torch.tensor([7.0]), torch.tensor([64], dtype=torch.uint8), size=3)
-        tensor([0., 7., 0.])
-    """
+    """What `pack` has packed, shape (size,)."""
     kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
     return values.new_zeros(size).masked_scatter_(kept, values)
 

@@ -42,7 +42,6 @@ class GEM(Episodic):
     margin: float = argument(0.5, at_least, 0)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The nearest gradient that raises the loss of no past task."""
         tasks = past_tasks(memory)
         if not tasks:
             return gradient
@@ -76,7 +75,6 @@ class AGEM(Episodic):
     batch_size: int | None = argument(None, at_least, 1)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The nearest gradient that does not raise the mean loss of the remembered samples of past tasks."""
         tasks = past_tasks(memory)
         if not tasks:
             return gradient

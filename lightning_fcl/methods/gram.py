@@ -28,23 +28,12 @@ def gram(rows: Tensor, last: Tensor) -> Matrix:
 
     Returns:
         Shape (k + 1, k + 1), in double precision; not finite where the vectors are not.
-
-    Example:
-        >>> gram(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([0.0, 1.0]))
-        array([[5., 3., 2.],
-               [3., 9., 0.],
-               [2., 0., 1.]])
     """
     return _by_dots(rows, last) if device_of(last).type == "cpu" else _by_matrix_products(rows, last)
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where there is double precision for a tensor: Apple's GPUs have none.
-
-    Example:
-        >>> device_of(torch.zeros(1))
-        device(type='cpu')
-    """
+    """Where there is double precision for a tensor: Apple's GPUs have none."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
 
 

@@ -34,10 +34,6 @@ def herd(features: Tensor, size: int) -> Tensor:
 
     Returns:
         Their indices, in the order in which they were chosen.
-
-    Example:
-        >>> herd(F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.9], [1.0, -0.5]])), 2)
-        tensor([2, 0])
     """
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     chosen: list[int] = []
@@ -93,13 +89,11 @@ class ICaRL(LwF):
         self.max_size = max_size
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """All exemplars."""
         return (memory["x"], memory["y"]) if "x" in memory else None
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep what `LwF` keeps; when an experience ends, choose exemplars."""
         if client_round.drawn:
             memory = super().end_round(memory, own, data, client_round, generator)
         return memory | self._exemplars(memory, own, data) if memory and client_round.last_round else memory
@@ -117,15 +111,12 @@ class ICaRL(LwF):
         return {"x": torch.cat([x for x, _ in chosen]), "y": torch.cat([y for _, y in chosen])}
 
     def server_state(self, module: L.LightningModule) -> State:
-        """Of each class a count and a sum of features of length 1, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's exemplars, by its own model."""
         x, y = self._exemplars(memory, own, data).values()
         return {"sums": class_sums(self.module, F.normalize(embeddings(self.module, own, x)), y)}
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """The class of the nearest mean, all of length 1; before there are means, the module's own output."""
         means, known = class_means(server["sums"])
         return nearest_mean(F.normalize(Embedding(module)(x)), F.normalize(means), known, output)

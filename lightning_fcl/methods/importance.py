@@ -30,35 +30,20 @@ _NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
 def quadratic_penalty(
     params: Mapping[str, Tensor], center: Mapping[str, Tensor], importance: Mapping[str, Tensor]
 ) -> Tensor:
-    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``.
-
-    Example:
-        >>> quadratic_penalty({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])})
-        tensor(10.)
-    """
+    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``."""
     terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
     return 0.5 * summed(terms, params)
 
 
 def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
-    """What makes the greatest importance of all parameters 1; 0 where none is important.
-
-    Example:
-        >>> scale_of({"w": torch.tensor([0.0, 4.0]), "b": torch.tensor([2.0])})
-        tensor(0.2500)
-    """
+    """What makes the greatest importance of all parameters 1; 0 where none is important."""
     greatest = torch.stack([value.max() for value in importance.values()]).max()
     tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
     return torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)
 
 
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-    """The sum of scalars, 0 where there are none, on the device of ``params``.
-
-    Example:
-        >>> summed([torch.tensor(2.0), torch.tensor(3.0)], {"w": torch.zeros(1)})
-        tensor(5.)
-    """
+    """The sum of scalars, 0 where there are none, on the device of ``params``."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
@@ -73,14 +58,6 @@ def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) 
 
     Returns:
         For every parameter, shape (batch, ...).
-
-    Example:
-        >>> gradients = sample_gradients(
-        ...     lambda params, x, y: (params["w"] * x - y).square().sum(),
-        ...     {"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]),
-        ... )
-        >>> gradients["w"]
-        tensor([2., 8.])
     """
 
     def single(params: State, x: Tensor, y: Tensor) -> Tensor:
@@ -117,14 +94,6 @@ def fisher_information(
 
     Returns:
         For every such parameter, its shape.
-
-    Example:
-        >>> from lightning_fcl import Classifier
-        >>> task = Classifier(nn.Linear(1, 2, bias=False), num_classes=2)
-        >>> state = {"model.weight": torch.zeros(2, 1)}
-        >>> fisher_information(task, state, torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
-        {'model.weight': tensor([[1.2500],
-                [1.2500]])}
     """
     task: Any = module
     return mean_over_samples(
@@ -145,10 +114,6 @@ def output_sensitivity(
 
     Returns:
         For every such parameter, its shape.
-
-    Example:
-        >>> output_sensitivity(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, torch.tensor([[1.0], [3.0]]))
-        {'weight': tensor([[10.]])}
     """
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
@@ -176,11 +141,6 @@ def mean_over_samples(
 
     Returns:
         For every such parameter, its shape.
-
-    Example:
-        >>> layer, x = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [-3.0]])
-        >>> mean_over_samples(layer, lambda output, y: output.sum(), torch.abs, {"weight": torch.ones(1, 1)}, x, x)
-        {'weight': tensor([[2.]])}
     """
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
@@ -221,7 +181,6 @@ class _Consolidation(Method):
         raise NotImplementedError
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Before the first experience has ended, nothing is important."""
         if self.strength == 0:
             return memory
         if not memory:
@@ -232,7 +191,6 @@ class _Consolidation(Method):
         return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted quadratic penalty."""
         if self.strength == 0:
             return 0.0
         penalty = quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
@@ -241,7 +199,6 @@ class _Consolidation(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """At the end of an experience, add its importance to that of the earlier ones."""
         if self.strength == 0 or not client_round.last_round:
             return memory
         earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part

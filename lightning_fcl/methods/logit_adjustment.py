@@ -24,12 +24,7 @@ _NEVER = -1e4  # not -inf: differences of losses stay finite
 
 
 class Total(SumOfSome):
-    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value.
-
-    Example:
-        >>> Total().start(torch.ones(2)), Total().nothing(torch.ones(2))
-        (tensor([1., 1.]), tensor([0., 0.]))
-    """
+    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
 
     name = "total"
     down = True
@@ -57,11 +52,6 @@ def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: flo
 
     Returns:
         Shape (batch,).
-
-    Example:
-        >>> logits, target = torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([1])
-        >>> logit_adjusted_loss(logits, target, torch.tensor([1.0, 3.0, 0.0])).exp()  # 1 + e^1 * 1/3
-        tensor([1.9061])
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -109,13 +99,11 @@ class LogitAdjustment(Method):
         self._base: Tensor | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the base session, if the stream has one."""
         stream, self._base = stream_of(trainer), None
         if stream is not None and len(stream.plan.base):
             self._base = torch.as_tensor(stream.y[stream.plan.base])
 
     def server_state(self, module: L.LightningModule) -> State:
-        """How many samples of each class all clients have trained on, shape (classes,)."""
         if self.prior == "client":
             return {}
         if not isinstance(module, HasClasses):
@@ -126,7 +114,6 @@ class LogitAdjustment(Method):
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """The counts of the round."""
         counts = _counted(client_round.labels, client_round.num_classes)
         if not counts.any() and memory:
             counts = memory["counts"]
@@ -137,7 +124,6 @@ class LogitAdjustment(Method):
         return {"experience": memory.get("experience", torch.tensor(-1)), "counts": counts}
 
     def contribute(self, memory: Memory, own: State, data: object, client_round: ClientRound) -> State:
-        """Those of the client's round, once in an experience."""
         if self.prior == "client" or self._is_counted(memory, client_round):
             return {}
         return {"counts": _counted(client_round.labels, len(memory["counts"]))}
@@ -146,7 +132,6 @@ class LogitAdjustment(Method):
         return bool(memory) and client_round.experience <= int(memory["experience"])
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """What makes the task's cross-entropy an adjusted one."""
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `LogitAdjustment` but got none with labels. Return pairs.")
         if self.tau == 0:
@@ -158,7 +143,6 @@ class LogitAdjustment(Method):
     def end_round(
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the client's own counts, and that the experience is counted, unless the upload got lost."""
         federation, counted = self.federation, torch.tensor(client_round.experience)
         if federation is not None and client_round.client in federation.record.missed:
             counted = memory["experience"]

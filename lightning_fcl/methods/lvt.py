@@ -29,13 +29,7 @@ from lightning_fcl.methods.step import Step
 def attention_loss(
     params: Mapping[str, Tensor], previous: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> Tensor:
-    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``.
-
-    Example:
-        >>> K, before, G = ({"key": torch.tensor(values)} for values in ([1.0, 2.0], [0.0, 5.0], [10.0, 1.0]))
-        >>> attention_loss(K, before, G)
-        tensor(13.)
-    """
+    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``."""
     terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
     return summed(terms, params)
 
@@ -50,11 +44,6 @@ def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Ten
 
     Returns:
         Shape (batch,).
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-        >>> distilled(logits, logits).exp()
-        tensor([2.])
     """
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
@@ -115,7 +104,6 @@ class LVTMethod(Method):
     keys: str = "*.external_*"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module whose attention has no keys of its own."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -129,12 +117,10 @@ class LVTMethod(Method):
         return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """What a checkpoint or a disk has kept comes to where the model is."""
         device = next(iter(server.values())).device
         return {name: value.to(device) for name, value in memory.items()}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The attention loss, the remembered samples' loss, and their distillation."""
         total: Tensor | float = 0.0
         gradient = section(memory, "gradient")
         if self.gamma and gradient:
@@ -165,7 +151,6 @@ class LVTMethod(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """When a task ends, remember its keys, how its loss depended on them, and the samples that are surest."""
         if not client_round.last_round:
             return memory
         x, y = labelled(data)

@@ -46,12 +46,6 @@ def mean_output_loss(
 
     Returns:
         Shape (batch,).
-
-    Example:
-        >>> logits = torch.tensor([[1.0, 3.0, 9.0, 5.0]])
-        >>> new, old = torch.tensor([False, False, True, True]), torch.tensor([True, True, False, False])
-        >>> mean_output_loss(logits, torch.tensor([2]), new, old, outputs="logits")
-        tensor([9.])
     """
     if outputs == "probabilities":
         logits = logits.softmax(dim=-1)
@@ -110,7 +104,6 @@ class MeanOutputLoss(Method):
     cross_entropy: Scope = argument("session", one_of, get_args(Scope))
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Which classes are new, and which are old."""
         if client_round.new_classes or client_round.old_classes:
             return {
                 "new": _mask(client_round.new_classes, client_round.num_classes),
@@ -122,7 +115,6 @@ class MeanOutputLoss(Method):
         return memory
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted MOL, and what makes the task's cross-entropy one over fewer classes."""
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
         classes = step.output.shape[-1]
@@ -149,7 +141,6 @@ class MeanOutputLoss(Method):
     def end_round(
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """In a plain Trainer, remember the classes seen."""
         if "seen" not in memory:
             return memory
         return {**memory, "seen": with_classes(memory["seen"], client_round.labels)}

@@ -44,13 +44,6 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
 
     Returns:
         Shape (p,); ``gradient`` itself where no constraint is violated, whatever the margin, as in GEM's own code.
-
-    Raises:
-        ValueError: If shapes do not fit, ``margin`` is negative, or a gradient is not finite.
-
-    Example:
-        >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 2.0]]))
-        tensor([1., 0.])
     """
     if gradient.dim() != 1 or constraints.dim() != 2 or constraints.shape[1] != len(gradient):
         raise ValueError(
@@ -79,13 +72,6 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
     Returns:
         Shape (p,); ``gradient`` itself where the two do not point away from each other.
-
-    Raises:
-        ValueError: If shapes do not fit, or a gradient is not finite.
-
-    Example:
-        >>> agem(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 2.0]))
-        tensor([1., 0.])
     """
     if gradient.dim() != 1 or reference.shape != gradient.shape:
         raise ValueError(
@@ -111,14 +97,6 @@ def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Te
 
     Returns:
         Shape (k,), in double precision, on the CPU.
-
-    Raises:
-        ValueError: If ``kind`` is neither, or a gradient is not finite.
-
-    Example:
-        >>> others = torch.tensor([[2.0, 1.0], [-1.0, -2.0]])
-        >>> distance(torch.tensor([1.0, 2.0]), others), distance(torch.tensor([1.0, 2.0]), others, "cosine")
-        (tensor([0., 3.], dtype=torch.float64), tensor([0.2000, 2.0000], dtype=torch.float64))
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
@@ -146,31 +124,17 @@ def most_dissimilar(gradient: Tensor, others: Tensor, k: int, kind: Kind = "wass
 
     Returns:
         Indices, the farthest first, shape (min(k, n),).
-
-    Example:
-        >>> most_dissimilar(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [5.0, 4.0], [-1.0, 2.0]]), k=2)
-        tensor([1, 2])
     """
     return distance(gradient, others, kind).argsort(descending=True, stable=True)[:k]
 
 
 def flatten(named: Mapping[str, Tensor]) -> Tensor:
-    """One vector of named tensors, in their order.
-
-    Example:
-        >>> flatten({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-        tensor([1., 1., 0.])
-    """
+    """One vector of named tensors, in their order."""
     return torch.cat([value.reshape(-1) for value in named.values()])
 
 
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The named tensors of a vector that `flatten` made, in the shapes of ``like``.
-
-    Example:
-        >>> unflatten(torch.tensor([1.0, 2.0, 3.0]), {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
-        {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
-    """
+    """The named tensors of a vector that `flatten` made, in the shapes of ``like``."""
     pieces = torch.split(flat, [value.numel() for value in like.values()])
     return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 

@@ -26,11 +26,6 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
         key: A whole number, shape ().
         stream: Which of the key's streams: one for each call of a random layer in a step.
         shape: The shape.
-
-    Example:
-        >>> key = torch.tensor(7)
-        >>> torch.equal(uniform(key, 0, (3, 2))[:2], uniform(key, 0, (2, 2)))
-        True
     """
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
@@ -62,15 +57,6 @@ class KeyedRandomness(TorchFunctionMode):
 
     Args:
         key: A whole number, shape ().
-
-    Example:
-        >>> layer, x = torch.nn.Dropout(0.5), torch.ones(2, 8)
-        >>> with KeyedRandomness(torch.tensor(7)):
-        ...     one = layer(x)
-        >>> with KeyedRandomness(torch.tensor(7)):
-        ...     other = layer(x)
-        >>> torch.equal(one, other) and 0 < one.mean() < 2
-        tensor(True)
     """
 
     def __init__(self, key: Tensor) -> None:
@@ -126,7 +112,6 @@ class KeyedRandomness(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Draw by the key, or do as torch does."""
         if function is _is_entered:
             return True
         own = _KEYED.get(function)

@@ -85,11 +85,9 @@ class Replay(Method):
             raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".')
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, where a buffer is given with its kind."""
         return super().hparams() | ({"policy": type(self.buffer).__name__} if self.buffer is not None else {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a federation, fill the buffers with the base session's samples, if they begin with these."""
         if not self.base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -108,7 +106,6 @@ class Replay(Method):
                 federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
-        """All remembered samples, perhaps repeated."""
         if not memory:
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
@@ -134,7 +131,6 @@ class Replay(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Take in the round's data, if it is time."""
         if self.update == "experience" and not client_round.last_round:
             return memory
         samples = _entries(data)
@@ -187,11 +183,7 @@ class Replay(Method):
 
 
 def _entries(data: Batch) -> Memory:
-    """Samples as entries of a memory.
-
-    Raises:
-        TypeError: If they are neither pairs nor dicts of tensors.
-    """
+    """Samples as entries of a memory."""
     if isinstance(data, Mapping):
         return {f"{_SAMPLE}{name}": value for name, value in data.items()}
     if len(data) != 2:

@@ -88,12 +88,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a module's entries, by a shell-style pattern, or all others.
-
-    Example:
-        >>> "head.weight" in Part("head.*"), "head.weight" in Part("head.*", inverse=True)
-        (True, False)
-    """
+    """Some of a module's entries, by a shell-style pattern, or all others."""
 
     pattern: str
     inverse: bool = False

@@ -103,12 +103,7 @@ def why_no_logits(
 
 
 def why_not_logits(output: object, samples: int | None = None) -> str | None:
-    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be.
-
-    Example:
-        >>> why_not_logits(torch.zeros(3, 1)), why_not_logits(torch.zeros(3, 2))
-        ('the output has the shape (3, 1)', None)
-    """
+    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be."""
     if not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}"
     fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))

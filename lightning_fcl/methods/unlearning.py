@@ -47,7 +47,6 @@ class Unlearning(Method):
         self.forgotten: list[str] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no sums to take away from."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -62,7 +61,6 @@ class Unlearning(Method):
             federation.forget(client)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse unknown clients, rounds that this fit does not have, and clients that take part in none before."""
         plan = need_stream(trainer).plan
         of_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
@@ -86,7 +84,6 @@ class Unlearning(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
         federation = self.federation
         reductions = federation.reductions if federation is not None else {}
         sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
@@ -97,7 +94,6 @@ class Unlearning(Method):
         return {**kept, _TAG: own[_TAG].clone()}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget who asked for it."""
         federation = self.federation
         for client, round in self.requests.items():
             if federation is not None and round == federation.round and isinstance(pl_module, ReservoirTask):
@@ -117,15 +113,12 @@ class Unlearning(Method):
         self.forgotten.append(client)
 
     def hparams(self) -> dict[str, Any]:
-        """The requests: who is forgotten already is part of the run's state."""
         return {"requests": self.requests}
 
     def state_dict(self) -> dict[str, Any]:
-        """Who has been forgotten."""
         return {"forgotten": self.forgotten}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over who has been forgotten."""
         self.forgotten = list(state_dict["forgotten"])
         for client in self.forgotten if self.running is not None else []:
             if self.federation is not None:

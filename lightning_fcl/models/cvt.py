@@ -133,10 +133,6 @@ class ConvolutionalBlock(nn.Module):
         heads: Heads of the attention.
         mlp_ratio: Hidden width of the perceptron over that of the tokens.
         class_only: Whether nothing but the first token is computed, the class token.
-
-    Example:
-        >>> ConvolutionalBlock(8, heads=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
-        torch.Size([1, 17, 8])
     """
 
     def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
@@ -169,10 +165,6 @@ class ConvolutionalProjection(nn.Module):
     Args:
         width: Channels of the tokens.
         stride: Stride of the convolution: 2 leaves a quarter of the tokens ("squeezed", section 3.2.2).
-
-    Example:
-        >>> ConvolutionalProjection(8, stride=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
-        torch.Size([1, 5, 8])
     """
 
     def __init__(self, width: int, stride: int = 1) -> None:

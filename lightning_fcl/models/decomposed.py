@@ -259,12 +259,7 @@ def decomposed_vit(
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
-    """An adaptive without its numbers up to a magnitude.
-
-    Example:
-        >>> prune(torch.tensor([0.5, -0.5, 0.1]), threshold=0.2)
-        tensor([ 0.5000, -0.5000,  0.0000])
-    """
+    """An adaptive without its numbers up to a magnitude."""
     return adaptive * (adaptive.abs() > threshold)
 
 

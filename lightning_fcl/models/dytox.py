@@ -27,10 +27,6 @@ class TaskAttention(nn.Module):
         width: Channels of the tokens.
         heads: Heads of the attention.
         mlp_ratio: Hidden width of the perceptron over that of the tokens.
-
-    Example:
-        >>> TaskAttention(8, heads=2)(torch.zeros(3, 8), torch.zeros(5, 4, 8)).shape
-        torch.Size([5, 3, 8])
     """
 
     def __init__(self, width: int, heads: int = 12, mlp_ratio: float = 4.0) -> None:

@@ -281,7 +281,6 @@ class EchoStateNetwork(Described):
         return [_radius(weight) for weight in effective]
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
         return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
 
 

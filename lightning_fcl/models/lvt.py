@@ -135,14 +135,6 @@ class InterTaskAttention(nn.Module):
         width: Channels of the tokens.
         heads: Heads; they divide the width.
         side: Patches along one side of the image.
-
-    Raises:
-        ValueError: If heads do not divide the width.
-
-    Example:
-        >>> layer = InterTaskAttention(width=6, heads=2, side=2)
-        >>> layer.external_key.shape, layer.external_bias.shape, layer(torch.zeros(1, 5, 6)).shape
-        (torch.Size([2, 5, 3]), torch.Size([2, 7]), torch.Size([1, 5, 6]))
     """
 
     offsets: Tensor

@@ -27,15 +27,6 @@ def fold_batchnorm(module: nn.Module) -> None:
 
     Args:
         module: The module, searched at all depths.
-
-    Raises:
-        ValueError: If a normalisation keeps no running statistics: there is nothing constant to fold.
-
-    Example:
-        >>> block = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
-        >>> fold_batchnorm(block)
-        >>> block[0].bias.shape, block[1]
-        (torch.Size([2]), Identity())
     """
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
@@ -65,13 +56,6 @@ class Int8Convolution(nn.Module):
 
     Args:
         convolution: The convolution whose geometry this one takes over; the state is left at zero.
-
-    Example:
-        >>> layer = Int8Convolution(nn.Conv2d(3, 4, 3))
-        >>> {name: (str(value.dtype)[6:], tuple(value.shape)) for name, value in layer.state_dict().items()}
-        ... # doctest: +NORMALIZE_WHITESPACE
-        {'weight': ('int8', (4, 3, 3, 3)), 'weight_scale': ('float32', (4,)), 'bias': ('int32', (4,)),
-         'scale': ('float32', ()), 'zero_point': ('int32', ())}
     """
 
     weight: Tensor
@@ -110,13 +94,6 @@ class Int8Backbone(nn.Module):
 
     Args:
         convolutions: The convolutions by name, in their order, whose geometry is taken over.
-
-    Example:
-        >>> backbone = Int8Backbone({"stem": nn.Conv2d(1, 2, 3)})
-        >>> backbone(torch.zeros(5, 1, 8, 8)).shape, backbone.levels(torch.zeros(5, 1, 8, 8)).dtype
-        (torch.Size([5, 2, 6, 6]), torch.uint8)
-        >>> backbone.int8_bytes  # 18 weights; 2 scales and 2 biases; scale and zero point of input and output
-        50
     """
 
     input_scale: Tensor
@@ -176,18 +153,6 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
         calibration: Images as the backbone will see them, shape (images, channels, height, width); a hundred will do.
             None builds the structure alone, without torchao, for a state that is loaded afterwards.
         batch_size: Images per step of the calibration.
-
-    Raises:
-        ValueError: If there is no such `backbone`, if it is quantised already, or if the images are none, of the wrong
-            shape or not finite.
-        ModuleNotFoundError: If there are images but no torchao.
-
-    Example:
-        >>> from lightning_fcl.models import DSICNet
-        >>> net = DSICNet()
-        >>> quantize_backbone(net, None)
-        >>> net(torch.zeros(2, 1, 64, 48)).shape, net.backbone.int8_bytes
-        (torch.Size([2, 10]), 28408)
     """
     backbone = _float_backbone(model)
     convolutions = _chain(backbone)
@@ -326,12 +291,7 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend.
-
-    Example:
-        >>> with quietly():
-        ...     warnings.warn("a deprecation", stacklevel=1)
-    """
+    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -116,10 +116,6 @@ def pooled(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterato
 
     Returns:
         Blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R).
-
-    Example:
-        >>> [block.shape for block in pooled(EchoStateNetwork(1, units=4, seed=0), torch.zeros(2, 70, 1), "steps")]
-        [torch.Size([64, 2, 4]), torch.Size([6, 2, 4])]
     """
     blocks = reservoir.blocks(x)
     if readout == "steps":

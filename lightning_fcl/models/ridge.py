@@ -179,7 +179,6 @@ class RidgeReadout(Described):
         return _by_eigenvalues(self.A, square(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
         return f"{self.in_features}, {self.out_features}, beta={self.beta}, symmetric={self.symmetric}"
 
 
@@ -191,12 +190,6 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
         b: Shape (features, features), symmetric, or packed (features * (features + 1) / 2,), float64.
         states: Shape (n, features).
         targets: Shape (n, outputs).
-
-    Example:
-        >>> a, b = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-        >>> accumulate(a, b, torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
-        >>> a.tolist(), b.tolist()
-        ([[3.0, 6.0]], [1.0, 2.0, 4.0])
     """
     full = b if b.dim() == 2 else torch.zeros(states.shape[1], states.shape[1], dtype=b.dtype, device=b.device)
     for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
@@ -213,12 +206,7 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
 
 
 def square(b: Tensor, size: int) -> Tensor:
-    """A symmetric matrix from its packed upper triangle; a square one is returned as it is.
-
-    Example:
-        >>> square(torch.tensor([1.0, 2.0, 4.0]), size=2).tolist()
-        [[1.0, 2.0], [2.0, 4.0]]
-    """
+    """A symmetric matrix from its packed upper triangle; a square one is returned as it is."""
     if b.dim() == 2:
         return b
     full = b.new_zeros(size, size)
@@ -235,13 +223,6 @@ def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
         a: Shape (outputs, features).
         b: Shape (features, features), symmetric, positive semi-definite.
         beta: Regulariser.
-
-    Raises:
-        ValueError: If a number is not finite.
-
-    Example:
-        >>> solve(torch.tensor([[2.0, 8.0]]), torch.diag(torch.tensor([0.0, 3.0])), beta=1.0)
-        tensor([[2., 2.]], dtype=torch.float64)
     """
     a, b = a.double(), b.double()
     _check_finite(a, b)

@@ -116,10 +116,6 @@ class TokenTransformer(nn.Module):
     Args:
         inputs: Channels of the tokens that come in.
         width: Channels of the tokens that go out.
-
-    Example:
-        >>> TokenTransformer(27, 8)(torch.zeros(1, 16, 27)).shape
-        torch.Size([1, 16, 8])
     """
 
     def __init__(self, inputs: int, width: int) -> None:

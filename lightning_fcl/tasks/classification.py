@@ -71,7 +71,6 @@ class Classifier(NetworkTask):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Take the tasks' classes from the stream; predictions need none, and later stages may have those of a fit."""
         if not self.task_incremental or stage == "predict":
             return
         stream = stream_of(self.trainer)
@@ -205,7 +204,6 @@ class MajorityClassifier(Classifier):
         return self.met.expand(len(x), -1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Count the classes."""
         self.met += torch.bincount(batch[1], minlength=self.num_classes)
 
     def configure_optimizers(self) -> None:  # type: ignore[override]

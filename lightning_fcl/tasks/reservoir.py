@@ -52,9 +52,6 @@ class ReservoirTask(Task):
         share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
         symmetric: Whether only one half of B is kept and sent.
         min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
-
-    Raises:
-        ValueError: If an argument is out of range.
     """
 
     quantity: str  # what is logged in evaluation
@@ -170,7 +167,6 @@ class ReservoirTask(Task):
         return [samples * size for size in sizes]
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a batch to the statistics."""
         if self._counts():
             x, y = batch
             self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
@@ -181,7 +177,6 @@ class ReservoirTask(Task):
         self.optimizers().step()  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """Refuse to count data more than once."""
         one_local_epoch(self, " The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.")
         if self.trainer.max_epochs == -1:
             raise ValueError(
@@ -193,7 +188,6 @@ class ReservoirTask(Task):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Begin anew with the statistics if they are another reservoir's."""
         if self.adapting:
             return
         tag = self.reservoir.tag()
@@ -201,7 +195,6 @@ class ReservoirTask(Task):
             self.readout.reset(tag)
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
-        """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
         trainer = self.trainer
         if trainer.is_last_batch and self._counts() and federation_of(trainer) is None:
             self.solve()
@@ -253,11 +246,9 @@ class ReservoirTask(Task):
         raise NotImplementedError
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the readout is."""
         self._evaluate(batch, f"val/{self.quantity}", self.val_metric)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the readout is."""
         self._evaluate(batch, f"test/{self.quantity}", self.test_metric)
 
     def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
@@ -272,7 +263,6 @@ class ReservoirTask(Task):
         raise NotImplementedError
 
     def configure_optimizers(self) -> Optimizer:
-        """One that moves nothing. See `count_step`."""
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
     # What a federation asks for.
@@ -282,12 +272,7 @@ class ReservoirTask(Task):
         return entries(self)
 
     def local_trainer(self, request: TrainerRequest) -> ReservoirTrainer:
-        """What trains many clients at once, which share the reservoir.
-
-        Raises:
-            ValueError: If the federation asks for what it would pass over in silence: a method that adds to a loss, a
-                training step of a subclass, other reductions, or clients that miss a synchronisation.
-        """
+        """What trains many clients at once, which share the reservoir."""
         name = type(self).__name__
         if request.rules:
             raise ValueError(
@@ -330,10 +315,8 @@ class ReservoirTask(Task):
             log.warning("The statistics %s: they can reveal its data. Wait for more, or use secure aggregation.", what)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the regulariser that was chosen."""
         checkpoint["beta"] = self.readout.beta
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the regulariser that was chosen."""
         if len(self.betas) > 1:
             self.readout.beta = checkpoint.get("beta", self.readout.beta)

@@ -102,7 +102,6 @@ class ReservoirTrainer:
         return int(state["readout.n"]) if same else 0
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
-        """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
         if weight is None:
             raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
         x, y = batch
@@ -127,7 +126,6 @@ class ReservoirTrainer:
         self.gain[active], self.bias[active] = rule.step(self.gain[active], self.bias[active], dg, db, reservoir.layers)
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Nothing moves but Lightning's counter."""
         return step()
 
     def finish(self) -> Trained:

@@ -74,13 +74,11 @@ class RidgeClassifier(Classifier):
         return features
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Add a batch to the sums."""
         x, y = batch
         self.add(x, y)
         self.optimizers().step()  # type: ignore[union-attr] # nothing moves: checkpoints count steps
 
     def on_train_start(self) -> None:
-        """Refuse to count samples more than once."""
         one_local_epoch(self)
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -103,5 +101,4 @@ class RidgeClassifier(Classifier):
         self.readout.solve()
 
     def configure_optimizers(self) -> Optimizer:
-        """One that moves nothing."""
         return torch.optim.SGD(self.parameters(), lr=0.0)

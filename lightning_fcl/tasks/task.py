@@ -29,34 +29,6 @@ class Task(Described, L.LightningModule):
     def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
         cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
     ) -> Self:
-        """A task with the weights of a checkpoint.
-
-        The checkpoint's hyperparameters are data: networks of `lightning_fcl.models` and optimizers of `torch.optim`
-        are made again from them, each checked before it is called; anything else must be handed in.
-
-        Args:
-            checkpoint_path: A file, or ``https://host/name.ckpt#sha256=...``.
-            map_location: Where tensors go, as in `torch.load`.
-            strict: Whether the checkpoint must have every entry of the state and no other.
-            arguments: Arguments of the task in place of the checkpoint's, such as ``model=MyNetwork()``.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If it is damaged or holds other objects, an argument must be handed in or does not fit, or the
-                state is not that of the task.
-
-        Example:
-            >>> from lightning_fcl import Classifier
-            >>> from lightning_fcl.models import MLP
-            >>> file, trainer = getfixture("tmp_path") / "last.ckpt", L.Trainer(logger=False)
-            >>> trainer.strategy.connect(Classifier(MLP([64, 10]), num_classes=10))
-            >>> trainer.save_checkpoint(file)
-            >>> Classifier.load_from_checkpoint(file).model
-            MLP(
-              (0): Flatten(start_dim=1, end_dim=-1)
-              (1): Linear(in_features=64, out_features=10, bias=True)
-            )
-        """
         read = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(read, checkpoint_path)
         told = checkpoint.get("hyper_parameters", {})
@@ -81,9 +53,6 @@ def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
     Args:
         module: The module, of a Trainer that begins.
         more: A sentence for the message.
-
-    Raises:
-        ValueError: If the strategy's ``local_epochs`` is not 1.
     """
     federation = federation_of(module.trainer)
     epochs = federation.local_epochs if federation is not None else 1
