@@ -21,8 +21,7 @@ WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package that imports its public names when they are asked for.
 
-    The names are those that its file imports as themselves for type checkers, as in
-    ``if TYPE_CHECKING: from lightning_fcl.models.mlp import MLP as MLP``, or with ``*`` from another such package.
+    The names are those that its file imports as themselves for type checkers, or with ``*`` from another such package.
     """
     homes = _homes(package)
 

@@ -58,13 +58,7 @@ def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> Non
 
 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
-    """Import a package that not everybody has, or say what it is needed for and how to install it.
-
-    Args:
-        module: Name of the module, such as ``"PIL.Image"``.
-        for_what: What the package does here, after "which".
-        extra: The extra of lightning-fcl that brings it; None: pip installs the package itself.
-    """
+    """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
     try:
         with put_off(*WITH_AVALANCHE):
             return importlib.import_module(module)
@@ -114,13 +108,7 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
 
 
 def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
-    """A field of a dataclass whose values `check_fields` checks.
-
-    Args:
-        default: What it is where nothing is given; a default of None is not checked.
-        check: One of the checks above: `at_least`, `above`, `between`, `one_of` or `share`.
-        bounds: What the check takes before the argument.
-    """
+    """A field of a dataclass whose values `check_fields` checks, by a check from above; a default of None is not."""
     value: Value = field(default=default, metadata={"check": partial(check, *bounds)})
     return value
 

@@ -58,16 +58,7 @@ def keyed(names: Keys, seed: int, *parts: str | int) -> Keys:
 
 
 def numbers(keys: Keys, count: int, start: int = 0) -> Keys:
-    """The numbers ``start``, ``start + 1``, ... of each key's generator, 64 random bits each (SplitMix64).
-
-    Args:
-        keys: Shape (keys,).
-        count: How many.
-        start: The first.
-
-    Returns:
-        Shape (keys, count).
-    """
+    """The numbers ``start``, ... of each key's generator, 64 random bits each (SplitMix64), shape (keys, count)."""
     counter = np.arange(start + 1, start + count + 1, dtype=np.uint64) * _STEP
     return _mixed(keys[:, None] + counter)
 

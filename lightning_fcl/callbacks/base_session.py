@@ -60,9 +60,6 @@ class BaseSession(Callback):
         cache: Folder where trained networks are kept, as safetensors files, for other runs that begin in the same way;
             None keeps none.
 
-    Raises:
-        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
-
     Example:
         >>> BaseSession(epochs=60, backbone="int8").backbone
         'int8'

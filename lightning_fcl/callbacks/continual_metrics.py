@@ -274,11 +274,7 @@ class ContinualMetrics(Callback):
         return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
-        """What a model comes to on the test set, or on that of some groups alone.
-
-        Correct predictions of each group, None for others, of which a model that predicts every time step has more; or
-        what the module's own measures come to on the groups of its tasks.
-        """
+        """What a model comes to on the test set, or on that of some groups alone: None for the others."""
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:

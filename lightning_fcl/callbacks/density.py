@@ -33,9 +33,6 @@ class ActivationDensity(Callback):
     Args:
         bins: Number of bins of equal width.
 
-    Raises:
-        ValueError: If `bins` is below 1, the module has no reservoir, or there is no stream with test samples.
-
     Example:
         >>> ActivationDensity(bins=4).edges.tolist()
         [-1.0, -0.5, 0.0, 0.5, 1.0]

@@ -42,16 +42,7 @@ def _stage_of(module: L.LightningModule) -> str | None:
 
 @dataclass(frozen=True)
 class StepTester:
-    """Test samples, and what a module's own step logs of them.
-
-    Args:
-        stream: Whose samples.
-        rows: Which.
-        group: The group of each, shape (n,).
-        groups: How many groups there are.
-        part: Whose loader they are, ``"test"`` or ``"validation"``.
-        told: Which have no value, as a warning has said.
-    """
+    """Test samples, and what a module's own step logs of them; ``told``: groups of no value, as a warning has said."""
 
     stream: FederatedStream
     rows: IntArray

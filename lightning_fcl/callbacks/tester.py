@@ -34,16 +34,7 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Tester:
-    """Samples on a device, and what a model makes of them.
-
-    Args:
-        x: The samples.
-        y: Their targets.
-        group: The group of each, shape (n,).
-        groups: How many groups there are.
-        prepared: Makes samples of what is stored; None: it is samples.
-        batch_size: Samples that are predicted at once.
-    """
+    """Samples on a device, and what a model makes of them; ``prepared`` makes samples of what is stored."""
 
     x: Tensor
     y: Tensor
@@ -94,12 +85,7 @@ class Tester:
                     yield module(part), label, where
 
     def correct(self, module: L.LightningModule, ranks: Ranks = ALONE) -> tuple[Counts, int]:
-        """Correct predictions of each group, and how many predictions the model makes for each sample.
-
-        Args:
-            module: The model.
-            ranks: The processes that test it together, each on some of the samples.
-        """
+        """Correct predictions of each group, by all ranks together, and predictions for each sample."""
         counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
         for output, label, where in self._outputs(module, ranks.number, ranks.rank):
             prediction = output.argmax(dim=-1)

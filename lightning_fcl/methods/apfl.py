@@ -53,10 +53,6 @@ class APFL(Method):
         alpha_lr: Step size of ``alpha``; None: the optimizer's learning rate, as in the paper; 0: ``alpha`` is fixed.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module does not state its
-            loss apart.
-
     Example:
         >>> APFL(alpha0=0.5).alpha0
         0.5

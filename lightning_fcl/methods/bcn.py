@@ -20,17 +20,8 @@ from lightning_fcl.methods.step import Step
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
     """Inputs near ``x`` on which a loss is higher, by normalised gradient ascent (the first player).
 
-    A step moves every input by ``eps`` along its gradient, which is normalised over dimension 1: the channels of a
-    pixel, or all features of a vector. What is then farther than ``eps`` from where it began comes back as far.
-
-    Args:
-        x: Inputs, shape (batch, channels, ...).
-        gradient: The loss's gradient of inputs, of their shape.
-        eps: Length of a step, and of the whole way.
-        steps: Steps.
-
-    Returns:
-        Of the shape of ``x``.
+    A step moves every input, shape (batch, channels, ...), by ``eps`` along its gradient, normalised over the channels.
+    What is then farther than ``eps`` from where it began comes back as far.
     """
     moved = x
     for _ in range(steps):
@@ -42,14 +33,7 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
 def descended(
     params: Mapping[str, Tensor], gradient: Callable[[State], Sequence[Tensor]], rate: float, steps: int
 ) -> State:
-    """Parameters after some steps of plain gradient descent, and apart from the graph (the second player).
-
-    Args:
-        params: Where it begins, by name.
-        gradient: The loss's gradient of parameters, in their order.
-        rate: Learning rate.
-        steps: Steps.
-    """
+    """Parameters after some steps of plain gradient descent, and apart from the graph (the second player)."""
     state = {name: value.detach() for name, value in params.items()}
     for _ in range(steps):
         state = {n: value - rate * g for (n, value), g in zip(state.items(), gradient(state), strict=True)}
@@ -88,10 +72,6 @@ class BCN(Episodic):
         inner_lr: Learning rate of the second player, above 0.
         batch_size: Samples drawn at each step.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If inputs that are to be moved are no floating-point numbers.
 
     Example:
         >>> BCN(eps=0.0, theta_steps=0).beta

@@ -39,13 +39,7 @@ class Items:
 
 
 class Agent(SimpleNamespace):
-    """What a selection strategy may ask of Avalanche's training loop: here there is none.
-
-    Args:
-        buffer: The buffer, which perhaps has a selection strategy.
-        model: The module that is trained, with the client's state.
-        experience: The client's experience.
-    """
+    """What a selection strategy may ask of Avalanche's training loop: here there is none."""
 
     def __init__(self, buffer: ExemplarsBuffer | None, model: torch.nn.Module | None, experience: int) -> None:
         device = next(model.parameters()).device if model is not None else torch.device("cpu")
@@ -89,20 +83,10 @@ def select(
     agent: Agent,
     generator: torch.Generator,
 ) -> tuple[Tensor, Memory]:
-    """Which of the remembered (first) and new samples a buffer keeps.
+    """Which of ``n`` samples, remembered ones first, a buffer keeps: their indices, and what belongs to them next time.
 
-    Args:
-        buffer: Says how; it is not changed.
-        size: Samples that it keeps.
-        sample: Gives the sample of an index.
-        labels: Class of each sample, shape (n,).
-        tasks: Experience of each sample, shape (n,).
-        memory: What this function gave last for the remembered ones; empty if there are none.
-        agent: What selection strategies may ask.
-        generator: Draws whatever is random.
-
-    Returns:
-        Indices of what is kept, and what belongs to these for the next time: ``priority`` or ``group``, shape (kept,).
+    ``labels`` and ``tasks`` are the class and experience of each, shape (n,); ``memory`` is what this function gave
+    last for the remembered ones: ``priority`` or ``group``, shape (kept,).
     """
     old = len(next(iter(memory.values()))) if memory else 0
     remembered, new = torch.arange(old), torch.arange(old, len(labels))

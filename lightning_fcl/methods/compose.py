@@ -49,15 +49,8 @@ def compose(
 ) -> tuple[Tensor | float, Tensor]:
     """How methods go together, one client at a time and vectorised alike: factors multiply, penalties add up.
 
-    Args:
-        methods: The methods.
-        memories: What the client remembers for each.
-        steps: The step as each sees it.
-        zero: 0 on the right device.
-        applies: Whether the client uses each, 1 or 0; None: it uses all.
-
-    Returns:
-        The factor of the task loss, and what is added to it.
+    ``applies`` tells whether the client uses each method, 1 or 0; None: it uses all. Returns the factor of the task
+    loss, and what is added to it.
     """
     scale: Tensor | float = 1.0
     extra = zero
@@ -73,13 +66,7 @@ def compose(
 def epochs_of(
     methods: Sequence[Declaration], memory: Callable[[str, str], Memory], usual: int
 ) -> int | Callable[[ClientRound], int]:
-    """A client's passes over its data in a round, as the first method says that has a say.
-
-    Args:
-        methods: The methods.
-        memory: Tells what a client keeps in a section.
-        usual: The passes where no method has a say.
-    """
+    """A client's passes over its data in a round, as the first method says that has a say."""
     saying = [method for method in methods if overrides(method, "local_epochs")]
 
     def of(client_round: ClientRound) -> int:
@@ -92,12 +79,7 @@ def epochs_of(
 def rehearsed_by(
     methods: Sequence[Declaration], memory: Callable[[str, str], Memory]
 ) -> Callable[[ClientRound], Any] | None:
-    """A client's remembered samples, nested as its batches are; None where no method has any.
-
-    Args:
-        methods: The methods.
-        memory: Tells what a client keeps in a section.
-    """
+    """A client's remembered samples, nested as its batches are; None where no method has any."""
     rehearsing = [method for method in methods if overrides(method, "rehearse")]
 
     def of(client_round: ClientRound) -> Any:

@@ -41,10 +41,6 @@ class DERpp(Method):
         batch_size: Samples in each of the two draws of a step, at least 1.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
-
     Example:
         >>> import lightning as L
         >>> from lightning_fcl import Classifier, FederatedStrategy

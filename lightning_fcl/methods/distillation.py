@@ -21,13 +21,8 @@ from lightning_fcl.methods.step import Step
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
     """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
 
-    Args:
-        student: Logits, shape (batch, classes).
-        teacher: Logits, shape (batch, classes).
-        temperature: Both are divided by it; the gradient is not scaled back by its square.
-
-    Returns:
-        Shape (batch,).
+    Both are logits of shape (batch, classes), divided by ``temperature``; the gradient is not scaled back by its
+    square.
     """
     return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
 
@@ -51,9 +46,6 @@ class FLwF2T(Method):
         previous: ``"kept"``: a copy of the client's model after its last round. ``"live"``: a reference to the model
             in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
         clients: Who distils; the others fine-tune. See `Method`.
-
-    Raises:
-        ValueError: If an argument is outside its range.
 
     Example:
         >>> FLwF2T(alpha=0.001, beta=0.7).task_weight({})
@@ -133,9 +125,6 @@ class LwF(Method):
         strength: Weight (lambda) of the distillation, at least 0.
         temperature: Softens both sides, above 0.
         clients: Who distils; the others fine-tune. See `Method`.
-
-    Raises:
-        ValueError: If ``strength`` or ``temperature`` is outside its range.
 
     Example:
         >>> LwF(strength=0.0).task_weight({})

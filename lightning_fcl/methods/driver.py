@@ -43,9 +43,6 @@ class MethodDriver(Callback):
 
     It stands behind the last method among a Trainer's callbacks, which `Method.setup` sees to. In a federation, the
     rounds call `begin`; in a plain Trainer, whose only client has an epoch for a round, the driver does so itself.
-
-    Args:
-        methods: The methods, in the order of the callbacks.
     """
 
     def __init__(self, methods: Sequence[Declaration]) -> None:
@@ -125,14 +122,7 @@ class MethodDriver(Callback):
         active: Sequence[bool],
         recalls: Recalls | None = None,
     ) -> None:
-        """Another client trains now, its state in the module.
-
-        Args:
-            memories: Its memory of each method.
-            server: What it has received.
-            active: Whether it uses each method.
-            recalls: Draws remembered samples.
-        """
+        """Another client trains now, its state in the module."""
         self.server, self._recalls, self.finite = server, recalls or Recalls(), torch.tensor(True)
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
             method.memory = memory

@@ -31,12 +31,7 @@ def memory_size(**arguments: int | float) -> None:
 
 @dataclass(eq=False)
 class Episodic(Method):
-    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which.
-
-    Args:
-        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
-        clients: Who uses it. See `Method`.
-    """
+    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
     needs_samples: ClassVar[bool] = True
     needs_sample_loss: ClassVar[bool] = True
@@ -69,13 +64,7 @@ def remember_task(
 ) -> Memory:
     """The memory with samples of a client's data in place of the present task's earlier ones.
 
-    Args:
-        memory: What the client remembers of its tasks: their samples ``x`` and ``y``, the ``task`` of each, and the
-            number of the ``present`` one.
-        data: The client's samples ``[x, y]``; where targets are no labels, all are drawn alike.
-        client_round: The client's part in the round.
-        max_size: Number or share of the samples to keep.
-        generator: Draws them.
+    ``max_size`` is their number or share. Where targets are no labels, all samples are drawn alike.
     """
     x, y = labelled(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
@@ -113,11 +102,6 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
     Every class has at least one sample where ``size`` allows it. The rest of each share that is no whole number goes to
     the classes with the largest, by lot where these are equal.
-
-    Args:
-        y: Labels, shape (n,).
-        size: How many.
-        generator: Draws them.
     """
     size = min(size, len(y))
     classes, counts = torch.unique(y, return_counts=True)
@@ -136,12 +120,7 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 
 def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
-    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order.
-
-    Args:
-        y: Labels, shape (n,), of at least one sample.
-        generator: Draws them.
-    """
+    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
     chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])

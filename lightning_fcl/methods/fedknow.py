@@ -55,9 +55,6 @@ class FedKNOW(FedViT):
         margin: Least weight of each constraint in a gradient that violates one. See `FedViT`.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, the body has no layer to keep weights of; or as `FedViT` does.
-
     Example:
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
         5
@@ -138,13 +135,7 @@ class FedKNOW(FedViT):
 
 
 def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
-    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all, if there are so many.
-
-    Args:
-        weight: The layer's weights.
-        free: Which of them may be chosen, of the same shape.
-        rho: Share.
-    """
+    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all weights."""
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
     chosen = torch.zeros_like(magnitude, dtype=torch.bool)

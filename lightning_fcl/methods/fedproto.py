@@ -40,10 +40,6 @@ class FedProto(Method):
         predict: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
-
     Example:
         >>> from lightning_fcl import Classifier
         >>> from lightning_fcl.models import MLP

@@ -60,14 +60,7 @@ class FedRep(Method):
 
 
 def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, head: str) -> None:
-    """Refuse a Trainer in which a method cannot train head and body in stages.
-
-    Args:
-        method: The method.
-        trainer: Its Trainer.
-        module: The module.
-        head: Shell-style pattern of the head's entries.
-    """
+    """Refuse a Trainer in which a method cannot train head and body in stages."""
     why = "it has no local epochs, and no clients that share a body"
     federation = need_federation(trainer, type(method).__name__, why)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}

@@ -64,9 +64,6 @@ class FedViT(Method):
             paper's eq. 8; GEM's authors take 0.5. See `lightning_fcl.methods.projection.project`.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
-
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs
         2
@@ -245,15 +242,7 @@ class FedViT(Method):
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
     """Indices of the share of each class's samples with the lowest loss, at least one of each, in order.
 
-    FedViT's knowledge, eq. 4.
-
-    Args:
-        loss: Loss of every sample, shape (n,).
-        y: Labels, shape (n,).
-        rho: Share, above 0 and up to 1.
-
-    Returns:
-        Shape (kept,), on the device of ``y``.
+    FedViT's knowledge, eq. 4. ``loss`` and labels ``y`` have the shape (n,).
     """
     order = loss.argsort(stable=True).to(y.device)
     kept = []

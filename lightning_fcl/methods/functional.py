@@ -30,13 +30,9 @@ class GradientOf(Protocol):
     def __call__(
         self, x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
     ) -> Tensor:
-        """The gradient.
+        """The gradient on inputs and targets, shape (batch, ...).
 
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: What the loss compares the outputs with: the targets, shape (batch, ...).
-            state: A state of the module, at which the gradient is taken; None: the present one.
-            loss: The loss of every sample; None: the task's.
+        At ``state``, or the present parameters; of ``loss``, that of every sample, or the task's.
         """
 
 
@@ -53,13 +49,9 @@ class LossOf(Protocol):
     def __call__(
         self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
     ) -> Tensor:
-        """The loss, a scalar.
+        """The loss on inputs and targets, a scalar.
 
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: What the loss compares the outputs with: the targets, shape (batch, ...).
-            params: Trainable parameters in place of the present ones, by name.
-            loss: The loss of every sample; None: the task's.
+        With ``params`` in place of the present ones; of ``loss``, that of every sample, or the task's.
         """
 
 
@@ -93,11 +85,6 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """The outputs of a module with another state on many samples, in evaluation mode, without gradient.
-
-    Args:
-        module: Its output is a tensor, of shape (n, ...).
-        state: The state.
-        x: Inputs, shape (n, ...), wherever they are.
 
     Example:
         >>> predictions(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, torch.ones(2, 1))
@@ -135,11 +122,7 @@ def step_along(
 ) -> None:
     """One step of an optimizer with a gradient in place of its parameters' own, clipped as the Trainer clips.
 
-    Args:
-        module: The module that the Trainer trains.
-        optimizer: The optimizer; those of its parameters that are not among ``params`` have no gradient.
-        params: The parameters.
-        gradient: Their gradient as one vector, in their order.
+    ``gradient`` is that of ``params`` as one vector, in their order; others of the optimizer's have none.
     """
     optimizer.zero_grad(set_to_none=True)
     for name, piece in unflatten(gradient, params).items():
@@ -180,11 +163,7 @@ def features_of(module: L.LightningModule) -> OutputOf:
 
 
 class Embedding(nn.Module):
-    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them.
-
-    Args:
-        module: A module with ``embed(x)``.
-    """
+    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them."""
 
     prefix = "module."
     """What stands before the names of the other module's entries."""
@@ -194,11 +173,7 @@ class Embedding(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features).
-
-        Raises:
-            ValueError: If the module has none.
-        """
+        """Features, shape (batch, features)."""
         if not isinstance(self.module, EmbedsInputs):
             raise ValueError(
                 f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`. Use a "
@@ -220,11 +195,7 @@ def _mean_loss(
 
 
 def states_loss(module: nn.Module) -> StatesLoss:
-    """The module itself, which states the loss of samples apart.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """The module itself, which states the loss of samples apart."""
     if not isinstance(module, StatesLoss):
         raise ValueError(
             f"Expected a module that states its loss apart, as `Classifier` does in `sample_loss(output, y)`, but got "

@@ -31,9 +31,6 @@ class GEM(Episodic):
         margin: Least weight of each past gradient once one is violated (the authors' memory strength); 0: eq. 11.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-
     Example:
         >>> GEM(max_size=0.1, margin=0.5).margin
         0.5
@@ -63,9 +60,6 @@ class AGEM(Episodic):
         batch_size: Samples of the reference, drawn anew at each step from torch's global generator, as in the paper;
             None: all that are remembered.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
         >>> AGEM(max_size=20, batch_size=256).batch_size

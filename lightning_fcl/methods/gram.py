@@ -17,17 +17,10 @@ _PIECE = 2**21  # coordinates at once on other devices
 
 @torch.no_grad()
 def gram(rows: Tensor, last: Tensor) -> Matrix:
-    """Products of vectors with each other, the last of which is kept apart.
+    """Products of the vectors ``rows``, shape (k, p), and ``last`` with each other: shape (k + 1, k + 1), float64.
 
     On a CPU, dot products of pieces that were just converted: half of them suffice, as the matrix is symmetric, and
     with so few vectors a matrix product spends most of its time on rearranging them.
-
-    Args:
-        rows: Shape (k, p).
-        last: Shape (p,).
-
-    Returns:
-        Shape (k + 1, k + 1), in double precision; not finite where the vectors are not.
     """
     return _by_dots(rows, last) if device_of(last).type == "cpu" else _by_matrix_products(rows, last)
 

@@ -24,16 +24,9 @@ _TIE = 1e-5  # distances between vectors of length 1 that are alike
 
 
 def herd(features: Tensor, size: int) -> Tensor:
-    """Samples that are chosen one after the other, each so that the mean of all chosen is nearest the mean of all.
+    """Indices of samples chosen one after the other, each so that the mean of all chosen is nearest the mean of all.
 
-    Rebuffi et al. 2017, algorithm 4. All means are brought to length 1, as the paper has it.
-
-    Args:
-        features: Of length 1, shape (n, features).
-        size: How many to choose; all, where there are no more.
-
-    Returns:
-        Their indices, in the order in which they were chosen.
+    Rebuffi et al. 2017, algorithm 4, of features of length 1, shape (n, features); all means are brought to length 1.
     """
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     chosen: list[int] = []
@@ -68,10 +61,6 @@ class ICaRL(LwF):
         strength: Weight of the distillation, at least 0.
         temperature: Softens both sides of it, above 0.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> ICaRL(max_size=100).ends_undrawn

@@ -48,16 +48,9 @@ def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """The gradient of each sample's own objective: vectorised, or in a loop where that fails.
+    """The gradient of each sample's own ``objective(params, x, y)``, by parameter, shape (batch, ...).
 
-    Args:
-        objective: ``objective(params, x, y)`` is a scalar of a batch of one sample.
-        params: Parameters by name.
-        x: Inputs, shape (batch, ...).
-        y: Targets, shape (batch, ...).
-
-    Returns:
-        For every parameter, shape (batch, ...).
+    Vectorised, or in a loop where that fails.
     """
 
     def single(params: State, x: Tensor, y: Tensor) -> Tensor:
@@ -82,18 +75,8 @@ def fisher_information(
 ) -> State:
     """Diagonal of the empirical Fisher information: ``F_i = mean_n (d log p(y_n | x_n, theta) / d theta_i)^2``.
 
-    The labels are the true ones, not drawn from the model's own predictions, as in the Fisher information proper.
-
-    Args:
-        module: States a sample's loss, its negative log-likelihood, as ``sample_loss(output, y)``. It is evaluated in
-            evaluation mode; its parameters, their gradients and all random numbers are left alone.
-        state: The module's state, theta among it.
-        x: Inputs, shape (n, ...).
-        y: Targets, shape (n, ...).
-        names: See `mean_over_samples`.
-
-    Returns:
-        For every such parameter, its shape.
+    The labels are the true ones, not drawn from the model's own predictions. ``module.sample_loss`` is the negative
+    log-likelihood.
     """
     task: Any = module
     return mean_over_samples(
@@ -104,17 +87,7 @@ def fisher_information(
 def output_sensitivity(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
 ) -> State:
-    """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``.
-
-    Args:
-        module: Its output is a tensor. See `fisher_information`.
-        state: The module's state, theta among it.
-        x: Inputs, shape (n, ...).
-        names: See `mean_over_samples`.
-
-    Returns:
-        For every such parameter, its shape.
-    """
+    """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
@@ -128,19 +101,10 @@ def mean_over_samples(
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's objective.
+    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter.
 
-    Args:
-        module: Its output is a tensor. See `fisher_information`.
-        objective: ``objective(output, y)`` is a scalar, of a batch of one sample.
-        of: The function of the gradients, elementwise.
-        state: The module's state.
-        x: Inputs, shape (n, ...).
-        y: Targets, shape (n, ...).
-        names: The parameters whose gradients are taken; None: all that are trainable.
-
-    Returns:
-        For every such parameter, its shape.
+    In evaluation mode; parameters, their gradients and all random numbers are left alone. ``names`` are the parameters
+    whose gradients are taken; None: all that are trainable.
     """
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
@@ -228,10 +192,6 @@ class EWC(_Consolidation):
             strengths of papers, 40,000 in Zuo et al. 2024, belong to it, and blow up many a small network.
         clients: Who uses it. See `Method`.
 
-    Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
-
     Example:
         >>> EWC(strength=10.0).strength
         10.0
@@ -260,10 +220,6 @@ class MAS(_Consolidation):
         normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
             have a strength of 100 without.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range.
-        TypeError: If the module's output is no tensor, or the samples are no pairs.
 
     Example:
         >>> MAS(strength=2.0).strength

@@ -41,17 +41,9 @@ class Total(SumOfSome):
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
     """Cross-entropy of logits that are shifted by ``tau * log(prior)`` of their class, per sample.
 
-    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. A class without samples
-    has the prior 0 and takes no part, but as a sample's own, whose logit then stays as it is.
-
-    Args:
-        logits: Shape (batch, classes).
-        target: Labels, shape (batch,).
-        counts: Samples of each class, shape (classes,); where all are 0, nothing is known, and nothing is shifted.
-        tau: Strength of the shift, at least 0; 0 shifts nothing, and all classes take part.
-
-    Returns:
-        Shape (batch,).
+    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior is the share of
+    ``counts``, shape (classes,). A class without samples takes no part, but as a sample's own, whose logit then stays
+    as it is; where all counts are 0, or ``tau`` is, nothing is shifted.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -78,9 +70,6 @@ class LogitAdjustment(Method):
             a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far and
             of the base session. Clients then send their counts, once for each experience.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior

@@ -35,16 +35,7 @@ def attention_loss(
 
 
 def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing.
-
-    Args:
-        student: Logits, shape (batch, classes).
-        teacher: Logits, shape (batch, classes), -inf where the student's are.
-        temperature: Both are divided by it; the gradient is not scaled back by its square.
-
-    Returns:
-        Shape (batch,).
-    """
+    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing."""
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
 

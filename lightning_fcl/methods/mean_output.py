@@ -34,18 +34,8 @@ def mean_output_loss(
 ) -> Tensor:
     """How far the mean output of the new classes, without the target's, is from that of the old classes, per sample.
 
-    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's.
-
-    Args:
-        logits: Shape (batch, classes).
-        target: Labels, shape (batch,).
-        new: Which classes are the session's, shape (classes,), bool.
-        old: Which classes are those of earlier sessions, shape (classes,), bool.
-        outputs: What the means are of; probabilities are those of a softmax over all classes.
-        distance: The difference of the means ``"squared"``, or its ``"absolute"`` value.
-
-    Returns:
-        Shape (batch,).
+    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's. ``new`` and ``old``
+    tell classes of the session and of earlier ones, shape (classes,); probabilities are those of a softmax over all.
     """
     if outputs == "probabilities":
         logits = logits.softmax(dim=-1)
@@ -87,9 +77,6 @@ class MeanOutputLoss(Method):
         cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``, or
             ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
         clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or a batch has no labels.
 
     Example:
         >>> MeanOutputLoss(mu=2.0).mu

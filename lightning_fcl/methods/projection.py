@@ -27,23 +27,16 @@ _FIRST = 0 if find_spec("quadprog") else 1  # of the two solvers
 
 @torch.no_grad()
 def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tensor:
-    """The gradient nearest to ``gradient`` that points away from no constraint gradient.
+    """The gradient nearest to ``gradient``, shape (p,), that points away from no constraint gradient, shape (k, p).
 
     It solves ``min_g' 1/2 ||g' - g||^2`` such that ``<g', g_i> >= 0`` for all rows ``g_i`` of G, through its dual with
     as many variables as constraints, ``min_v 1/2 v^T G G^T v + g^T G^T v`` such that ``v >= margin``, and
-    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9).
+    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9). Where no constraint is
+    violated it is ``gradient`` itself, whatever the margin, as in GEM's own code.
 
-    Products are taken in double precision, whatever the gradients' own, and of unit vectors, so that scales do not
-    matter: ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8, but for the rounding of the result to its own precision.
-    Without a margin the result is never longer than ``gradient``.
-
-    Args:
-        gradient: g, shape (p,).
-        constraints: G, shape (k, p). Its rows may be zero, alike, or dependent on each other.
-        margin: Least weight of each constraint in the result. GEM's authors take 0.5, which favours the other tasks.
-
-    Returns:
-        Shape (p,); ``gradient`` itself where no constraint is violated, whatever the margin, as in GEM's own code.
+    Products are taken in double precision and of unit vectors, so that scales do not matter: ``<g', g_i> / (||g||
+    ||g_i||)`` is at least -1e-8. Rows may be zero, alike, or dependent. Without a margin the result is never longer
+    than ``gradient``.
     """
     if gradient.dim() != 1 or constraints.dim() != 2 or constraints.shape[1] != len(gradient):
         raise ValueError(
@@ -65,13 +58,6 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
     """The gradient nearest to ``gradient`` that does not point away from one reference gradient.
 
     ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0`` (Chaudhry et al. 2019, A-GEM, eq. 11).
-
-    Args:
-        gradient: g, shape (p,).
-        reference: g_ref, shape (p,).
-
-    Returns:
-        Shape (p,); ``gradient`` itself where the two do not point away from each other.
     """
     if gradient.dim() != 1 or reference.shape != gradient.shape:
         raise ValueError(
@@ -86,17 +72,10 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
 @torch.no_grad()
 def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Tensor:
-    """How far other gradients are from a gradient.
+    """How far other gradients, shape (k, p), are from a gradient: shape (k,), in double precision, on the CPU.
 
-    Args:
-        gradient: Shape (p,).
-        others: Shape (k, p).
-        kind: ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which
-            does not see in which coordinate a value stands; ``"cosine"``: 1 - the cosine of the angle between them, 1
-            for a zero gradient.
-
-    Returns:
-        Shape (k,), in double precision, on the CPU.
+    ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which does not see
+    in which coordinate a value stands. ``"cosine"``: 1 - the cosine of the angle between them, 1 for a zero gradient.
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
@@ -114,17 +93,7 @@ def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Te
 
 
 def most_dissimilar(gradient: Tensor, others: Tensor, k: int, kind: Kind = "wasserstein") -> Tensor:
-    """Which of the other gradients are farthest from a gradient (FedViT's signature tasks, section 3.3).
-
-    Args:
-        gradient: Shape (p,).
-        others: Shape (n, p).
-        k: How many.
-        kind: See `distance`.
-
-    Returns:
-        Indices, the farthest first, shape (min(k, n),).
-    """
+    """Which ``k`` gradients are farthest from a gradient, those first (FedViT's signature tasks, section 3.3)."""
     return distance(gradient, others, kind).argsort(descending=True, stable=True)[:k]
 
 

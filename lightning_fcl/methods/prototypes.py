@@ -56,13 +56,7 @@ class _Sums:
 
 
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
-    """The count and the sum of the features of each class, shape (classes, 1 + features).
-
-    Args:
-        module: It tells the number of classes.
-        features: Shape (n, features).
-        y: Labels, shape (n,).
-    """
+    """The count and the sum of the features of each class, shape (classes, 1 + features)."""
     counted = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
     return no_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
 
@@ -85,11 +79,7 @@ def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
 def nearest_mean(features: Tensor, means: Tensor, known: Tensor, output: Tensor) -> Tensor:
     """Scores of classes: minus the distance from each mean, -inf for classes that have none.
 
-    Args:
-        features: Shape (batch, features).
-        means: Shape (classes, features).
-        known: Which classes have a mean, shape (classes,).
-        output: The scores where no class has one, shape (batch, classes).
+    ``known`` tells which have one, shape (classes,); where none has, the scores are ``output``.
     """
     if not known.any():
         return output

@@ -21,11 +21,6 @@ def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
     """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone.
 
     A longer first dimension has the same numbers, and more: padding changes no sample's.
-
-    Args:
-        key: A whole number, shape ().
-        stream: Which of the key's streams: one for each call of a random layer in a step.
-        shape: The shape.
     """
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
@@ -54,9 +49,6 @@ class KeyedRandomness(TorchFunctionMode):
     It covers ``dropout``, ``dropout1d`` to ``dropout3d``, ``alpha_dropout`` and ``feature_alpha_dropout`` of
     `torch.nn.functional`, which torch's layers call, the dropout of ``scaled_dot_product_attention``, and
     ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
-
-    Args:
-        key: A whole number, shape ().
     """
 
     def __init__(self, key: Tensor) -> None:

@@ -58,17 +58,7 @@ class Step:
     _why: str = field(default="", repr=False)  # there is no batch
 
     def without_batch(self, why: str) -> Step:
-        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError.
-
-        Args:
-            why: Its message.
-
-        Example:
-            >>> step = Step({}, {}, None, Tensor(), _elsewhere).without_batch("Call `self(x)`.")
-            >>> step.output
-            Traceback (most recent call last):
-            RuntimeError: Call `self(x)`.
-        """
+        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError."""
         other = copy.copy(self)
         del other.x, other.output
         other._why = why
@@ -99,14 +89,7 @@ class Part:
 
 @dataclass
 class Running:
-    """Where a method runs, while a Trainer does.
-
-    Args:
-        module: The module that the Trainer trains.
-        federation: The federation; None in a plain Trainer.
-        active: Whether the client that trains now uses the method.
-        batch: The batch at hand.
-    """
+    """Where a method runs, while a Trainer does; ``federation`` is None in a plain Trainer."""
 
     module: L.LightningModule
     federation: FederationView | None

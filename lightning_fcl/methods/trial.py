@@ -78,11 +78,7 @@ def why_no_logits(
 ) -> str | None:
     """What is in the way of reading a module's output as the logits of a stream's classes, in words; None: nothing.
 
-    Args:
-        module: A module in a Trainer that begins.
-        stream: Its stream.
-        samples: Some of it.
-        exact: Whether they are to be as many as the classes, too.
+    ``exact``: whether they are to be as many as the classes, too.
     """
     with aside(module, stream, RunningStage.TESTING):
         part = "validation" if samples is stream.plan.validation else "test"

@@ -128,11 +128,7 @@ class _Stage(nn.Module):
 class ConvolutionalBlock(nn.Module):
     """A transformer block with convolutional projections (Wu et al. 2021, section 3.2).
 
-    Args:
-        width: Channels of the tokens.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptron over that of the tokens.
-        class_only: Whether nothing but the first token is computed, the class token.
+    ``class_only``: nothing but the first token is computed, the class token.
     """
 
     def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
@@ -161,10 +157,6 @@ class ConvolutionalProjection(nn.Module):
     """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2).
 
     Tokens before those of the map, such as the class token, pass by the convolution.
-
-    Args:
-        width: Channels of the tokens.
-        stride: Stride of the convolution: 2 leaves a quarter of the tokens ("squeezed", section 3.2.2).
     """
 
     def __init__(self, width: int, stride: int = 1) -> None:

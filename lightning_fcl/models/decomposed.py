@@ -95,12 +95,7 @@ class Decomposed(Described):
         return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task.
-
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: Labels, shape (batch,).
-        """
+        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task."""
         begun = self.begun
         if self.training or begun < 2:
             return self.forward(x)
@@ -159,12 +154,7 @@ class Decomposed(Described):
     def begin(self, classes: Tensor, adaptives: int = 0) -> None:
         """Begin the client's next task: A = B / 3, as the authors begin; m and alpha normal, of variance 1 / length.
 
-        Args:
-            classes: Classes of the task.
-            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
-
-        Raises:
-            ValueError: If all of `tasks` have begun.
+        ``adaptives`` is the number of those in the knowledge base that comes with `receive`.
         """
         begun = self.begun
         if begun == len(self.tasks):
@@ -177,12 +167,7 @@ class Decomposed(Described):
 
     @torch.no_grad()
     def go_on(self, classes: Tensor, adaptives: int = 0) -> None:
-        """Let the client's last task have further classes: its mask and A go on, alpha begins anew.
-
-        Args:
-            classes: The further classes.
-            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
-        """
+        """Let the client's last task have further classes: its mask and A go on, alpha begins anew."""
         own = self._task(self.begun - 1)
         own.classes = torch.cat([own.classes, classes.to(own.classes.device)])
         self._attend(own, adaptives)

@@ -26,11 +26,7 @@ _MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
 
 
 class Described(nn.Module):
-    """A module that knows what it was made with.
-
-    Attributes:
-        described: ``class_path`` and ``init_args``, defaults among them, as plain data.
-    """
+    """A module that knows what it was made with: ``described`` is its class path and arguments, as plain data."""
 
     described: dict[str, Any]
     __signature__: inspect.Signature
@@ -59,12 +55,7 @@ def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def describe(value: object) -> Any:
-    """An argument as plain data; what cannot be made again is told by its class alone.
-
-    Args:
-        value: A number, text, a list or mapping, one of our networks, or what makes one of torch's optimizers: its
-            class, or a `functools.partial` of it.
-    """
+    """An argument as plain data; what cannot be made again is told by its class alone."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Described):
@@ -85,12 +76,7 @@ def describe(value: object) -> Any:
 
 
 def rebuild(description: object, name: str) -> Any:
-    """An argument, made again from its description.
-
-    Args:
-        description: What `describe` gave, from a file that need not be trusted.
-        name: The argument's, for messages.
-    """
+    """An argument, made again from what `describe` gave, from a file that need not be trusted."""
     if isinstance(description, list | tuple):
         return [rebuild(item, name) for item in description]
     if not isinstance(description, Mapping):

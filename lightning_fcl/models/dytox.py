@@ -22,11 +22,6 @@ class TaskAttention(nn.Module):
 
     The class attention of CaiT with a token per task: ``z = [token, patches]``; only the token asks and changes. All
     tokens go through it at once, yet none sees another: the result is that of one pass for each.
-
-    Args:
-        width: Channels of the tokens.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptron over that of the tokens.
     """
 
     def __init__(self, width: int, heads: int = 12, mlp_ratio: float = 4.0) -> None:
@@ -42,12 +37,7 @@ class TaskAttention(nn.Module):
         self.apply(initialise)
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """What each task sees in each image, shape (batch, tasks, width).
-
-        Args:
-            tokens: Shape (tasks, width).
-            patches: Shape (batch, patches, width).
-        """
+        """What each task sees, (batch, tasks, width), of tokens (tasks, width) and patches (batch, patches, width)."""
         tasks, batch = len(tokens), len(patches)
         own, seen = self.norm1(tokens), self.norm1(patches)
         query, *of_tokens = (
@@ -151,11 +141,7 @@ class DyTox(Described):
         return tasks
 
     def assign(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells.
-
-        Raises:
-            ValueError: If they do not fit the heads, or are not those that a task has been learnt with.
-        """
+        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells."""
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return
         if not self.cut or bool(self.learnt.any()) or [len(block) for block in blocks] != self.sizes:

@@ -112,26 +112,15 @@ class EchoStateNetwork(Described):
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features).
-
-        Raises:
-            ValueError: If the input has the wrong shape, is not finite, or is no longer than the washout.
-        """
+        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features)."""
         return torch.cat(list(self.blocks(x))).transpose(0, 1)
 
     @torch.no_grad()
     def blocks(self, x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
         """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
 
-        Nothing but the current block is held.
-
-        Args:
-            x: Inputs, shape (batch, time, in_features).
-            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
-            bias: Biases, likewise.
-
-        Raises:
-            ValueError: As `forward` does.
+        Nothing but the current block is held. ``gain`` and ``bias``, where not the reservoir's own, have the shape
+        (N_R,), or (batch, N_R) for one set per sequence.
         """
         x = self.checked(x)
         gain = self.gain if gain is None else gain
@@ -198,19 +187,9 @@ class EchoStateNetwork(Described):
     ) -> tuple[Tensor, Tensor]:
         """Each sequence's descent direction of KL(activations || N(mu, sigma)) (Schrauwen et al. 2008).
 
-        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed,
-        ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro
-        et al., eq. 4, with what is lost in its printed form.
-
-        Args:
-            x: Inputs, shape (batch, time, in_features).
-            mu: Mean of the target distribution.
-            sigma: Its standard deviation.
-            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
-            bias: Biases, likewise.
-
-        Returns:
-            The directions of gain and bias, both of shape (batch, N_R), without a step size.
+        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed, ``db = -(-mu/s2 + h/s2
+        (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro et al., eq. 4, with
+        what is lost in its printed form. Returns dg and db, shape (batch, N_R), without a step size.
         """
         x = self.checked(x)
         gain = self.gain.detach() if gain is None else gain
@@ -228,11 +207,7 @@ class EchoStateNetwork(Described):
         return dg, db
 
     def checked(self, x: Tensor) -> Tensor:
-        """The input in the reservoir's precision, if it is one.
-
-        Raises:
-            ValueError: As `forward` does.
-        """
+        """The input in the reservoir's precision, if it is one."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}. Set the "
@@ -254,15 +229,7 @@ class EchoStateNetwork(Described):
         return x
 
     def baked(self) -> EchoStateNetwork:
-        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal.
-
-        Example:
-            >>> reservoir = EchoStateNetwork(1, units=2, seed=0).requires_grad_(False)
-            >>> reservoir.gain += 0.5
-            >>> x = torch.ones(1, 3, 1)
-            >>> torch.allclose(reservoir(x), reservoir.baked()(x))
-            True
-        """
+        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal."""
         other = EchoStateNetwork(self.in_features, self.units, self.layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate

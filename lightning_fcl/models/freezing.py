@@ -33,13 +33,7 @@ def frozen(network: Described, backbone: Precision = "int8") -> Described:
 
 
 def freeze(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
-    """Fold a network's normalisation and freeze its backbone, in place.
-
-    Args:
-        network: As `frozen` takes it; it says of itself afterwards that it is frozen.
-        backbone: As there.
-        images: Images to calibrate int8 on, shape (images, channels, height, width); None: a state will be loaded.
-    """
+    """Fold a network's normalisation and freeze its backbone, in place; int8 is calibrated on images, if given."""
     network.eval()
     fold_batchnorm(network)
     if backbone == "int8":

@@ -83,22 +83,7 @@ class HARCNN(Described):
             self.apply(_keras_init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the classes' logits.
-
-        Args:
-            x: Windows, shape ``(batch, in_channels, length)``, or one window without the batch.
-
-        Returns:
-            Logits, shape ``(batch, num_classes)``, without softmax.
-
-        Raises:
-            ValueError: If the windows have another shape.
-
-        Example:
-            >>> import torch
-            >>> HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=2)(torch.zeros(5, 3, 10)).shape
-            torch.Size([5, 2])
-        """
+        """Logits, shape (batch, num_classes), of windows (batch, in_channels, length), or of one alone."""
         logits: Tensor = self.head(self.embed(x))
         return logits
 

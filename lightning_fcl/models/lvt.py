@@ -66,19 +66,9 @@ class LVT(SplitViT):
 
 
 class LVTBody(Described):
-    """The body of `LVT`: patches, a class token, learnt positions, pre-norm blocks. The output is the class token.
+    """The body of `LVT`, whose arguments it has: patches, a class token, learnt positions, pre-norm blocks.
 
-    Args:
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width.
+    The output is the class token.
 
     Example:
         >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, heads=2)(torch.zeros(2, 3, 32, 32)).shape
@@ -130,11 +120,6 @@ class InterTaskAttention(nn.Module):
     what it changes in the attention of earlier ones. B has a number for each distance of two patches, as in LeViT, and
     three more: for the class token's attention to patches, theirs to it, and its own to itself; it begins at 0.
     K begins with the variance of keys that a layer of 0.02 computes from normalised tokens.
-
-    Args:
-        width: Channels of the tokens.
-        heads: Heads; they divide the width.
-        side: Patches along one side of the image.
     """
 
     offsets: Tensor

@@ -13,18 +13,8 @@ from torch import Tensor
 class PlasticityOfLayer:
     """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
 
-    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula.
-
-    Args:
-        drive: Input weights, shape (units, inputs).
-        recurrent: Recurrent weights, shape (units, units).
-        gain: Shape (units,), or (batch, units) for one set per sequence.
-        bias: Likewise.
-        constant: The constant input of each unit, shape (units,).
-        leak: Leaking rate.
-        state: State before the first step, shape (batch, units).
-        mu: Mean of the target distribution.
-        sigma: Its standard deviation.
+    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula. ``gain`` and ``bias`` have the shape
+    (units,), or (batch, units) for one set per sequence; ``state``, the one before the first step, (batch, units).
     """
 
     drive: Tensor

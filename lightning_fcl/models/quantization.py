@@ -24,9 +24,6 @@ def fold_batchnorm(module: nn.Module) -> None:
     The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
     that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was. Make the
     optimizer after folding.
-
-    Args:
-        module: The module, searched at all depths.
     """
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
@@ -53,9 +50,6 @@ class Int8Convolution(nn.Module):
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
     output channel; the bias is in units of ``input scale * weight scale``, as on integer hardware. A ReLU that
     follows is implied: then the output's zero point is 0, and no level lies below it.
-
-    Args:
-        convolution: The convolution whose geometry this one takes over; the state is left at zero.
     """
 
     weight: Tensor
@@ -91,9 +85,6 @@ class Int8Backbone(nn.Module):
 
     Nothing in it is trainable, and training mode changes nothing. Its state is its `state_dict`: a model that was
     prepared with ``quantize_backbone(model, None)`` takes another's state and gives the same outputs to the bit.
-
-    Args:
-        convolutions: The convolutions by name, in their order, whose geometry is taken over.
     """
 
     input_scale: Tensor
@@ -145,14 +136,9 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
     Post-training and static: batch normalisation is folded, weights are symmetric per output channel, activations
-    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images. The maps that
-    come out are quantised too. The rest of the model stays as it is; make the optimizer afterwards.
-
-    Args:
-        model: A module with a `backbone`: an `nn.Sequential`, of any depth, of `Conv2d`, `BatchNorm2d` and `ReLU`.
-        calibration: Images as the backbone will see them, shape (images, channels, height, width); a hundred will do.
-            None builds the structure alone, without torchao, for a state that is loaded afterwards.
-        batch_size: Images per step of the calibration.
+    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images, a hundred or so,
+    as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
+    afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
     """
     backbone = _float_backbone(model)
     convolutions = _chain(backbone)

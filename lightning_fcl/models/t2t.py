@@ -112,10 +112,6 @@ class TokenTransformer(nn.Module):
     """Attention and a perceptron that make narrow tokens of wide ones (Yuan et al. 2021, eq. 1).
 
     One head. As the widths differ, the values stand in the residual connection, as in the authors' code.
-
-    Args:
-        inputs: Channels of the tokens that come in.
-        width: Channels of the tokens that go out.
     """
 
     def __init__(self, inputs: int, width: int) -> None:

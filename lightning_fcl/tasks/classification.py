@@ -101,11 +101,7 @@ class Classifier(NetworkTask):
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of every sample, shape (batch,).
-
-        Raises:
-            ValueError: If the network's outputs are not as many as the classes.
-        """
+        """Cross-entropy of every sample, shape (batch,)."""
         if output.shape[-1] != self.num_classes:
             raise ValueError(
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
@@ -114,20 +110,12 @@ class Classifier(NetworkTask):
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of samples, shape (batch, features): what the network's own ``embed`` gives.
-
-        Raises:
-            ValueError: If the network has none.
-        """
+        """Features of samples, shape (batch, features): what the network's own ``embed`` gives."""
         return self._body.embed(x)
 
     @property
     def features(self) -> int:
-        """How many features the network has.
-
-        Raises:
-            ValueError: If it has none.
-        """
+        """How many features the network has."""
         return self._body.features
 
     @property

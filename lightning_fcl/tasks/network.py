@@ -23,12 +23,7 @@ class _EpochLoss:
 
 
 class NetworkTask(Task):
-    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it.
-
-    Args:
-        model: The network.
-        optimizer: Makes the clients' optimizer from the parameters; None: SGD with a learning rate of 0.01.
-    """
+    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
         super().__init__()

@@ -25,9 +25,6 @@ class Regressor(NetworkTask):
         outputs: How many numbers a sample's target has.
         optimizer: Makes the clients' optimizer from the parameters; default: SGD with a learning rate of 0.01.
 
-    Raises:
-        ValueError: If `outputs` is below 1; in a step, if outputs or targets have another shape.
-
     Example:
         >>> import torch
         >>> task = Regressor(nn.Linear(4, 2), outputs=2)
@@ -48,11 +45,7 @@ class Regressor(NetworkTask):
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Squared error of every sample, mean over its outputs, shape (batch,).
-
-        Raises:
-            ValueError: If outputs or targets have another shape.
-        """
+        """Squared error of every sample, mean over its outputs, shape (batch,)."""
         return F.mse_loss(output, self._wanted(output, y), reduction="none").mean(dim=1)
 
     def _wanted(self, output: Tensor, y: Tensor) -> Tensor:

@@ -41,17 +41,7 @@ class ReservoirTask(Task):
 
     What (A, B) reveals: of a client with fewer samples than the reservoir has units, the span of its states, and of one
     with a single sample that sample itself. Hence ``min_samples``; adding up under secure aggregation is the remedy.
-
-    Args:
-        reservoir: The network whose states the readout sees.
-        outputs: Size of the output.
-        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round
-            (all of them from one eigendecomposition); just one with ``share="weights"``.
-        readout: What the readout sees: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
-            ``"mean"``.
-        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
+    The arguments are those of `lightning_fcl.ReservoirClassifier`.
     """
 
     quantity: str  # what is logged in evaluation
@@ -145,17 +135,10 @@ class ReservoirTask(Task):
             start += len(states)
 
     def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add several clients' sequences to their statistics.
+        """Add several clients' sequences, client after client, to their statistics; the number of samples of each.
 
-        Args:
-            a: A of each client, shape (clients, outputs, N_R).
-            b: B of each client: (clients, N_R, N_R), or packed.
-            x: All sequences, client after client: (batch, time, features).
-            y: Their labels.
-            sizes: How many sequences each client has.
-
-        Returns:
-            The number of samples (steps, or sequences) of each client.
+        A has the shape (clients, outputs, N_R), B (clients, N_R, N_R), or packed; ``sizes`` tells how many sequences
+        each has.
         """
         samples = 0
         for states, wanted in self.pairs(x, y):

@@ -56,12 +56,7 @@ class SharedReservoir(Protocol):
 
 
 class ReservoirTrainer:
-    """Runs several clients' sequences through one reservoir: one product with its weights serves them all.
-
-    Args:
-        module: The task.
-        clients_at_once: How many clients run side by side; None: as many as leave their statistics in little memory.
-    """
+    """Runs several clients' sequences through one reservoir: one product with its weights serves them all."""
 
     stacked = True
     optimizer = None

@@ -18,20 +18,18 @@ from lightning_fcl.tasks.reservoir_trainer import Share
 
 
 class ReservoirClassifier(ReservoirTask):
-    """Classification of sequences: one-hot targets, the largest output wins.
+    """Classification of sequences: one-hot targets, the largest output wins. See `ReservoirTask` for what it does.
 
     Args:
         reservoir: The network whose states the readout sees.
         num_classes: Number of classes.
+        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round.
+        readout: What the readout sees: each step's state (``"steps"``), each sequence's ``"last"`` one, or their
+            ``"mean"``.
+        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
         targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
         symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
-
-    Raises:
-        ValueError: If an argument is out of range, or, in a step, a label is.
+        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
 
     Example:
         >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
@@ -98,11 +96,7 @@ class ReservoirRegressor(ReservoirTask):
     Args:
         reservoir: The network whose states the readout sees.
         outputs: Size of the target.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
+        beta: See `ReservoirClassifier`; and all else.
 
     Example:
         >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), outputs=1)
@@ -121,11 +115,7 @@ class ReservoirRegressor(ReservoirTask):
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def targets(self, y: Tensor) -> Tensor:
-        """The targets as they are.
-
-        Raises:
-            ValueError: If they are not finite, or not of the output's size.
-        """
+        """The targets as they are."""
         if y.dim() not in (2, 3) or y.shape[-1] != self.readout.out_features:
             raise ValueError(
                 f"Expected targets of shape (batch, {self.readout.out_features}), or (batch, time, "

@@ -29,6 +29,11 @@ class Task(Described, L.LightningModule):
     def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
         cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
     ) -> Self:
+        """A task with the weights of a checkpoint, a file or ``https://host/name.ckpt#sha256=...``.
+
+        Networks of `lightning_fcl.models` and optimizers of `torch.optim` are made again from the hyperparameters, each
+        checked before it is called; anything else is handed in as one of ``arguments``, such as ``model=MyNetwork()``.
+        """
         read = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(read, checkpoint_path)
         told = checkpoint.get("hyper_parameters", {})
@@ -48,12 +53,7 @@ class Task(Described, L.LightningModule):
 
 
 def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
-    """Refuse several local epochs for a module whose readout adds up samples: they would count several times.
-
-    Args:
-        module: The module, of a Trainer that begins.
-        more: A sentence for the message.
-    """
+    """Refuse several local epochs for a module whose readout adds up samples: they would count several times."""
     federation = federation_of(module.trainer)
     epochs = federation.local_epochs if federation is not None else 1
     if epochs != 1:
