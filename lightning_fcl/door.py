@@ -41,7 +41,6 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], object], Callab
 
 
 def _homes(package: str) -> dict[str, str]:
-    """The module of each public name of a package."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(_file(package).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -58,7 +57,6 @@ def _file(module: str) -> Path:
 
 
 def _defined(file: Path) -> list[ast.ClassDef | ast.FunctionDef]:
-    """The classes and functions that a file defines."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
     return [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
 

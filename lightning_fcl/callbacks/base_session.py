@@ -22,7 +22,7 @@ from lightning_fcl.callbacks.pretrain import fit_alone
 from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import require
+from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
@@ -65,29 +65,18 @@ class BaseSession(Callback):
         'int8'
     """
 
-    pretrain_epochs: int = 40
-    epochs: int = 60
-    lr: float = 2e-3
+    pretrain_epochs: int = argument(40, at_least, 0)
+    epochs: int = argument(60, at_least, 1)
+    lr: float = argument(2e-3, above, 0)
     weight_decay: float = 0.01
-    batch_size: int = 32
+    batch_size: int = argument(32, at_least, 2)  # for batch normalisation
     augment: bool = True
-    backbone: Literal["int8", "float"] = "int8"
+    backbone: Literal["int8", "float"] = argument("int8", one_of, ("int8", "float"))
     latents: bool = False
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.pretrain_epochs < 0:
-            raise ValueError(
-                f"Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got {self.epochs} and "
-                f"{self.pretrain_epochs}."
-            )
-        if self.backbone not in ("int8", "float"):
-            raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{self.backbone}".')
-        if not self.lr > 0 or self.batch_size < 2:
-            raise ValueError(
-                f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {self.lr} and "
-                f"{self.batch_size}."
-            )
+        check_fields(self)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         callbacks = callbacks_of(trainer)
@@ -181,7 +170,6 @@ class BaseSession(Callback):
         freeze(network, self.backbone, images)
 
     def _key(self, network: nn.Module, stream: FederatedStream) -> str:
-        """Changes when the trained network would be another one."""
         digest = hashlib.sha256()
         arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
         digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())

@@ -35,28 +35,25 @@ class ContinualMetrics(Callback):
 
     The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
     `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
-    ``server/accuracy``. A module that tells ``measures()``, as `Regressor` does, is measured by these in place of
-    accuracy, as in ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward`
-    gives no logits of the classes is measured by what its `test_step`, else its `validation_step`, logs.
+    ``server/accuracy``. In a plain Trainer each epoch is a round, and its only model is the ``"server"``'s. A module
+    that tells ``measures()``, as `Regressor` does, is measured by these in place of accuracy, as in ``server/MSE``;
+    curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits of the classes
+    is measured by what its `test_step`, else its `validation_step`, logs.
 
     What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
     that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
     send or compression has left over; images that are stored pixels as such. Neither what it receives anew in each
     round nor the samples of its present experience count.
 
-    In a plain Trainer, whose stream has one client, each epoch is a round, and its only model goes by the name of
-    ``"server"``.
-
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
         when: When models are tested. ``"trained"``: each round, those that clients have just trained, before
-            aggregation, and the server's. ``"aggregated"``: after the last round of an experience, and whether a client
-            was drawn for it or not, the model that it would predict with: the server's with the client's own entries,
-            made personal by its methods. It is tested on the classes (or domains) of the client's experiences so far,
-            unless it is the server's. ``"both"``: as ``"aggregated"``, and beside it each client's own model after its
-            last local training of an experience, before aggregation, on the same classes: it makes metrics of their
-            own, as ``average_accuracy_own``. A client has none after an experience in which it was never drawn, or
-            whose last upload was refused.
+            aggregation, and the server's. ``"aggregated"``: after the last round of an experience the model that
+            a client would predict with: the server's with its own entries, made personal by its methods. It is tested
+            on the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
+            ``"aggregated"``, and beside it each client's own model after its last local training of an experience,
+            before aggregation, on the same classes, for ``average_accuracy_own`` and the like. A client has none after
+            an experience in which it was never drawn, or whose last upload was refused.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
@@ -143,7 +140,6 @@ class ContinualMetrics(Callback):
             )
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """Test a client's model."""
         predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
         if not (predicts and self._tests(client_round.client)):
             return
@@ -322,7 +318,6 @@ class ContinualMetrics(Callback):
 
 
 def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:
-    """What the clock of a rehearsed deployment says of a round, if there is one."""
     if happened.simulated_seconds is None:
         return {}
     staleness = dict(happened.staleness)

@@ -61,7 +61,6 @@ class EpochLog:
 
 
 def one_number(name: str, value: Any) -> Tensor:
-    """What is logged, a scalar."""
     number = torch.as_tensor(value).detach()
     if number.numel() != 1:
         raise ValueError(f"Expected `{name}` to be logged as one number but got {value}. Log each under a name.")

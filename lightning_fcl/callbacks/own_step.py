@@ -59,7 +59,6 @@ class StepTester:
         return cls(stream, samples, group, 1 if alike else len(stream.group_names), part)
 
     def sizes(self) -> list[int]:
-        """Samples of each group."""
         sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()
         return sizes
 
@@ -121,7 +120,6 @@ class StepTester:
 
 
 def _is_higher(name: str, metric: Metric | None, lower: Sequence[str] | None) -> bool:
-    """Whether a higher value is better: as its metric says, or its name."""
     if metric is not None and metric.higher_is_better is not None:
         return metric.higher_is_better
     return name not in lower if lower is not None else not any(part in name.lower() for part in _LOWER)

@@ -37,7 +37,6 @@ class FederatedProgressBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown."""
         return self._enabled
 
     def disable(self) -> None:
@@ -84,7 +83,6 @@ class FederatedProgressBar(ProgressBar):
             self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """One client is done."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             self._bar.update(self._task, advance=1, speed=f"{speed:.3g}/s" if speed else "")

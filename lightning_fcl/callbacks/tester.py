@@ -61,7 +61,6 @@ class Tester:
         return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared, size)
 
     def among(self, groups: Iterable[int]) -> Tester:
-        """The samples of some groups."""
         rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
         return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
 

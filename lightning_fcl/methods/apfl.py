@@ -34,24 +34,19 @@ from lightning_fcl.methods.projection import flatten
 class APFL(Method):
     """Every step: a personal model ``v`` and its weight ``alpha`` learn beside the shared ``w`` (Deng et al. 2020).
 
-    ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task loss
-    at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and ``alpha`` one
-    with ``<v - w, g>``, all at the values before the step (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A
-    client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
-    ``ContinualMetrics(when="aggregated")`` tests. It begins with the server's first state that it receives as its
-    ``v``; who has never been drawn predicts with the server's. ``v`` holds trainable parameters; buffers, such as the
-    statistics of batch normalisation, are those of ``w``.
+    ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task
+    loss at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and
+    ``alpha`` one with ``<v - w, g>``, all at the values before the step (Algorithm 1 and eq. 10); ``alpha`` is clipped
+    to [0, 1]. A client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
+    ``ContinualMetrics(when="aggregated")`` tests. ``v`` holds trainable parameters; buffers are those of ``w``.
 
-    ``v`` has an optimizer of the task's class, with its options and the Trainer's clipping, while the paper has SGD. It
-    begins each round afresh, as that of ``w`` does, unless the strategy has ``keep_optimizer``. An optimizer that
-    divides gradients by their size, as Adam does, cancels the factor ``alpha``; then ``v`` and ``w`` are nearly alike
-    in a client's first round. Clients train one at a time; a step costs two forward and backward passes in place of
-    one.
+    ``v`` has an optimizer of the task's class, with its options and the Trainer's clipping, while the paper has SGD.
+    It begins each round afresh, as that of ``w`` does, unless the strategy has ``keep_optimizer``. Clients train one
+    at a time; a step costs two forward and backward passes in place of one.
 
     Args:
         alpha0: What ``alpha`` begins with, from 0 to 1.
         alpha_lr: Step size of ``alpha``; None: the optimizer's learning rate, as in the paper; 0: ``alpha`` is fixed.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> APFL(alpha0=0.5).alpha0

@@ -49,19 +49,18 @@ class BCN(Episodic):
 
     ``beta * J_new + J_PN + (J_PN(x + delta) - J_PN) + (J_PN(theta_B) - J_PN)``
 
-    J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from torch's
-    global generator, among the remembered ones of past tasks and the batch's, as in the authors' code. The first
-    bracket is generalisation: delta makes the loss of these samples as high as `worst_inputs` can. The second is
+    J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from
+    torch's global generator, among the remembered ones of past tasks and the batch's, as in the authors' code. The
+    first bracket is generalisation: delta makes the loss of these samples as high as `worst_inputs` can. The second is
     forgetting: theta_B is where `descended` takes a copy of the parameters on the same samples. Gradients do not go
-    through the players' moves: each term counts with its gradient at the point where it is taken. With ``eps=0`` and
-    ``theta_steps=0`` this is plain rehearsal. The first task is fine-tuning. Samples are remembered as in `GEM`.
+    through the players' moves: each term counts with its gradient at the point where it is taken. Samples are
+    remembered as in `GEM`.
 
-    It differs from the authors' code in three things. There the copy theta_B is cut off the graph, so that the last
-    bracket only subtracts the gradient of J_PN; here the gradient at theta_B counts, to first order. There the first of
-    the ``x_steps`` does not move, and what moves is not held within ``eps``; one step of length ``eps`` remains of
-    their two. And there a batch is trained on kappa times over, 3 with MNIST and 1 with CIFAR-100; here once: use more
-    local epochs. The defaults are those for MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1,
-    inner_lr=1e-5``. Clients train one at a time; a step costs ``4 + x_steps + theta_steps`` passes in place of one.
+    It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient
+    at theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within
+    ``eps``. And there a batch is trained on kappa times over (3 with MNIST): use more local epochs. The defaults are
+    those for MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. Clients train one
+    at a time; a step costs ``4 + x_steps + theta_steps`` passes in place of one.
 
     Args:
         max_size: Samples kept of each task. See `GEM`.
@@ -71,7 +70,6 @@ class BCN(Episodic):
         theta_steps: Moves of the second player; 0: it rests.
         inner_lr: Learning rate of the second player, above 0.
         batch_size: Samples drawn at each step.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> BCN(eps=0.0, theta_steps=0).beta
@@ -103,7 +101,6 @@ class BCN(Episodic):
         return total
 
     def _drawn(self, tasks: Sequence[tuple[Tensor, Tensor]], step: Step) -> tuple[Tensor, Tensor]:
-        """Samples of past tasks and of the batch."""
         assert step.y is not None  # as `needs_labels` has it
         pool = zip(*tasks, (step.x, step.y), strict=True)
         x, y = (torch.cat([part.to(step.y.device) for part in column]) for column in pool)

@@ -55,7 +55,6 @@ class Agent(SimpleNamespace):
 
 
 def make_buffer(policy: str) -> ExemplarsBuffer:
-    """The buffer of a policy's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         require("avalanche", "has the buffers of `Replay`")
@@ -110,7 +109,6 @@ class _Whole:
         self.sample, self.labels, self.tasks = sample, labels, tasks
 
     def part(self, indices: Tensor) -> Any:
-        """Some of the samples, as Avalanche wants them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
@@ -121,12 +119,10 @@ class _Whole:
         return TaskAwareSupervisedClassificationDataset([data], data_attributes=[labels, tasks])
 
     def places(self, groups: Sequence[Any]) -> Tensor:
-        """Where the samples of buffers are."""
         return torch.tensor([item[2] for group in groups for item in group.buffer], dtype=torch.long)
 
 
 def _fresh(buffer: Any, size: int) -> Any:
-    """The same buffer, of a size, without samples."""
     empty = copy.copy(buffer)
     empty.max_size = size
     for name, value in (("buffer_groups", {}), ("seen_classes", set()), ("seen_groups", set()), ("_num_exps", 0)):

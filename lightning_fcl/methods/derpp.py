@@ -30,21 +30,16 @@ class DERpp(Method):
     in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
 
     A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
-    round once, after its local training, with the logits of the model that it has just trained. The authors offer every
-    batch right after its step, with the logits from before it, so that their first rehearsals are in the first epoch
-    and their logits those of a model on its way. Samples are drawn with replacement; nothing remembered travels.
+    round once, after its local training, with the logits of the model that it has just trained. Samples are drawn with
+    replacement.
 
     Args:
         max_size: Samples that a client remembers, at least 1.
         alpha: Weight of the distance from the remembered logits, at least 0.
         beta: Weight of the remembered samples' task loss, at least 0.
         batch_size: Samples in each of the two draws of a step, at least 1.
-        clients: Who uses it. See `Method`.
 
     Example:
-        >>> import lightning as L
-        >>> from lightning_fcl import Classifier, FederatedStrategy
-        >>> trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[DERpp(alpha=0.1, beta=0.5)], barebones=True)
         >>> DERpp(batch_size=16).recall_size
         32
     """

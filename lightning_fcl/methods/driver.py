@@ -250,7 +250,6 @@ class MethodDriver(Callback):
         return method.end_round(memory, entries(module), self._data(method), at, generator)
 
     def _data(self, method: Declaration) -> list[Tensor] | None:
-        """The samples of the epoch, if a method needs them."""
         return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs_samples else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

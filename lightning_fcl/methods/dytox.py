@@ -54,8 +54,8 @@ class DyToxTraining(Method):
 
     A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
     `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
-    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "none"}``. Clients train one at a
-    time. The loss of a task is the module's, cross-entropy for `Classifier` (the authors' is binary).
+    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "none"}``. The loss of a task is
+    the module's, cross-entropy for `Classifier` (the authors' is binary).
 
     Args:
         max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round;
@@ -65,11 +65,10 @@ class DyToxTraining(Method):
         temperature: Softens teacher and student, above 0; the distillation is scaled by its square.
         divergence: Weight of the divergence loss, at least 0.
         balanced_epochs: Epochs of balanced tuning, at the end of each task but the first (the paper: 20, after 500).
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the module holds no `DyTox` or does not state its loss apart, or the
-            stream's experiences are not tasks of the model.
+        ValueError: If the module holds no `DyTox` or does not state its loss apart, or the stream's experiences are
+            not tasks of the model.
 
     Example:
         >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
@@ -235,7 +234,6 @@ class DyToxTraining(Method):
             self._embedded = output
 
     def _block_of(self, labels: Tensor, client: str) -> int:
-        """The task that labels are of."""
         tasks = torch.unique(self._net.task_of(labels)).tolist()
         if len(tasks) != 1:
             raise ValueError(

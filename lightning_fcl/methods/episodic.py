@@ -133,5 +133,4 @@ def at_task(memory: Memory, client_round: ClientRound) -> Memory:
 
 
 def knows_task(memory: Memory, task: int) -> bool:
-    """Whether the client remembers samples of a task."""
     return "task" in memory and bool((memory["task"] == task).any())

@@ -32,9 +32,9 @@ class Fed3R(Method):
     that round's samples: S are their features by its own model, with a column of ones for the bias, Y their classes,
     one-hot. The server adds them to those of all earlier experiences and of the stream's base session, and after that
     round puts ``A (B + beta I)^-1 / temperature`` into the module's last layer: the solution on all samples in one
-    place, however they are spread over clients and experiences, as long as the features stay. From then on the layer is
-    trained as any other, by any method (the authors' Fed3R+FT, their ridge solution as a softmax classifier with a
-    temperature). Nothing is stored of a sample, and a client sends the sums once for each experience.
+    place, however they are spread over clients and experiences, as long as the features stay. From then on the layer
+    is trained as any other, by any method (the authors' Fed3R+FT, their ridge solution as a softmax classifier with a
+    temperature).
 
     A client whose first round is not the experience's adds its sums when it comes, and the layer is solved for anew.
     Sums of an upload that does not arrive are sent again in the next round.
@@ -43,12 +43,10 @@ class Fed3R(Method):
         beta: Regulariser, at least 0.
         temperature: Ridge regression aims at 1 for the class of a sample and at 0 for others, which a softmax takes for
             little more than a tie: the solution is divided by it. Above 0.
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, clients see earlier samples again
-            (``history``), or the module has no last layer on features that it tells.
-        TypeError: If the samples are no pairs.
+        ValueError: If the Trainer is no federation's, clients see earlier samples again (``history``), or the module
+            has no last layer on features that it tells.
 
     Example:
         >>> from lightning_fcl import Classifier

@@ -32,28 +32,16 @@ class FedKNOW(FedViT):
     The stages, the choice of tasks and the rotation are those of `FedViT`; the knowledge of a task is another. At a
     task's end the client keeps the share ``rho`` of the largest weights of each linear and convolutional layer of its
     body, of those that no earlier task has kept: no weight is kept for two tasks. They are tuned on the task's samples
-    with all free weights at zero. A past task's network has the weights that were kept up to its end, zeros elsewhere,
-    and the biases, norms and head of its end, which are small, whole. The gradient of a past task is that of
-    distillation, on the present batch, from its network, among the task's classes.
-
-    The paper's words leave open which weights a past network has beside its own: here, as in PackNet (Mallya and
-    Lazebnik 2018), those of all earlier tasks.
+    with all free weights at zero. A past task's network has the weights that were kept up to its end, as in PackNet
+    (Mallya and Lazebnik 2018), zeros elsewhere, and the biases, norms and head of its end, which are small, whole. The
+    gradient of a past task is that of distillation, on the present batch, from its network, among the task's classes.
 
     Args:
         rho: Share of each layer's weights that is kept for a task, above 0 and up to 1.
-        k: Past tasks that constrain a step. See `FedViT`.
-        distance: How much two gradients differ. See `FedViT`.
-        select_every: Steps after which a client chooses its k tasks anew.
         temperature: Softens both sides of the distillation, above 0.
         tune_epochs: Passes over the task's samples that tune the kept weights; 0: none.
         tune_rate: Learning rate (of Adam) of the tuning, above 0.
-        head_epochs: Local epochs of the head, at least 1.
-        body_epochs: Local epochs of the body, at least 1.
-        integration_epochs: Local epochs of integration. See `FedViT`.
-        head: Shell-style pattern of the head's entries.
-        integrate_last: Whether integration also follows the last aggregation of a task. See `FedViT`.
-        margin: Least weight of each constraint in a gradient that violates one. See `FedViT`.
-        clients: Who uses it. See `Method`.
+        k: Past tasks that constrain a step. See `FedViT`; and all else.
 
     Example:
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
@@ -73,7 +61,6 @@ class FedKNOW(FedViT):
         self._networks = {}
 
     def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
-        """Keep the task's largest free weights, tuned, and all that is small."""
         x, y = labelled(data)
         weights = _layers(self.module, self.head)
         if not weights:
@@ -117,7 +104,6 @@ class FedKNOW(FedViT):
         return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
 
     def known(self, memory: Memory) -> list[int]:
-        """Numbers of the past tasks of which weights are kept, ascending."""
         numbers = sorted(int(name.removeprefix("block")) for name in memory if name.startswith("block"))
         return [number for number in numbers if number != int(memory["present"])]
 

@@ -32,13 +32,11 @@ class FedProto(Method):
     class weighs by its samples; the authors' code weighs clients equally). A class that none of them has keeps the
     prototype of an earlier round: `ClassSums`.
 
-    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``. With the default the
-    models are averaged, too, and ``strength=0, predict="head"`` is FedAvg.
+    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``.
 
     Args:
         strength: Weight (lambda) of the distance, at least 0.
         predict: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> from lightning_fcl import Classifier

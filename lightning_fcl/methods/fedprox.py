@@ -27,10 +27,6 @@ class FedProx(Method):
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.
         part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
 
     Example:
         >>> FedProx(mu=0.1).mu

@@ -24,17 +24,16 @@ class FedRep(Method):
 
     What is not trained is frozen to the bit: its parameters get no gradient, and normalisation layers keep their
     statistics. The body travels, the head stays with the client: declare it, as in
-    ``FederatedStrategy(reductions={"model.head.*": "none"})``. Clients train one at a time.
+    ``FederatedStrategy(reductions={"model.head.*": "none"})``.
 
     Args:
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
         head: Shell-style pattern of the head's entries.
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If a number is below 1, the Trainer is no federation's, ``head`` matches all parameters or none, or
-            the head is not declared to stay with the clients.
+        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, or the head is not
+            declared to stay with the clients.
 
     Example:
         >>> FedRep(head_epochs=2, body_epochs=4).head

@@ -62,7 +62,6 @@ class FedViT(Method):
         integrate_last: Whether integration also follows the last aggregation of a task.
         margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
             paper's eq. 8; GEM's authors take 0.5. See `lightning_fcl.methods.projection.project`.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs

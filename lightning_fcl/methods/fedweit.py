@@ -44,13 +44,7 @@ class FedWEIT(Method):
     After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros;
     a unit's new base is the mean of those who send it and stays where none does. At a task's end it sends A, without
     the numbers up to the network's `threshold`. When it begins the next task it receives the other clients' latest A,
-    once. ``federation.record`` counts what is sent sparse as one bit for each number and those that are not zero.
-
-    With ``per_task=False`` a client has one mask and one adaptive, which go on from task to task (only alpha and the
-    knowledge base begin anew), so that the weights of past tasks are the present ones: a `Decomposed` network of one
-    task. ``theta*_i`` is what they were after the client's last training in task i, and stays so. This is how the
-    baseline works that Zuo et al., of `FedViT`, seem to have released (PuzzleFL), with ``kb_size=0, sparsity=0.0,
-    mask_l1=0.0, l2=0.5`` and a base that alone travels.
+    once.
 
     What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
     "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Clients train one at a time. Deviations
@@ -67,13 +61,14 @@ class FedWEIT(Method):
         mask_l1: Weight of the absolute values of the mask, at least 0; None: ``l1``.
         kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
         retroactive: Whether the adaptives of past tasks are trained along.
-        per_task: Whether each task has a mask and an adaptive of its own, as in the paper, or all have the same.
+        per_task: Whether each task has a mask and an adaptive of its own, as in the paper. False: one of both goes on
+            from task to task, in a `Decomposed` network of one task, as the baseline of Zuo et al. (PuzzleFL) seems to
+            work, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and a base that alone travels.
         clients: Who uses it; others train the plain network. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, the module is no task-incremental
-            `Classifier` of a `Decomposed` network with tasks enough, reductions are missing, or another method than
-            `Replay` is there, too.
+        ValueError: If the Trainer is no federation's, the module is no task-incremental `Classifier` of a `Decomposed`
+            network with tasks enough, reductions are missing, or another method than `Replay` is there, too.
 
     Example:
         >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity
@@ -111,10 +106,8 @@ class FedWEIT(Method):
 
     @property
     def _record(self) -> RoundRecord:
-        federation = self.federation
-        if federation is None:
-            raise RuntimeError("Expected a federation for `FedWEIT` but it runs in a plain Trainer.")
-        return federation.record
+        assert self.federation is not None  # as `setup` has it
+        return self.federation.record
 
     # The client.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -23,36 +23,21 @@ _CHUNK = 256  # samples that are predicted at once
 SampleLoss = Callable[[Tensor, Any], Tensor]
 """``loss(output, y)``: the loss of every sample, shape (batch,)."""
 
+GradientOf = Callable[..., Tensor]
+"""``gradient_of(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
-class GradientOf(Protocol):
-    """The gradient of a mean loss on samples, of the parameters that a step trains, as one vector."""
+Of the parameters that a step trains, at those of a state or the present ones; of ``loss``, that of every sample, or
+the task's.
+"""
 
-    def __call__(
-        self, x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
-    ) -> Tensor:
-        """The gradient on inputs and targets, shape (batch, ...).
+LossOf = Callable[..., Tensor]
+"""``loss_of(x, y, params=None, loss=None)``: the mean loss on samples, a scalar, as part of the graph.
 
-        At ``state``, or the present parameters; of ``loss``, that of every sample, or the task's.
-        """
+With ``params`` in place of the present ones, by name; of ``loss``, that of every sample, or the task's.
+"""
 
-
-class OutputOf(Protocol):
-    """What a module makes of samples, as part of the graph."""
-
-    def __call__(self, x: Any) -> Tensor:
-        """Of inputs, shape (batch, ...): the output, or the features, shape (batch, ...)."""
-
-
-class LossOf(Protocol):
-    """A mean loss on samples, as part of the graph."""
-
-    def __call__(
-        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
-    ) -> Tensor:
-        """The loss on inputs and targets, a scalar.
-
-        With ``params`` in place of the present ones; of ``loss``, that of every sample, or the task's.
-        """
+OutputOf = Callable[[Any], Tensor]
+"""What a module makes of inputs, shape (batch, ...), as part of the graph: the output, or the features."""
 
 
 @contextmanager

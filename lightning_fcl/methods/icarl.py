@@ -44,14 +44,13 @@ class ICaRL(LwF):
 
     When an experience ends, a client chooses exemplars of its classes by `herd`, on features of length 1 of its own
     model; its ``max_size`` exemplars are shared equally by all classes that it has seen, and those of earlier ones are
-    cut from the end. From then on they join its data. A class that comes again has its exemplars chosen anew. A client
-    that is not drawn for an experience's last round chooses them with the server's model.
+    cut from the end. From then on they join its data. A client that is not drawn for an experience's last round
+    chooses them with the server's model.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
     each client sends, for each class, the sum of its exemplars' features and their number, in an experience also those
     of the exemplars that it would choose now. The server adds up those of the round's clients, in place of the earlier
-    ones, whose features an old model has made; a class that none of them has keeps its sum: `ClassSums`. The features
-    are those of the clients' models, not of their average, to which they are compared.
+    ones, whose features an old model has made; a class that none of them has keeps its sum: `ClassSums`.
 
     The classes of the experience are learnt by the module's own loss, and old ones distilled as in `LwF`, from the
     client's model at the end of its last experience: the paper has binary cross-entropies of sigmoids for both.
@@ -60,7 +59,6 @@ class ICaRL(LwF):
         max_size: Exemplars that a client keeps, of all classes together, at least 1.
         strength: Weight of the distillation, at least 0.
         temperature: Softens both sides of it, above 0.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> ICaRL(max_size=100).ends_undrawn

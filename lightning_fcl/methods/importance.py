@@ -141,7 +141,6 @@ class _Consolidation(Method):
     normalize: bool = True
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The importance of parameters for some samples."""
         raise NotImplementedError
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
@@ -182,15 +181,13 @@ class EWC(_Consolidation):
     nothing from this experience.
 
     Args:
-        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning. Plain SGD on the penalty alone is stable
-            only where ``learning rate * strength * F_i`` is below 2 for every i.
+        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
         decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
         normalize: Whether F, summed as it is, is divided by the greatest F_i of the client, so that the greatest is 1
             whatever the model, the data and the number of experiences. The penalty alone then never blows up with
-            plain SGD whose ``learning rate * strength`` is below 2; the task loss adds its own curvature, so stay well
-            below. Nothing is promised of the sum of both, nor of other optimizers. False: the paper's F as it is; the
-            strengths of papers, 40,000 in Zuo et al. 2024, belong to it, and blow up many a small network.
-        clients: Who uses it. See `Method`.
+            plain SGD whose ``learning rate * strength`` is below 2; stay well below, as the task loss adds its own
+            curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024, belong to it,
+            and blow up many a small network.
 
     Example:
         >>> EWC(strength=10.0).strength
@@ -203,7 +200,6 @@ class EWC(_Consolidation):
     strength: float = argument(1.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The empirical Fisher information."""
         return fisher_information(module, state, x, y, names)
 
 
@@ -219,7 +215,6 @@ class MAS(_Consolidation):
         decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
         normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
             have a strength of 100 without.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> MAS(strength=2.0).strength
@@ -229,5 +224,4 @@ class MAS(_Consolidation):
     strength: float = argument(0.5, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The sensitivity of the output's squared norm."""
         return output_sensitivity(module, state, x, names)

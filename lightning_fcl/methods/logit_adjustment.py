@@ -30,11 +30,9 @@ class Total(SumOfSome):
     down = True
 
     def start(self, server: Tensor) -> Tensor:
-        """The server's value."""
         return server
 
     def nothing(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
 
@@ -59,17 +57,15 @@ class LogitAdjustment(Method):
     """Every step: the cross-entropy is that of logits shifted by the logarithm of the classes' priors.
 
     A class that comes often no longer wins by coming often, and one that does not come at all is left alone: of a
-    client's own classes as in Zhang et al. 2022 (label skew between clients), or of those that all clients have trained
-    on so far, which is the loss of Menon et al. 2021 and the balanced softmax of Ren et al. 2020 over the classes seen.
-    It presumes that the task's loss is cross-entropy, as `Classifier`'s is. A client with a single class has nothing to
-    learn by its own prior.
+    client's own classes as in Zhang et al. 2022 (label skew between clients), or of those that all clients have
+    trained on so far, which is the loss of Menon et al. 2021 and the balanced softmax of Ren et al. 2020 over the
+    classes seen. It presumes that the task's loss is cross-entropy, as `Classifier`'s is.
 
     Args:
         tau: Strength, at least 0; 0 is the task's own loss.
         prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer without
             a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far and
             of the base session. Clients then send their counts, once for each experience.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior

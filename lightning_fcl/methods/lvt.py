@@ -48,19 +48,18 @@ class LVTMethod(Method):
 
     ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
 
-    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the same
-    at the end of the client's last task, and G how much that task's loss depended on them there: the mean over its
-    samples of ``|d loss / d K|``. (The paper's G is a gradient summed over samples, which vanishes where the model has
-    learnt the task.) CE_mem is the task loss on remembered samples, drawn anew at each step and without replacement
-    from torch's global generator, KD_mem their distillation: cross-entropy at ``temperature`` against the logits that
-    were remembered with them, `distilled`. The first task is fine-tuning; so is all with ``gamma=alpha=beta=0``.
+    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the
+    same at the end of the client's last task, and G how much that task's loss depended on them there: the mean over
+    its samples of ``|d loss / d K|``. (The paper's G is a gradient summed over samples, which vanishes where the model
+    has learnt the task.) CE_mem is the task loss on remembered samples, drawn anew at each step and without
+    replacement from torch's global generator, KD_mem their distillation: cross-entropy at ``temperature`` against the
+    logits that were remembered with them, `distilled`.
 
-    When a task ends, the client remembers from each class the samples of which it is surest (the paper's
-    confidence-aware memory), in its own words those with the lowest loss; here the share ``rho`` of each class, where
-    the paper divides a memory of fixed size equally. A client that is not drawn for the task's last round does all this
-    with the server's model. The paper's second classifier, for new tasks alone, and the weight of the first one's loss
-    on new tasks, which decays, are left out: one head learns from both. Clients train one at a time; a step costs two
-    passes in place of one.
+    When a task ends, the client remembers from each class the samples with the lowest loss (the paper's
+    confidence-aware memory): the share ``rho`` of each class, where the paper divides a memory of fixed size equally.
+    A client that is not drawn for the task's last round does all this with the server's model. The paper's second
+    classifier, for new tasks alone, and the weight of the first one's loss on new tasks, which decays, are left out:
+    one head learns from both.
 
     Args:
         gamma: Weight of the attention loss, at least 0; 0: keys are free, and not remembered.
@@ -70,11 +69,6 @@ class LVTMethod(Method):
         temperature: Softens both sides of the distillation, above 0.
         batch_size: Remembered samples in a step; None: as many as the batch has.
         keys: Shell-style pattern of K's entries.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart, or there is no K.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> LVTMethod(gamma=1.0, alpha=1.0, beta=0.5).keys

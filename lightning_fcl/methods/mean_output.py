@@ -64,10 +64,9 @@ class MeanOutputLoss(Method):
     are those of all sessions before. The stream tells them; in a plain Trainer without a `FederatedStream`, a `fit` is
     a session, and the new classes are those of the batch that were not seen in an earlier one.
 
-    The paper says of MOL that it brings the activations of the session's classes, but for the target's, and those of
-    earlier classes together. Of the readings tried (``recipes/odfcl/README.md``) the default is the one that works:
-    squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone, so that a client
-    with a single class does not unlearn all others. For a remembered sample of an old class (`Replay`) the
+    Of the readings of the paper's words that were tried (``recipes/odfcl/README.md``) the default is the one that
+    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone, so that a
+    client with a single class does not unlearn all others. For a remembered sample of an old class (`Replay`) the
     cross-entropy is over all classes seen.
 
     Args:
@@ -76,7 +75,6 @@ class MeanOutputLoss(Method):
         distance: See `mean_output_loss`.
         cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``, or
             ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
-        clients: Who uses it. See `Method`.
 
     Example:
         >>> MeanOutputLoss(mu=2.0).mu
@@ -118,7 +116,6 @@ class MeanOutputLoss(Method):
         return step.mean(total)
 
     def _of(self, step: Step, old: Tensor) -> Tensor:
-        """The new classes of a batch, without those of what is padding."""
         assert step.y is not None
         there = _one_hot(step.y, step.output)
         if step.weight is not None:

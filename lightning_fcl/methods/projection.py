@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.gram import Matrix, device_of, gram
 
@@ -38,12 +37,6 @@ def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tenso
     ||g_i||)`` is at least -1e-8. Rows may be zero, alike, or dependent. Without a margin the result is never longer
     than ``gradient``.
     """
-    if gradient.dim() != 1 or constraints.dim() != 2 or constraints.shape[1] != len(gradient):
-        raise ValueError(
-            f"Expected a gradient of shape (p,) and constraints of shape (k, p) but got {tuple(gradient.shape)} and "
-            f"{tuple(constraints.shape)}. `flatten` makes one vector of a module's gradients."
-        )
-    at_least(0, margin=margin)
     products = _gram(gradient, constraints)
     weights = _weights(products, margin)
     if weights is None:
@@ -59,11 +52,6 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
     ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0`` (Chaudhry et al. 2019, A-GEM, eq. 11).
     """
-    if gradient.dim() != 1 or reference.shape != gradient.shape:
-        raise ValueError(
-            f"Expected two gradients of the same shape (p,) but got {tuple(gradient.shape)} and "
-            f"{tuple(reference.shape)}. `flatten` makes one vector of a module's gradients."
-        )
     products = _gram(gradient, reference[None])
     if products[0, 1] >= 0:
         return gradient
@@ -80,13 +68,11 @@ def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Te
     if kind == "wasserstein":
         ordered = _sorted(gradient)
         values = [float((_sorted(other) - ordered).abs().mean(dtype=torch.float64)) for other in others]
-    elif kind == "cosine":
+    else:
         wide = _wide(gradient)
         length = float(wide.norm())
         products = [(float(row @ wide), float(row.norm()) * length) for row in map(_wide, others)]
         values = [1.0 - product / scale if scale else 1.0 + 0 * product for product, scale in products]
-    else:
-        raise ValueError(f'Expected `kind` to be "wasserstein" or "cosine" but got "{kind}".')
     if not np.isfinite(values).all():
         _refuse(bool(torch.isfinite(gradient).all()), [bool(torch.isfinite(other).all()) for other in others])
     return torch.tensor(values, dtype=torch.float64)
@@ -165,7 +151,6 @@ def _sorted(tensor: Tensor) -> Tensor:
 
 
 def _refuse(gradient: bool, others: list[bool]) -> None:
-    """Say which gradient is not finite."""
     where = [] if gradient else ["the gradient"]
     where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
     raise ValueError(

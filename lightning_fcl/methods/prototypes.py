@@ -26,7 +26,6 @@ class ClassSums(SparseMean):
     name = "class_sums"
 
     def accumulator(self) -> Accumulator:
-        """The sum of a round's uploads."""
         return _Sums()
 
 
@@ -36,7 +35,6 @@ class SumOfSome(Sum):
     name = "sum_of_some"
 
     def wire_bytes(self, value: Tensor) -> int:
-        """All numbers, or none."""
         return value.nbytes if bool(value.any()) else 0
 
 

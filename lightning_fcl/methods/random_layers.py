@@ -38,7 +38,6 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
     shifted: Tensor = (value >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
@@ -120,13 +119,11 @@ class KeyedRandomness(TorchFunctionMode):
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.dropout`."""
         if not training or p == 0:
             return input
         return _given(input, input * (self._kept(input, p) / (1 - p) if p < 1 else 0.0), inplace)
 
     def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.dropout1d` to ``dropout3d``, with a dimension of samples."""
         if not training or p == 0:
             return input
         return _given(input, input * (self._kept(input, p, input.dim() - 2) / (1 - p) if p < 1 else 0.0), inplace)
@@ -138,7 +135,6 @@ class KeyedRandomness(TorchFunctionMode):
     def channel_alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Tensor:
-        """As `torch.nn.functional.feature_alpha_dropout`."""
         return self._alpha(input, p, training, inplace, input.dim() - 2)
 
     def _alpha(self, x: Tensor, p: float, training: bool, inplace: bool, spatial: int) -> Tensor:
@@ -177,15 +173,12 @@ class KeyedRandomness(TorchFunctionMode):
         return self.dropout(scores.softmax(dim=-1), dropout_p) @ value
 
     def rand_like(self, input: Tensor, **kwargs: Any) -> Tensor:
-        """As `torch.rand_like`."""
         return self.uniform(input.shape).to(kwargs.get("dtype") or input.dtype)
 
     def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
-        """As `torch.bernoulli`."""
         return (self.uniform(input.shape) < (input if p is None else p)).to(input.dtype)
 
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
-        """As `torch.Tensor.bernoulli_`."""
         return input.copy_(self.bernoulli(input, p))
 
 

@@ -45,20 +45,14 @@ class Replay(Method):
             Usmanova et al. 2021, section 5.3).
         update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
             samples from coming in repeatedly where the rounds of an experience share their data.
-        repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has been
-            offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"`` only,
-            whose samples stand for all alike.
-        base: Whether every client's buffer begins with the samples of the stream's base session, as far as they fit:
-            they were learnt in one place, before the clients, which get them along with the model.
-        clients: Who uses it. See `Method`.
+        repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has
+            been offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"``
+            only, whose samples stand for all alike.
+        base: Whether every client's buffer begins with the samples of the stream's base session.
         buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (whatever is taken in at once is an experience) or
             ``ParametricBuffer`` with any selection strategy, which gets the module, with the client's state, as
             ``strategy.model``. Every client has one like it, kept as tensors.
-
-    Raises:
-        TypeError: If ``buffer`` wants Avalanche's own training loop.
-        ValueError: If an argument is out of range, or there is no base session to begin with.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
@@ -183,7 +177,6 @@ class Replay(Method):
 
 
 def _entries(data: Batch) -> Memory:
-    """Samples as entries of a memory."""
     if isinstance(data, Mapping):
         return {f"{_SAMPLE}{name}": value for name, value in data.items()}
     if len(data) != 2:
@@ -198,5 +191,4 @@ def _nested(entries: Memory, index: int) -> Any:
 
 
 def _are_classes(y: Tensor | None) -> bool:
-    """Whether targets are one class for each sample."""
     return y is not None and y.dim() == 1 and not y.is_floating_point()

@@ -68,7 +68,6 @@ def as_handed(module: L.LightningModule, batch: Batch) -> Batch:
 
 
 def a_few(samples: IntArray) -> IntArray:
-    """Some samples from all over."""
     few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
     return few
 

@@ -72,13 +72,9 @@ class Unlearning(Method):
                     "`max_epochs`."
                 )
             if not any(client in current for current in plan.train[: round + 1]):
-                first = next((r for r, current in enumerate(plan.train) if client in current), None)
-                when = (
-                    f"before round {first}. Let it ask then or later" if first is not None else "at all. Leave it out"
-                )
                 raise ValueError(
                     f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
-                    f"{round}, has no data {when}."
+                    f"{round}, has no data before. Let it ask later, or leave it out."
                 )
 
     def end_round(

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from lightning_fcl.models._parts import as_map, attend, initialise, margin, patches, perceptron, with_class_token
 from lightning_fcl.models.described import Described
 
-__all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
-
 
 class CvTBody(Described):
     """The convolutional vision transformer without its classifier (Wu et al. 2021, "CvT", sections 3.1 to 3.3).
@@ -34,10 +32,6 @@ class CvTBody(Described):
         kernels: Size of each stage's embedding convolution.
         strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
         mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
-
-    Raises:
-        ValueError: If the stages' arguments are not equally many, heads do not divide the width, or the image does
-            not fit the strides.
 
     Example:
         >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), heads=(1, 2), kernels=(3, 3), strides=(2, 2))

@@ -29,9 +29,6 @@ class DSICNet(Described):
         image_size: Height and width of the images, in pixels.
         channels: Channels of the images.
 
-    Raises:
-        ValueError: If the images are smaller than 16 x 16, or a batch is of another size.
-
     Example:
         >>> import torch
         >>> net = DSICNet(num_classes=10)
@@ -78,7 +75,6 @@ class DSICNet(Described):
         return maps
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the classifier sees: shape (batch, 80)."""
         features: Tensor = self.head[:-1](self.latent(x))
         return features
 

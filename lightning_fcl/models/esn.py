@@ -37,9 +37,6 @@ class EchoStateNetwork(Described):
         washout: First steps of each sequence whose states are left out.
         seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
 
-    Raises:
-        ValueError: If an argument is out of range, or the recurrent weights have no cycle and so no spectral radius.
-
     Example:
         >>> reservoir = EchoStateNetwork(3, units=50, leaking_rate=0.5, seed=0)
         >>> reservoir(torch.zeros(2, 10, 3)).shape
@@ -95,11 +92,9 @@ class EchoStateNetwork(Described):
 
     @property
     def features(self) -> int:
-        """N_R: the size of the state, all layers together."""
         return self.layers * self.units
 
     def reset_plasticity(self) -> None:
-        """Set gain to 1 and bias to 0 again."""
         with torch.no_grad():
             self.gain.fill_(1)
             self.bias.zero_()
@@ -147,7 +142,6 @@ class EchoStateNetwork(Described):
         return drive, recurrent, b + g * constant, g
 
     def _part(self, layer: int) -> slice:
-        """A layer's units among all."""
         return slice(layer * self.units, (layer + 1) * self.units)
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -10,37 +10,18 @@ from lightning_fcl.models._parts import Block, check_blocks, heads_of, initialis
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.vit import SplitViT
 
-__all__ = ["LVT", "InterTaskAttention", "LVTBody"]
-
 
 class LVT(SplitViT):
-    """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes of `ViT`.
+    """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes and with the arguments of `ViT`.
 
-    It is that transformer with `InterTaskAttention` in each block. As in Zuo et al. 2024, who compare it with FedViT at
-    the same size: the paper's own has convolutions before it and between its three stages. And it has one classifier,
-    `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is trained on
-    both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
+    It is that transformer with `InterTaskAttention` in each block. As in Zuo et al. 2024, who compare it with FedViT
+    at the same size: the paper's own has convolutions before it and between its three stages. And it has one
+    classifier, `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is
+    trained on both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
 
-    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT` but for
-
-    ===================  ====================================================  =================
-    six blocks           6 * 421,092                                                   2,526,552
-    - attention          3 * (192 * 192 + 192)                                 111,168 a block
-    - keys, biases       (8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)                   13,284 a block
-    ===================  ====================================================  =================
-
-    Args:
-        num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels, a multiple of the patches'.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        heads: Heads of the attention; they divide the width.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-        channels: Channels of the images.
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width; and as `SplitViT` does.
+    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT`, but for 3
+    * (192 * 192 + 192) of the attention and (8 * 8 + 1) * 192 + 12 * (8 * 8 + 3) keys and biases in each of six
+    blocks.
 
     Example:
         >>> model = LVT(num_classes=10)

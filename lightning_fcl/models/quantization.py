@@ -99,7 +99,6 @@ class Int8Backbone(nn.Module):
 
     @property
     def layers(self) -> list[Int8Convolution]:
-        """The convolutions, in their order."""
         return cast(list[Int8Convolution], list(self.children()))
 
     @property

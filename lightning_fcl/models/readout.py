@@ -39,7 +39,6 @@ class _Readout(Described):
 
     @property
     def features(self) -> int:
-        """The number of features."""
         return int(self.weight.shape[1])
 
     def embed(self, x: Tensor) -> Tensor:

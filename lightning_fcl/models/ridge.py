@@ -124,7 +124,6 @@ class RidgeReadout(Described):
 
     @property
     def statistics(self) -> RidgeStatistics:
-        """A copy of what has been added up so far."""
         return RidgeStatistics(self.A.clone(), self.B.clone(), int(self.n), int(self.tag))
 
     def reset(self, tag: int = 0) -> None:
@@ -138,18 +137,12 @@ class RidgeReadout(Described):
         accumulate(self.A, self.B, states, targets)
         self.n += len(states)
 
-    def merge(self, statistics: RidgeStatistics) -> None:
-        """Add another's statistics."""
-        self._take(self.statistics + statistics)
-
     def remove(self, statistics: RidgeStatistics) -> None:
         """Take statistics away that were added before: unlearning."""
-        self._take(self.statistics - statistics)
-
-    def _take(self, statistics: RidgeStatistics) -> None:
-        self.A.copy_(statistics.A)
-        self.B.copy_(statistics.B)
-        self.n.fill_(statistics.n)
+        rest = self.statistics - statistics
+        self.A.copy_(rest.A)
+        self.B.copy_(rest.B)
+        self.n.fill_(rest.n)
 
     def solve(self) -> None:
         """Set the weights from the statistics."""

@@ -21,8 +21,6 @@ from lightning_fcl.models._parts import (
 )
 from lightning_fcl.models.described import Described
 
-__all__ = ["T2TBody", "TokenTransformer"]
-
 
 class T2TBody(Described):
     """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
@@ -45,9 +43,6 @@ class T2TBody(Described):
         mlp_ratio: Hidden width of the backbone's perceptrons over that of the tokens.
         splits: Size and stride of the patches in each soft split.
         token_width: Channels of the tokens in the T2T module.
-
-    Raises:
-        ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
 
     Example:
         >>> body = T2TBody(32, width=16, depth=1, heads=2, splits=((3, 2), (3, 2)), token_width=8)

@@ -115,7 +115,6 @@ class Classifier(NetworkTask):
 
     @property
     def features(self) -> int:
-        """How many features the network has."""
         return self._body.features
 
     @property
@@ -128,7 +127,6 @@ class Classifier(NetworkTask):
         return self.model
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
-        """Log loss and accuracy."""
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)

@@ -32,7 +32,6 @@ class NetworkTask(Task):
         self._loss = _EpochLoss()
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the network makes of samples."""
         try:
             output: Tensor = self.model(x)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.tasks.network import NetworkTask
 
@@ -34,8 +35,7 @@ class Regressor(NetworkTask):
 
     def __init__(self, model: nn.Module, outputs: int = 1, optimizer: OptimizerFactory | None = None) -> None:
         super().__init__(model, optimizer)
-        if outputs < 1:
-            raise ValueError(f"Expected `outputs` to be at least 1 but got {outputs}.")
+        at_least(1, outputs=outputs)
         self.outputs = outputs
         self.val_measures = MetricCollection(dict(self.measures()))
         self.test_measures = MetricCollection(dict(self.measures()))
@@ -60,7 +60,6 @@ class Regressor(NetworkTask):
         return y.to(output.dtype)
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
-        """Log loss and measures."""
         measures = self.val_measures if stage == "val" else self.test_measures
         x, y = batch
         output = self(x)

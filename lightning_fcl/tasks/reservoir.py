@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -15,15 +15,17 @@ from torchmetrics import Metric
 
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
-from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
+from lightning_fcl.tasks.reservoir_trainer import ReservoirTrainer, Share
 from lightning_fcl.tasks.task import Task, one_local_epoch
+
+if TYPE_CHECKING:
+    from lightning_fcl.methods.plasticity import IntrinsicPlasticity
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +61,7 @@ class ReservoirTask(Task):
         super().__init__()
         one_of(get_args(Features), readout=readout)
         one_of(get_args(Share), share=share)
-        if outputs < 1:
-            raise ValueError(f"Expected the number of outputs to be at least 1 but got {outputs}.")
+        at_least(1, outputs=outputs)
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise ValueError("Expected `beta` to be a number or several but got an empty list.")
@@ -77,7 +78,7 @@ class ReservoirTask(Task):
         self.share = share
         self.min_samples = reservoir.features if min_samples is None else min_samples
         self.adapting = False
-        self.plasticity: Plasticity | None = None
+        self.plasticity: IntrinsicPlasticity | None = None
         self._warned: set[str] = set()
         self.val_metric, self.test_metric = self.metric(), self.metric()
 
@@ -189,7 +190,6 @@ class ReservoirTask(Task):
         return not self.adapting and (last or stream_of(trainer) is not None)
 
     def on_after_aggregation(self) -> None:
-        """Solve for the server's readout from the sums."""
         if not self.adapting and self.share == "statistics":
             self.solve()
 
@@ -225,7 +225,6 @@ class ReservoirTask(Task):
         raise NotImplementedError
 
     def metric(self) -> Metric:
-        """What measures the readout in evaluation."""
         raise NotImplementedError
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -235,7 +234,6 @@ class ReservoirTask(Task):
         self._evaluate(batch, f"test/{self.quantity}", self.test_metric)
 
     def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
-        """Log a metric of what the readout says and should say."""
         x, y = batch
         for states, wanted in self.pairs(x, y):
             metric.update(*self.to_predictions(self.readout(states), wanted))
@@ -250,12 +248,7 @@ class ReservoirTask(Task):
 
     # What a federation asks for.
 
-    def entries(self) -> State:
-        """The live tensors of the task's state by name."""
-        return entries(self)
-
     def local_trainer(self, request: TrainerRequest) -> ReservoirTrainer:
-        """What trains many clients at once, which share the reservoir."""
         name = type(self).__name__
         if request.rules:
             raise ValueError(
@@ -285,7 +278,6 @@ class ReservoirTask(Task):
         return self.share == "weights" and not self.adapting
 
     def fingerprint(self) -> dict[str, Any]:
-        """What makes this task the one that it is, for checkpoints."""
         reservoir = self.reservoir
         plain = {"betas": self.betas, "readout": self.features, "share": self.share}
         return {**plain, "leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}

@@ -6,7 +6,6 @@ import copy
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.models.readout import FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.tasks.task import one_local_epoch
+from lightning_fcl.tasks.task import one_hot, one_local_epoch
 
 
 class RidgeClassifier(Classifier):
@@ -22,8 +21,7 @@ class RidgeClassifier(Classifier):
 
     Clients add up ``A = Y S^T`` and ``B = S S^T`` of their samples' features, the server adds these up and solves:
     after each session the readout is that of ridge regression on all samples so far, in one pass and one
-    synchronisation. The same data in two rounds count twice: one round is enough.
-    `lightning_fcl.callbacks.BaseSession` trains the network and adds the base session's samples.
+    synchronisation. `lightning_fcl.callbacks.BaseSession` trains the network and adds the base session's samples.
 
     Args:
         model: The network. Its ``embed(x)`` gives the features, shape (batch, ``features``).
@@ -59,7 +57,6 @@ class RidgeClassifier(Classifier):
         return outputs
 
     def network(self) -> FeatureReadout:
-        """A plain network that predicts as this task does now."""
         network = FeatureReadout(copy.deepcopy(self.model), self.num_classes)  # type: ignore[arg-type]  # it was looked at
         network.weight.copy_(self.readout.weight)
         return network
@@ -80,21 +77,13 @@ class RidgeClassifier(Classifier):
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, shape (batch, ...), and their labels to the sums."""
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            wrong = int(y[(y < 0) | (y >= self.num_classes)][0])
-            raise ValueError(
-                f"Expected labels between 0 and {self.num_classes - 1} but got {wrong}. Set `num_classes` to the "
-                "data's number of classes."
-            )
-        self.readout.partial_fit(self._embedded(x), F.one_hot(y, self.num_classes).double())
+        self.readout.partial_fit(self._embedded(x), one_hot(y, self.num_classes))
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
-        """Begin with the base session's samples."""
         self.add(x, y)
         self.readout.solve()
 
     def on_after_aggregation(self) -> None:
-        """Solve for the server's readout from the sums."""
         self.readout.solve()
 
     def configure_optimizers(self) -> Optimizer:

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanSquaredError, Metric, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fcl.errors import one_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features
 from lightning_fcl.tasks.reservoir import ReservoirTask
 from lightning_fcl.tasks.reservoir_trainer import Share
+from lightning_fcl.tasks.task import one_hot
 
 
 class ReservoirClassifier(ReservoirTask):
@@ -51,42 +52,30 @@ class ReservoirClassifier(ReservoirTask):
         min_samples: int | None = None,
     ) -> None:
         super().__init__(reservoir, num_classes, beta, readout, share, symmetric, min_samples)
-        if targets not in ("0/1", "-1/1"):
-            raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
+        one_of(("0/1", "-1/1"), targets=targets)
         self.num_classes = num_classes
         self.signed = targets == "-1/1"
 
     @property
     def gives(self) -> str:
-        """What the outputs are: estimates of 0 and 1, or of -1 and 1."""
         return "-1/1" if self.signed else "0/1"
 
     def metric(self) -> Metric:
-        """The share of right predictions."""
         return MulticlassAccuracy(self.readout.out_features, average="micro")
 
     def targets(self, y: Tensor) -> Tensor:
-        """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
         if y.is_floating_point():
             raise ValueError(
                 f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
             )
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            wrong = y[(y < 0) | (y >= self.num_classes)][0]
-            raise ValueError(
-                f"Expected labels between 0 and {self.num_classes - 1} but got {int(wrong)}. Set `num_classes` to the "
-                "data's number of classes."
-            )
-        one_hot = F.one_hot(y.long(), self.num_classes).double()
-        return one_hot * 2 - 1 if self.signed else one_hot
+        targets = one_hot(y, self.num_classes)
+        return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Number of right answers of each readout."""
         right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
 
     def to_predictions(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes."""
         return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
 
 
@@ -107,7 +96,6 @@ class ReservoirRegressor(ReservoirTask):
     quantity = "error"
 
     def metric(self) -> Metric:
-        """The mean squared error."""
         return MeanSquaredError()
 
     def measures(self) -> Mapping[str, Metric]:
@@ -115,7 +103,6 @@ class ReservoirRegressor(ReservoirTask):
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def targets(self, y: Tensor) -> Tensor:
-        """The targets as they are."""
         if y.dim() not in (2, 3) or y.shape[-1] != self.readout.out_features:
             raise ValueError(
                 f"Expected targets of shape (batch, {self.readout.out_features}), or (batch, time, "
@@ -126,9 +113,7 @@ class ReservoirRegressor(ReservoirTask):
         return y.double()
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Minus the squared error of each readout."""
         return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
 
     def to_predictions(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers."""
         return outputs.float().flatten(), wanted.float().flatten()

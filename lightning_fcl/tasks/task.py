@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_fcl.federation.aggregation import check_state, entries, load_entries, reductions_of
 from lightning_fcl.federation.protocol import federation_of
@@ -50,6 +52,17 @@ class Task(Described, L.LightningModule):
         else:
             task.load_state_dict(state, strict=False)
         return task
+
+
+def one_hot(y: Tensor, num_classes: int) -> Tensor:
+    """Labels as vectors of 0 and 1, in double precision."""
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
+        wrong = int(y[(y < 0) | (y >= num_classes)][0])
+        raise ValueError(
+            f"Expected labels between 0 and {num_classes - 1} but got {wrong}. Set `num_classes` to the data's number "
+            "of classes."
+        )
+    return F.one_hot(y.long(), num_classes).double()
 
 
 def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
