@@ -51,7 +51,6 @@ def _homes(package: str) -> dict[str, str]:
 
 
 def _file(module: str) -> Path:
-    """The file of a module of ours, which is not imported for it."""
     path = Path(__file__).parent.parent.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -62,9 +61,9 @@ def _defined(file: Path) -> list[ast.ClassDef | ast.FunctionDef]:
 
 
 def summaries(package: str, kind: str = "") -> dict[str, str]:
-    """What the public classes and functions of a package are, each in the first line of its docstring.
+    """The first docstring lines of a package's public classes and functions, read, not imported.
 
-    They are read, not imported. With ``kind``, the name of a class, only those that derive from it.
+    With ``kind``, the name of a class, only of those that derive from it.
     """
     file, homes = _file(package), _homes(package)
     public = {*homes} or {node.name for node in _defined(file)}

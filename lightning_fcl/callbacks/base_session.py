@@ -26,7 +26,7 @@ from lightning_fcl.errors import above, argument, at_least, check_fields, one_of
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.freezing import freeze
+from lightning_fcl.models.quantization import freeze
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.ridge import RidgeClassifier
@@ -115,7 +115,6 @@ class BaseSession(Callback):
             need_stream(trainer).map(network.latent, pl_module.device)
 
     def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
-        """The pre-training samples and the number of their classes."""
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
         return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
 
@@ -158,7 +157,6 @@ class BaseSession(Callback):
         classes: int,
         outer: L.Trainer,
     ) -> None:
-        """Train on samples whose labels are ``first`` to ``first + classes - 1``, in a plain Trainer."""
         x, y = stream.take(indices)
         samples = _Images(x, y - first, self.augment)
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)

@@ -42,8 +42,7 @@ class ContinualMetrics(Callback):
 
     What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
     that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
-    send or compression has left over; images that are stored pixels as such. Neither what it receives anew in each
-    round nor the samples of its present experience count.
+    send or compression has left over.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
@@ -197,7 +196,6 @@ class ContinualMetrics(Callback):
         tested: dict[str, Counts | Values],
         happened: RoundRecord,
     ) -> None:
-        """Add a round to the record, and log what models came to on the whole test set."""
         now = time.monotonic()
         self.record["rounds"].append(
             {
@@ -229,7 +227,6 @@ class ContinualMetrics(Callback):
         return {**experiences, "server": max(experiences.values())}
 
     def _whole(self, found: Counts | Values) -> dict[str, float]:
-        """What a model came to on the whole test set, if it was tested on all of it."""
         if isinstance(found, dict):
             every = part_name(range(len(self.record["groups"])))
             whole = {name: parts.get(every) for name, parts in found.items()}
@@ -263,7 +260,6 @@ class ContinualMetrics(Callback):
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
     ) -> Counts | Values:
-        """Test the state that a client predicts with, on the groups of its experiences so far."""
         client = client_round.client
         load_entries(module, state)
         seen = need_stream(trainer).plan.tasks[client][: client_round.experience + 1]

@@ -79,7 +79,6 @@ class StepTester:
         return values
 
     def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
-        """The values of all that is logged, and what they were logged as."""
         stage, caught = _stage_of(module), EpochLog()
 
         def call(hook: str, *args: Any) -> Any:

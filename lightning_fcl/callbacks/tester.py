@@ -18,8 +18,8 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.continual import Tasks, part_name
 from lightning_fcl.federation.protocol import MeasuresPredictions
 from lightning_fcl.federation.ranks import ALONE, Ranks
+from lightning_fcl.methods.compose import predicting
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.tasks.classification import Classifier
 
 Counts: TypeAlias = list[int | None]

@@ -24,10 +24,10 @@ from lightning_fcl.federation.optimizer_state import (
     with_parameters,
 )
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import flatten
+from lightning_fcl.methods.step import stepped_by
 
 
 @dataclass(eq=False)
@@ -40,9 +40,8 @@ class APFL(Method):
     to [0, 1]. A client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
     ``ContinualMetrics(when="aggregated")`` tests. ``v`` holds trainable parameters; buffers are those of ``w``.
 
-    ``v`` has an optimizer of the task's class, with its options and the Trainer's clipping, while the paper has SGD.
-    It begins each round afresh, as that of ``w`` does, unless the strategy has ``keep_optimizer``. Clients train one
-    at a time; a step costs two forward and backward passes in place of one.
+    ``v`` has an optimizer like that of ``w``, while the paper has SGD. Clients train one at a time; a step costs two
+    forward and backward passes in place of one.
 
     Args:
         alpha0: What ``alpha`` begins with, from 0 to 1.
@@ -67,10 +66,7 @@ class APFL(Method):
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
         self._optimizer: Optimizer | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         why = "with a single client there is no shared model to mix with. Remove `APFL`"
         federation = need_federation(trainer, "APFL", why)
         if trainer.accumulate_grad_batches != 1:

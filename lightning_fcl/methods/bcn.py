@@ -20,8 +20,7 @@ from lightning_fcl.methods.step import Step
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
     """Inputs near ``x`` on which a loss is higher, by normalised gradient ascent (the first player).
 
-    A step moves every input, shape (batch, channels, ...), by ``eps`` along its gradient, normalised over the channels.
-    What is then farther than ``eps`` from where it began comes back as far.
+    A step has the length ``eps``, by the norm over the channels; what is then farther from ``x`` comes back as far.
     """
     moved = x
     for _ in range(steps):
@@ -49,18 +48,16 @@ class BCN(Episodic):
 
     ``beta * J_new + J_PN + (J_PN(x + delta) - J_PN) + (J_PN(theta_B) - J_PN)``
 
-    J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from
-    torch's global generator, among the remembered ones of past tasks and the batch's, as in the authors' code. The
-    first bracket is generalisation: delta makes the loss of these samples as high as `worst_inputs` can. The second is
-    forgetting: theta_B is where `descended` takes a copy of the parameters on the same samples. Gradients do not go
-    through the players' moves: each term counts with its gradient at the point where it is taken. Samples are
-    remembered as in `GEM`.
+    J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from torch's
+    global generator, among the remembered ones of past tasks and the batch's. The first bracket is generalisation:
+    delta makes the loss of these samples as high as `worst_inputs` can. The second is forgetting: theta_B is where
+    `descended` takes a copy of the parameters on the same samples. Gradients do not go through the players' moves.
 
-    It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient
-    at theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within
-    ``eps``. And there a batch is trained on kappa times over (3 with MNIST): use more local epochs. The defaults are
-    those for MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. Clients train one
-    at a time; a step costs ``4 + x_steps + theta_steps`` passes in place of one.
+    It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient at
+    theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within ``eps``.
+    And there a batch is trained on kappa times over (3 with MNIST): use more local epochs. The defaults are those for
+    MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. A step costs ``4 + x_steps +
+    theta_steps`` passes in place of one.
 
     Args:
         max_size: Samples kept of each task. See `GEM`.

@@ -271,25 +271,12 @@ class Declaration:
 
 
 def overrides(method: Declaration | type[Declaration], function: str) -> bool:
-    """Whether a method has a function of its own.
-
-    Example:
-        >>> class Mine(Declaration):
-        ...     def penalty(self, memory, step):
-        ...         return 1.0
-        >>> overrides(Mine, "penalty"), overrides(Mine, "project")
-        (True, False)
-    """
+    """Whether a method has a function of its own."""
     kind = method if isinstance(method, type) else type(method)
     own: object = getattr(kind, function)
     return own is not getattr(Declaration, function)
 
 
 def shapes_loss(method: Declaration, memory: Memory) -> bool:
-    """Whether a method changes the loss at all.
-
-    Example:
-        >>> shapes_loss(Declaration(), {})
-        False
-    """
+    """Whether a method changes the loss at all."""
     return overrides(method, "penalty") or method.task_weight(memory) != 1

@@ -19,11 +19,7 @@ from lightning_fcl.methods.step import Step
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
-
-    Both are logits of shape (batch, classes), divided by ``temperature``; the gradient is not scaled back by its
-    square.
-    """
+    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015)."""
     return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
 
 

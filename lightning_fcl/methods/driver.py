@@ -24,14 +24,12 @@ from lightning_fcl.federation.aggregation import Aggregator, State, declare, ent
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.messages import DIVERGED
 from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
-from lightning_fcl.methods.compose import check_compatible, compose, methods_of
+from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.freezing import Freezer, stepped_by
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
-from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.methods.step import Running, Step, is_labelled
+from lightning_fcl.methods.step import Freezer, Running, Step, is_labelled, stepped_by
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
 
@@ -39,10 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Runs the functions that methods declare, where one client trains at a time.
+    """Runs the functions that methods declare, where one client trains at a time; it stands behind the last of them.
 
-    It stands behind the last method among a Trainer's callbacks, which `Method.setup` sees to. In a federation, the
-    rounds call `begin`; in a plain Trainer, whose only client has an epoch for a round, the driver does so itself.
+    In a federation, the rounds call `begin`; in a plain Trainer, where an epoch is a round, the driver does so itself.
     """
 
     def __init__(self, methods: Sequence[Declaration]) -> None:
@@ -245,7 +242,6 @@ class MethodDriver(Callback):
                 self._unfinished.append((method, memory, at))
 
     def _ended(self, module: L.LightningModule, method: Declaration, memory: Memory, at: ClientRound) -> Memory:
-        """The memory of a plain Trainer's client after an epoch."""
         generator = torch.Generator().manual_seed(at.round)
         return method.end_round(memory, entries(module), self._data(method), at, generator)
 
@@ -258,7 +254,6 @@ class MethodDriver(Callback):
         self._unfinished = []
 
     def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:
-        """The only client of a plain Trainer."""
         stream = stream_of(trainer)
         if stream is not None:
             return stream.client_round(stream.plan.clients[0], trainer.current_epoch)

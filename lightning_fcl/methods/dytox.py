@@ -38,19 +38,17 @@ class DyToxTraining(Method):
 
     ``(1 - a) * task loss + a * distillation + divergence * divergence loss``, from the second task of a client on:
 
-    - The tokens and heads of all tasks but the present one are frozen: they get no gradient, so that no weight decay
-      moves them either. Body, decoder, and the task's token and heads learn.
-    - Remembered samples of past tasks join the batches, each once per local epoch (in a plain Trainer, as many as the
-      batch has, one window after the next). See `GEM` for which are kept.
-    - The teacher is the client's own model at the end of its previous task; if the client was not drawn for that
-      task's last round, the server's after it. It is distilled over the classes of all the client's past tasks.
+    - The tokens and heads of all tasks but the present one are frozen. Body, decoder, and the task's token and heads
+      learn.
+    - Remembered samples of past tasks join the batches, each once per local epoch. See `GEM` for which are kept.
+    - The teacher is the client's own model at the end of its previous task (the server's, if it was not drawn for that
+      task's last round). It is distilled over the classes of all the client's past tasks.
     - The present task's divergence head tells its classes apart, and from all others: one class for all samples of
       past tasks.
-    - Balanced tuning: in the last epochs of a task the body is frozen, too, and the others learn from equally many
-      remembered samples of each class of all tasks, with the task's loss alone. In a federation these are further
-      local epochs of the task's last round, for the clients that are drawn for it; in a plain Trainer, the task's last
-      epochs. Each has as many steps as any other epoch. (In the authors' code old tokens and heads are tuned, too, at
-      a tenth of the learning rate. Here they stay as they are.)
+    - Balanced tuning: in the last epochs of a task the body is frozen, too, and the task's token and heads learn from
+      equally many remembered samples of each class of all tasks, with the task's loss alone. In a federation these are
+      further local epochs of the task's last round; in a plain Trainer, the task's last epochs. (In the authors' code
+      old tokens and heads are tuned, too, at a tenth of the learning rate.)
 
     A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
     `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
@@ -67,8 +65,7 @@ class DyToxTraining(Method):
         balanced_epochs: Epochs of balanced tuning, at the end of each task but the first (the paper: 20, after 500).
 
     Raises:
-        ValueError: If the module holds no `DyTox` or does not state its loss apart, or the stream's experiences are
-            not tasks of the model.
+        ValueError: If the module holds no `DyTox`, or the stream's experiences are not tasks of the model.
 
     Example:
         >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
@@ -178,10 +175,7 @@ class DyToxTraining(Method):
     def _net(self) -> DyTox:
         return next(module for module in self.module.modules() if isinstance(module, DyTox))
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         found = [module for module in pl_module.modules() if isinstance(module, DyTox)]
         if len(found) != 1:
             raise ValueError(
@@ -273,7 +267,6 @@ class DyToxTraining(Method):
             super().mix(memory, batch, batch_idx, key)
 
     def _balance(self, batch: Batch) -> None:
-        """In tuning, put as many of the balanced samples as a batch has in its place."""
         if not self._tuning or self._pool is None:
             return
         size = len(batch[1])

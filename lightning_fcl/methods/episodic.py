@@ -62,10 +62,7 @@ def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
 def remember_task(
     memory: Memory, data: Batch, client_round: ClientRound, max_size: int | float, generator: torch.Generator
 ) -> Memory:
-    """The memory with samples of a client's data in place of the present task's earlier ones.
-
-    ``max_size`` is their number or share. Where targets are no labels, all samples are drawn alike.
-    """
+    """The memory with samples of a client's data, a number or a share of them, in place of the task's earlier ones."""
     x, y = labelled(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)

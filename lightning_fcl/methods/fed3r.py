@@ -28,16 +28,12 @@ from lightning_fcl.models.ridge import accumulate, solve, square
 class Fed3R(Method):
     """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
 
-    In the first round of an experience that a client takes part in, it also sends ``A = Y^T S`` and ``B = S^T S`` of
-    that round's samples: S are their features by its own model, with a column of ones for the bias, Y their classes,
-    one-hot. The server adds them to those of all earlier experiences and of the stream's base session, and after that
-    round puts ``A (B + beta I)^-1 / temperature`` into the module's last layer: the solution on all samples in one
-    place, however they are spread over clients and experiences, as long as the features stay. From then on the layer
-    is trained as any other, by any method (the authors' Fed3R+FT, their ridge solution as a softmax classifier with a
-    temperature).
-
-    A client whose first round is not the experience's adds its sums when it comes, and the layer is solved for anew.
-    Sums of an upload that does not arrive are sent again in the next round.
+    In its first round of an experience a client also sends ``A = Y^T S`` and ``B = S^T S`` of that round's samples: S
+    are their features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
+    them to all earlier ones and those of the base session, and then puts ``A (B + beta I)^-1 / temperature`` into the
+    module's last layer: the solution on all samples in one place, however they are spread, as long as the features
+    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). Sums that do not arrive are sent
+    again.
 
     Args:
         beta: Regulariser, at least 0.
@@ -64,10 +60,7 @@ class Fed3R(Method):
     _base: State = field(default_factory=dict, init=False, repr=False)  # sums of the base session
     _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         need_federation(trainer, "Fed3R", "no server adds up. Use the strategy, with one client if need be")
         last_layer(pl_module)
 

@@ -87,7 +87,6 @@ class FedKNOW(FedViT):
         return memory | remember(self._tuned(memory, client_round.experience, x, y), "kept")
 
     def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
-        """The kept weights after those of a task were trained on its samples."""
         module = self.module
         network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
         leaves = {name: network[name].requires_grad_() for name in kept}
@@ -137,7 +136,6 @@ def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
 
 
 def _layers(module: nn.Module, head: str) -> list[str]:
-    """Names of the weights of a module's linear and convolutional layers, but for the head's."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     names = [f"{place}.weight" for place, layer in module.named_modules() if isinstance(layer, kinds)]
     return [name for name in names if not fnmatchcase(name, head)]

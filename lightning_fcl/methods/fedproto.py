@@ -27,10 +27,9 @@ class FedProto(Method):
     authors' code (equation 7 has a distance between means for each class); f are the module's features, C_y the
     prototype of the class that the client has received. A class without one adds nothing.
 
-    After its training a client sends, for each class of its samples of the round, the sum of their features by its own
-    model, and their number; their quotient over all clients of the round is the prototype (equation 6, where a client's
-    class weighs by its samples; the authors' code weighs clients equally). A class that none of them has keeps the
-    prototype of an earlier round: `ClassSums`.
+    After its training a client sends, for each class of its samples, the sum of their features by its own model, and
+    their number; their quotient over all clients of the round is the prototype (equation 6; the authors' code weighs
+    clients equally). A class that none of them has keeps its earlier prototype.
 
     In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``.
 

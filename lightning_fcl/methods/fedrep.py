@@ -52,10 +52,8 @@ class FedRep(Method):
     def trains(self, memory: Memory, local_epoch: int) -> Part | None:
         return Part(self.head, inverse=local_epoch >= self.head_epochs)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            check_stages(self, trainer, pl_module, self.head)
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_stages(self, trainer, pl_module, self.head)
 
 
 def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, head: str) -> None:

@@ -115,7 +115,8 @@ class FedViT(Method):
     # What it makes of them.
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        epoch, first = self._local_epoch, self._integration
+        epoch = self.federation.local_epoch if self.federation is not None else 0
+        first = self._integration
         if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
         if epoch < first:
@@ -153,19 +154,11 @@ class FedViT(Method):
         """Local epochs of integration: there are some only where there is a body from before aggregation."""
         return self.integration_epochs if self._before is not None else 0
 
-    @property
-    def _local_epoch(self) -> int:
-        federation = self.federation
-        return federation.local_epoch if federation is not None else 0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-            check_stages(self, trainer, pl_module, self.head)
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        check_stages(self, trainer, pl_module, self.head)
 
     def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
-        """Whether the client has trained on the task before."""
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
@@ -239,10 +232,7 @@ class FedViT(Method):
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
-    """Indices of the share of each class's samples with the lowest loss, at least one of each, in order.
-
-    FedViT's knowledge, eq. 4. ``loss`` and labels ``y`` have the shape (n,).
-    """
+    """Indices of the share of each class's samples with the lowest loss, at least one, in order (FedViT, eq. 4)."""
     order = loss.argsort(stable=True).to(y.device)
     kept = []
     for label in torch.unique(y):

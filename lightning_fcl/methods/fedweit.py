@@ -37,9 +37,9 @@ class FedWEIT(Method):
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
 
     over its past tasks i, whose A_i are trained along, and whose ``theta*_i`` is what ``B * sigmoid(m_i) + A_i`` was
-    after the client's last training in the task before, so that ``theta_i - theta*_i`` is the paper's ``dB * m_i +
-    dA_i``. The last line is the authors' code. That code differs from the paper in three points: there ``l2`` is halved
-    (half of the squares), ``mask_l1`` is 0, and past A_i stay as they are (``retroactive=False``).
+    after the client's last training in the task before. The last line is the authors' code. That code differs from the
+    paper in three points: there ``l2`` is halved (half of the squares), ``mask_l1`` is 0, and past A_i stay as they
+    are (``retroactive=False``).
 
     After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros;
     a unit's new base is the mean of those who send it and stays where none does. At a task's end it sends A, without
@@ -47,10 +47,9 @@ class FedWEIT(Method):
     once.
 
     What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
-    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Clients train one at a time. Deviations
-    from the authors' code: biases, and whatever else is not decomposed, is averaged, then kept for each task; a mean is
-    weighted by client; A begins at a third of the present base, not of the first one; the knowledge base holds no A of
-    the client's own; clients that were not drawn for a task's last round send their A, too. Plain SGD is stable only
+    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
+    not decomposed is averaged, then kept for each task; a mean is weighted by client; A begins at a third of the
+    present base, not of the first one; the knowledge base holds no A of the client's own. Plain SGD is stable only
     where ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
 
     Args:
@@ -210,10 +209,7 @@ class FedWEIT(Method):
         if trainer.current_epoch == 0:
             self.knowledge = {}
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
         if others:
             raise ValueError(
@@ -269,10 +265,7 @@ def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tenso
 
 
 def kept_units(mask: Tensor, sparsity: float) -> Tensor:
-    """Which units of a layer are sent: all but the ``sparsity`` share with the smallest magnitudes.
-
-    The authors' code leaves out one more, and looks at m, not at ``sigmoid(m)``, as here.
-    """
+    """Which units are sent: all but the ``sparsity`` share of the smallest ``|m|`` (the authors leave out one more)."""
     kept = torch.ones_like(mask, dtype=torch.bool)
     kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
     return kept

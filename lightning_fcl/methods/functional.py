@@ -69,13 +69,7 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
 
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The outputs of a module with another state on many samples, in evaluation mode, without gradient.
-
-    Example:
-        >>> predictions(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, torch.ones(2, 1))
-        tensor([[1.],
-                [1.]])
-    """
+    """The outputs of a module with another state on many samples, in evaluation mode, without gradient."""
     predict = teacher_of(module)
     return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
 
@@ -190,11 +184,6 @@ def states_loss(module: nn.Module) -> StatesLoss:
 
 
 def as_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Samples as a module takes them: on the device and, if they are no whole numbers, of the type of its parameters.
-
-    Example:
-        >>> as_input(nn.Linear(1, 1).double(), torch.ones(1, 1))
-        tensor([[1.]], dtype=torch.float64)
-    """
+    """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)

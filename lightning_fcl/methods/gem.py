@@ -20,8 +20,7 @@ class GEM(Episodic):
 
     A client remembers samples of each of its tasks (experiences). Their gradients g_i at the present parameters
     constrain the step's gradient g: it becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks, eq. 11 (see
-    `lightning_fcl.methods.projection.project`). The present task's own samples do not constrain it, so that the first
-    task is fine-tuning.
+    `lightning_fcl.methods.projection.project`).
 
     A task's samples are drawn from its data of the last round that the client took part in (of the experience's last
     round, if it took part in none), in their classes' proportions and at least one of each class where there is room.

@@ -31,10 +31,7 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
-    """Each vector times itself and the following ones, in a ring: every pair once (or twice, if their number is even).
-
-    The ring is closed by the first rows, which stand after the last once more.
-    """
+    """Each vector times itself and the following ones, in a ring: every pair once (twice, if their number is even)."""
     count, length = len(rows) + 1, len(last)
     offsets = count // 2 + 1
     total = count + offsets - 1
@@ -62,7 +59,6 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
 
 
 def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
-    """The whole matrix, piece by piece."""
     k, length = rows.shape
     padded = -(-(k + 1) // 4) * 4  # fastest in whole registers: the last rows stay zero
     products = torch.zeros(padded, padded, dtype=torch.float64, device=device_of(last))

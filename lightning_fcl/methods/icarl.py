@@ -24,10 +24,7 @@ _TIE = 1e-5  # distances between vectors of length 1 that are alike
 
 
 def herd(features: Tensor, size: int) -> Tensor:
-    """Indices of samples chosen one after the other, each so that the mean of all chosen is nearest the mean of all.
-
-    Rebuffi et al. 2017, algorithm 4, of features of length 1, shape (n, features); all means are brought to length 1.
-    """
+    """Indices of samples, each so that the mean of all chosen is nearest the mean of all (Rebuffi et al., alg. 4)."""
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     chosen: list[int] = []
     for _ in range(min(size, len(features))):
@@ -44,8 +41,7 @@ class ICaRL(LwF):
 
     When an experience ends, a client chooses exemplars of its classes by `herd`, on features of length 1 of its own
     model; its ``max_size`` exemplars are shared equally by all classes that it has seen, and those of earlier ones are
-    cut from the end. From then on they join its data. A client that is not drawn for an experience's last round
-    chooses them with the server's model.
+    cut from the end. A client that is not drawn for an experience's last round chooses them with the server's model.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
     each client sends, for each class, the sum of its exemplars' features and their number, in an experience also those

@@ -48,10 +48,7 @@ def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """The gradient of each sample's own ``objective(params, x, y)``, by parameter, shape (batch, ...).
-
-    Vectorised, or in a loop where that fails.
-    """
+    """The gradient of each sample's own objective, by parameter: vectorised, or in a loop where that fails."""
 
     def single(params: State, x: Tensor, y: Tensor) -> Tensor:
         return objective(params, x[None], y[None])
@@ -73,11 +70,7 @@ def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) 
 def fisher_information(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
 ) -> State:
-    """Diagonal of the empirical Fisher information: ``F_i = mean_n (d log p(y_n | x_n, theta) / d theta_i)^2``.
-
-    The labels are the true ones, not drawn from the model's own predictions. ``module.sample_loss`` is the negative
-    log-likelihood.
-    """
+    """Diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, of true labels."""
     task: Any = module
     return mean_over_samples(
         module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y, names
@@ -87,7 +80,7 @@ def fisher_information(
 def output_sensitivity(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
 ) -> State:
-    """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
+    """How much the output depends on each parameter: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
@@ -101,11 +94,7 @@ def mean_over_samples(
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter.
-
-    In evaluation mode; parameters, their gradients and all random numbers are left alone. ``names`` are the parameters
-    whose gradients are taken; None: all that are trainable.
-    """
+    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
@@ -176,9 +165,7 @@ class EWC(_Consolidation):
 
     ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
     client's own model at the end of its latest experience; F is the sum of the `fisher_information` of all its
-    experiences, each taken at the experience's end from the data of its last round. One theta* stands for all
-    experiences, so that a client's memory does not grow; a client that sits out an experience's last round takes
-    nothing from this experience.
+    experiences, each taken at the experience's end from the data of its last round.
 
     Args:
         strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.

@@ -50,16 +50,14 @@ class LVTMethod(Method):
 
     K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the
     same at the end of the client's last task, and G how much that task's loss depended on them there: the mean over
-    its samples of ``|d loss / d K|``. (The paper's G is a gradient summed over samples, which vanishes where the model
-    has learnt the task.) CE_mem is the task loss on remembered samples, drawn anew at each step and without
-    replacement from torch's global generator, KD_mem their distillation: cross-entropy at ``temperature`` against the
-    logits that were remembered with them, `distilled`.
+    its samples of ``|d loss / d K|`` (the paper's sum vanishes where the model has learnt the task). CE_mem is the
+    task loss on remembered samples, drawn anew at each step from torch's global generator, KD_mem their distillation:
+    cross-entropy at ``temperature`` against the logits that were remembered with them.
 
-    When a task ends, the client remembers from each class the samples with the lowest loss (the paper's
-    confidence-aware memory): the share ``rho`` of each class, where the paper divides a memory of fixed size equally.
-    A client that is not drawn for the task's last round does all this with the server's model. The paper's second
-    classifier, for new tasks alone, and the weight of the first one's loss on new tasks, which decays, are left out:
-    one head learns from both.
+    When a task ends, the client remembers of each class the share ``rho`` of the samples with the lowest loss (the
+    paper's confidence-aware memory, of fixed size there); if it is not drawn for the task's last round, by the
+    server's model. Left out are the paper's second classifier, for new tasks alone, and the decay of the first one's
+    weight.
 
     Args:
         gamma: Weight of the attention loss, at least 0; 0: keys are free, and not remembered.
@@ -88,10 +86,7 @@ class LVTMethod(Method):
     batch_size: int | None = argument(None, at_least, 1)
     keys: str = "*.external_*"
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.gamma and not self._learnt(pl_module):
             raise ValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
@@ -115,7 +110,6 @@ class LVTMethod(Method):
         return total
 
     def _rehearsal(self, memory: Memory, step: Step) -> Tensor:
-        """Loss and distillation of remembered samples, from one pass."""
         size = len(step.output) if self.batch_size is None else self.batch_size
         drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
         logits = memory["logits"][drawn]
@@ -155,7 +149,6 @@ class LVTMethod(Method):
         return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
 
     def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, client_round: ClientRound) -> Memory:
-        """The remembered samples and their logits, those of the task in place of its earlier ones."""
         module = self.module
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)

@@ -42,6 +42,11 @@ class Method(Declaration, Callback):
         self._federated = federation_of(trainer) is not None
         if methods_of(trainer)[0] is self:
             driver_of(trainer).setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self.prepare(trainer, pl_module)
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before a fit: refuse what the method cannot work with, and look up what it needs."""
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.fits += 1

@@ -25,10 +25,9 @@ log = logging.getLogger(__name__)
 class IntrinsicPlasticity(Method):
     """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
 
-    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the server
-    averages them; in the last one they send the statistics of the readout. Over several experiences it is FedCLIP,
-    with `Replay` or without; with one client that holds all data, IP and CLIP. In a plain Trainer all epochs of a fit
-    but the last adapt.
+    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the
+    server averages them; in the last one they send the statistics of the readout. Over several experiences it is
+    FedCLIP, with `Replay` or without; with one client that holds all data, IP and CLIP.
 
     Args:
         sigma: Standard deviation of the activations aimed at.

@@ -95,7 +95,6 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
 
 
 def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
-    """Products of the constraints and, last, the gradient with each other, shape (k + 1, k + 1)."""
     result = gram(constraints, gradient)
     finite = np.isfinite(result.diagonal())
     if not finite.all():
@@ -104,7 +103,6 @@ def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
 
 
 def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: Matrix) -> Tensor:
-    """The gradient plus the weighted constraints, in double precision where it matters."""
     lengths = np.sqrt(products.diagonal())
     cancelling = weights @ lengths[:-1] > 10 * lengths[-1]
     whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
@@ -135,12 +133,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(device_of(tensor), torch.float64)
 
 
-def _piece(gradient: Tensor) -> int:
-    return _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE
-
-
 def _pieces(gradient: Tensor) -> Iterator[slice]:
-    size, length = _piece(gradient), len(gradient)
+    size, length = _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE, len(gradient)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 

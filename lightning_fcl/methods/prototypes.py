@@ -75,10 +75,7 @@ def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_mean(features: Tensor, means: Tensor, known: Tensor, output: Tensor) -> Tensor:
-    """Scores of classes: minus the distance from each mean, -inf for classes that have none.
-
-    ``known`` tells which have one, shape (classes,); where none has, the scores are ``output``.
-    """
+    """Scores of classes: minus the distance from each mean, -inf for unknown ones; ``output`` where none is known."""
     if not known.any():
         return output
     # Not by products of matrices, whose rounding depends on the number of samples.

@@ -18,10 +18,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone.
-
-    A longer first dimension has the same numbers, and more: padding changes no sample's.
-    """
+    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone: padding changes none."""
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
     # 24 bits: as many as a float holds.

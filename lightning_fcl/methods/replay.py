@@ -52,7 +52,7 @@ class Replay(Method):
         buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (whatever is taken in at once is an experience) or
             ``ParametricBuffer`` with any selection strategy, which gets the module, with the client's state, as
-            ``strategy.model``. Every client has one like it, kept as tensors.
+            ``strategy.model``.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
@@ -185,7 +185,6 @@ def _entries(data: Batch) -> Memory:
 
 
 def _nested(entries: Memory, index: int) -> Any:
-    """One sample, nested as the data set's items are."""
     names = [name for name in entries if name.startswith(_SAMPLE)]
     return {name.removeprefix(_SAMPLE): entries[name][index] for name in names} if names else entries["x"][index]
 

@@ -44,10 +44,7 @@ def aside(module: L.LightningModule, stream: FederatedStream, stage: RunningStag
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """The attributes and buffers of a module and its parts are as before, with what lists and the like among them hold.
-
-    Tensors that are not buffers, such as the states of a metric that is reset, are expected not to change in place.
-    """
+    """The attributes of a module and its parts are as before, buffers and what lists and the like hold as well."""
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     growing = [v for _, kept in attributes for v in kept.values() if isinstance(v, list | dict | set | deque)]
     contents = [(value, copy.copy(value)) for value in growing]
@@ -75,10 +72,7 @@ def a_few(samples: IntArray) -> IntArray:
 def why_no_logits(
     module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
 ) -> str | None:
-    """What is in the way of reading a module's output as the logits of a stream's classes, in words; None: nothing.
-
-    ``exact``: whether they are to be as many as the classes, too.
-    """
+    """Why an output are no logits of a stream's classes (``exact``: as many as these), in words; None: they may be."""
     with aside(module, stream, RunningStage.TESTING):
         part = "validation" if samples is stream.plan.validation else "test"
         batch = as_handed(module, stream.samples.take(a_few(samples), part))

@@ -26,8 +26,7 @@ class Unlearning(Method):
     """After a round: makes the server forget clients exactly, as if they had never taken part in its sums.
 
     Every client keeps the sum of what it has uploaded to entries with the reduction ``sum``. When it asks to be
-    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round. What has been
-    averaged cannot be taken apart like this: gain and bias that it has helped to adapt stay.
+    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round.
 
     Args:
         requests: For each client that leaves, the round (from 0) after which it does.
@@ -46,10 +45,7 @@ class Unlearning(Method):
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         why = "call `RidgeReadout.remove` with the statistics that are to go"
         federation = need_federation(trainer, "Unlearning", why)
         if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":

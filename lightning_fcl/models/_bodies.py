@@ -58,10 +58,7 @@ def vit_body(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Body:
-    """The body of `lightning_fcl.models.ViT`, whose arguments it has.
-
-    With ``tokens`` all patches come out, shape (batch, patches, width), without class token and last norm.
-    """
+    """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
     check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}

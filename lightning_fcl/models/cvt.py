@@ -20,8 +20,7 @@ class CvTBody(Described):
 
     The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters
     where the paper has 20.0 M. Left out: the last block's convolution of queries, as none but the class token asks
-    there, which no convolution touches; stochastic depth. Scores are divided by the root of a head's width, as usual;
-    the authors' code takes that of all heads together.
+    there, which no convolution touches; stochastic depth.
 
     Args:
         image_size: Height and width of the images, in pixels.
@@ -120,10 +119,7 @@ class _Stage(nn.Module):
 
 
 class ConvolutionalBlock(nn.Module):
-    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2).
-
-    ``class_only``: nothing but the first token is computed, the class token.
-    """
+    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2), of all tokens or the first."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
         super().__init__()
@@ -148,10 +144,7 @@ class ConvolutionalBlock(nn.Module):
 
 
 class ConvolutionalProjection(nn.Module):
-    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2).
-
-    Tokens before those of the map, such as the class token, pass by the convolution.
-    """
+    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2)."""
 
     def __init__(self, width: int, stride: int = 1) -> None:
         super().__init__()

@@ -27,8 +27,7 @@ class Decomposed(Described):
     output unit of each weight, an adaptive A, and one attention alpha for each layer and each adaptive A_j of the
     knowledge base, as in the authors' code. The linear and convolutional weights that ``layers`` matches are
     decomposed; everything else (biases, normalisation, tokens, the head) is trained as it is and copied when a task
-    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``. All A, and
-    what is decomposed of B, are vectors over the decomposed weights one after the other, of length `size`.
+    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``.
 
     In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
     task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
@@ -127,7 +126,7 @@ class Decomposed(Described):
             base = attrgetter(name)(self.net)
             if live:
                 piece = piece + own.attention[layer] @ self._base_of_others[layer]
-            weights[name] = torch.addcmul(piece.view_as(base), base, _broad(gate, base))
+            weights[name] = torch.addcmul(piece.view_as(base), base, gate.view(-1, *[1] * (base.dim() - 1)))
         return weights
 
     def _task(self, number: int) -> _Task:
@@ -188,7 +187,6 @@ class Decomposed(Described):
         own.rest.copy_(self._flat())
 
     def _others(self) -> State:
-        """The network's numbers that are not decomposed."""
         state = self.net.state_dict().items()
         return {name: v for name, v in state if name not in self.names and v.is_floating_point()}
 
@@ -243,8 +241,3 @@ def decomposed_vit(
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
     """An adaptive without its numbers up to a magnitude."""
     return adaptive * (adaptive.abs() > threshold)
-
-
-def _broad(units: Tensor, weight: Tensor) -> Tensor:
-    """One number for each output unit of a weight, in a shape that multiplies it."""
-    return units.view(-1, *[1] * (weight.dim() - 1))

@@ -66,7 +66,6 @@ class DyTox(Described):
     a gradient. `lightning_fcl.callbacks.DyToxTraining` marks tasks as learnt; while none is, all are in use.
 
     For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones.
-    Training needs it, prediction does not.
 
     Args:
         tasks: The classes of each task; a number cuts ``num_classes`` into so many blocks of equal size, by number

@@ -85,7 +85,6 @@ class HARCNN(Described):
 
 
 def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tuple[nn.Sequential, int]:
-    """The layers before the classifier, and the number of their features."""
     layers: list[nn.Module] = []
     channels, steps = in_channels, length
     features = 0  # of the last dense layer; 0 before the first

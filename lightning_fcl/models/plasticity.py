@@ -13,8 +13,7 @@ from torch import Tensor
 class PlasticityOfLayer:
     """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
 
-    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula. ``gain`` and ``bias`` have the shape
-    (units,), or (batch, units) for one set per sequence; ``state``, the one before the first step, (batch, units).
+    See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula.
     """
 
     drive: Tensor

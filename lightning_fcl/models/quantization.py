@@ -1,4 +1,4 @@
-"""Int8 for the part of a model that does not learn: fold the normalisation, then quantise the backbone."""
+"""Networks whose backbone has learnt all that it will: its normalisation folded, its weights fixed, perhaps in int8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,47 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lightning_fcl.errors import require
+from lightning_fcl.models.described import Described
+
+Precision = Literal["int8", "float"]
+
+
+def frozen(network: Described, backbone: Precision = "int8") -> Described:
+    """A network with a frozen backbone, for a state that is loaded afterwards; it is changed.
+
+    Args:
+        network: A network with a ``backbone`` and a ``head``.
+        backbone: ``"int8"`` or ``"float"``.
+
+    Example:
+        >>> from lightning_fcl.models import DSICNet
+        >>> network = frozen(DSICNet())
+        >>> type(network.backbone).__name__, network.described["init_args"]["backbone"]
+        ('Int8Backbone', 'int8')
+    """
+    freeze(network, backbone)
+    return network
+
+
+def freeze(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
+    """Fold a network's normalisation and freeze its backbone, in place; int8 is calibrated on images, if given."""
+    network.eval()
+    fold_batchnorm(network)
+    if backbone == "int8":
+        quantize_backbone(network, images)
+    network.get_submodule("backbone").requires_grad_(False)
+    network.frozen = True  # type: ignore[assignment]
+    if isinstance(network, Described):
+        arguments = {"network": network.described, "backbone": backbone}
+        network.described = {"class_path": f"{__package__}.{frozen.__name__}", "init_args": arguments}
+    network.train()
 
 
 def fold_batchnorm(module: nn.Module) -> None:
     """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
 
     The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
-    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was. Make the
-    optimizer after folding.
+    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was.
     """
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
@@ -150,7 +183,6 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
 
 def _float_backbone(model: nn.Module) -> nn.Module:
-    """A folded copy of the model's backbone, in evaluation mode on the CPU."""
     backbone = getattr(model, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise ValueError(

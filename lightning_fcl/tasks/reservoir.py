@@ -34,10 +34,9 @@ class ReservoirTask(Task):
     """An echo state network with a ridge readout: local training is one pass that adds up statistics.
 
     In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
-    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. Rounds with new data
-    or new clients are added without looking at the old ones again; the same data in two rounds count twice. With
-    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain Trainer
-    the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
+    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
+    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
+    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
 
     `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before.
 
@@ -136,11 +135,7 @@ class ReservoirTask(Task):
             start += len(states)
 
     def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add several clients' sequences, client after client, to their statistics; the number of samples of each.
-
-        A has the shape (clients, outputs, N_R), B (clients, N_R, N_R), or packed; ``sizes`` tells how many sequences
-        each has.
-        """
+        """Add sequences, so many of each client after the other, to the clients' A and B; the samples of each."""
         samples = 0
         for states, wanted in self.pairs(x, y):
             samples += len(states)
@@ -202,7 +197,6 @@ class ReservoirTask(Task):
 
     @torch.no_grad()
     def _choose_beta(self) -> None:
-        """Take the regulariser whose readout is right most often on the validation samples."""
         trainer, stream = self.trainer, stream_of(self.trainer)
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:

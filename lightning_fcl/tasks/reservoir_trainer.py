@@ -53,7 +53,6 @@ class ReservoirTrainer:
             self.n = [self._earlier(state) for state in received]
 
     def _own(self, name: str, server: Tensor) -> Tensor:
-        """Where each client's statistics are added up: from nothing, or from its own earlier ones."""
         started = torch.zeros(len(self._received), *server.shape, dtype=server.dtype, device=server.device)
         for row, state in enumerate(self._received):
             if self._earlier(state):

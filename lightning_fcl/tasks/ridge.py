@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,32 +40,24 @@ class RidgeClassifier(Classifier):
 
     def __init__(self, model: nn.Module, num_classes: int, beta: float = 1.0, symmetric: bool = True) -> None:
         super().__init__(model, num_classes)
-        features = getattr(model, "features", None)
-        if not isinstance(features, int) or not callable(getattr(model, "embed", None)):
-            raise ValueError(
-                f"Expected `model` to have `features`, a number, and `embed(x)` but got a `{type(model).__name__}`. "
-                "Use DSICNet, or give your network both."
-            )
         self.automatic_optimization = False
-        self.readout = RidgeReadout(features, num_classes, beta, symmetric)
+        self.readout = RidgeReadout(self.features, num_classes, beta, symmetric)
         sums = dict.fromkeys(("readout.A", "readout.B", "readout.n"), "sum")
         self.reductions = {"*": "fixed", **sums, "readout.weight": "download"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs near 1 for the right class and near 0 for the others, shape (batch, num_classes)."""
-        outputs: Tensor = self.readout(self._embedded(x)).to(x.dtype)
+        outputs: Tensor = self.readout(self.embed(x)).to(x.dtype)
         return outputs
 
     def network(self) -> FeatureReadout:
-        network = FeatureReadout(copy.deepcopy(self.model), self.num_classes)  # type: ignore[arg-type]  # it was looked at
+        network = FeatureReadout(copy.deepcopy(self._body), self.num_classes)
         network.weight.copy_(self.readout.weight)
         return network
 
     @torch.no_grad()
-    def _embedded(self, x: Tensor) -> Tensor:
-        network: Any = self.model
-        features: Tensor = network.embed(x)
-        return features
+    def embed(self, x: Tensor) -> Tensor:
+        return super().embed(x)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         x, y = batch
@@ -77,7 +69,7 @@ class RidgeClassifier(Classifier):
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, shape (batch, ...), and their labels to the sums."""
-        self.readout.partial_fit(self._embedded(x), one_hot(y, self.num_classes))
+        self.readout.partial_fit(self.embed(x), one_hot(y, self.num_classes))
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
         self.add(x, y)

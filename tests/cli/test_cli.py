@@ -300,7 +300,7 @@ model:
 trainer:
   strategy: {class_path: lightning_fcl.FederatedStrategy}
   callbacks:
-    - {class_path: lightning_fcl.callbacks.ActivationDensity, init_args: {bins: 10}}
+    - {class_path: lightning_fcl.callbacks.ActivationDensity}
   enable_progress_bar: false
   enable_checkpointing: false
   logger: false
