@@ -55,10 +55,9 @@ class BaseSession(Callback):
         batch_size: Images per step.
         augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
         backbone: ``"int8"`` or ``"float"``.
-        latents: Whether the backbone's maps of all samples are computed once, before the first round: a frozen backbone
-            gives the same maps in every epoch. The result is the same; `Replay` then remembers maps.
-        cache: Folder where trained networks are kept, as safetensors files, for other runs that begin in the same way;
-            None keeps none.
+        latents: Whether the backbone's maps of all samples are computed once, before the first round; the result is
+            the same, and `Replay` remembers maps.
+        cache: Folder where trained networks are kept for other runs that begin in the same way; None: none.
 
     Example:
         >>> BaseSession(epochs=60, backbone="int8").backbone
@@ -131,13 +130,13 @@ class BaseSession(Callback):
                 ) from error
             return
         samples, others = self._samples(stream)
-        own = _classifier(network)
+        own, head = _classifier(network), network.get_submodule("head")
         with isolate_rng():
             start_randomness(stream.seed, "base session")
             if len(samples):
-                _put_classifier(network, nn.Linear(own.in_features, others, dtype=own.weight.dtype))
+                head.classifier = nn.Linear(own.in_features, others, dtype=own.weight.dtype)
                 self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
-            _put_classifier(network, own)
+            head.classifier = own
             nn.init.zeros_(own.weight)
             nn.init.zeros_(own.bias)
             classes = len(set(stream.y[stream.plan.base].tolist()))
@@ -246,8 +245,3 @@ def _classifier(network: nn.Module) -> nn.Linear:
         )
     classifier: nn.Linear = head.classifier
     return classifier
-
-
-def _put_classifier(network: nn.Module, classifier: nn.Linear) -> None:
-    head: Any = network.head
-    head.classifier = classifier

@@ -40,19 +40,17 @@ class ContinualMetrics(Callback):
     curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits of the classes
     is measured by what its `test_step`, else its `validation_step`, logs.
 
-    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
-    that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
-    send or compression has left over.
+    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries, the
+    memory of its methods, an optimizer's state, what it could not send.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
         when: When models are tested. ``"trained"``: each round, those that clients have just trained, before
-            aggregation, and the server's. ``"aggregated"``: after the last round of an experience the model that
-            a client would predict with: the server's with its own entries, made personal by its methods. It is tested
-            on the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
+            aggregation, and the server's. ``"aggregated"``: after the last round of an experience the model that a
+            client would predict with: the server's with its own entries, made personal by its methods. It is tested on
+            the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
             ``"aggregated"``, and beside it each client's own model after its last local training of an experience,
-            before aggregation, on the same classes, for ``average_accuracy_own`` and the like. A client has none after
-            an experience in which it was never drawn, or whose last upload was refused.
+            before aggregation, on the same classes, for ``average_accuracy_own`` and the like.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a

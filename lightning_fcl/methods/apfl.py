@@ -95,25 +95,25 @@ class APFL(Method):
         if not shared:
             return
         if self._optimizer is None:
-            self._begin_optimizer(pl_module, optimizer)
+            self._optimizer = self._begun(pl_module, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
         alpha = self.memory["alpha"]
         gradient = gradient_of(pl_module, shared)(self.batch[0], self.batch[1], mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
-        assert self._optimizer is not None
         set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, alpha * gradient)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
-    def _begin_optimizer(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def _begun(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
         """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
         self._personal = {name: nn.Parameter(value) for name, value in section(self.memory, "v").items()}
         named = dict(module.named_parameters())
-        self._optimizer = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
-        restore_optimizer(self._optimizer, section(self.memory, "optimizer"))
+        own = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
+        restore_optimizer(own, section(self.memory, "optimizer"))
+        return own
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator

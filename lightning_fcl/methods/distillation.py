@@ -14,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, remember, section, with_classes
+from lightning_fcl.methods.method import Method, padded, remember, section, with_classes
 from lightning_fcl.methods.step import Step
 
 
@@ -148,8 +148,7 @@ class LwF(Method):
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
-        classes = step.output.shape[-1]
-        old = F.pad(memory["old"], (0, classes - memory["old"].shape[-1])).to(step.output.device)
+        old = padded(memory["old"], step.output.shape[-1]).to(step.output.device)
         teacher = step.predict(section(memory, "teacher"), step.x)
         # A large negative number, not -inf: without old classes the loss is then finite, and weighs nothing.
         student, teacher = (torch.where(old, logits, -1e4) for logits in (step.output, teacher))

@@ -23,10 +23,10 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
+from lightning_fcl.federation.protocol import FederationView, federation_of
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
+from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, states_loss, teacher_of
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Freezer, Running, Step, is_labelled, stepped_by
@@ -296,9 +296,5 @@ def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.Light
             f"Expected a Trainer without loss scaling for `{type(method).__name__}` but got "
             f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
         )
-    if method.needs_sample_loss and not isinstance(module, StatesLoss):
-        raise ValueError(
-            f"Expected a module that states its loss apart for `{type(method).__name__}`, as `Classifier` does in "
-            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside "
-            "`speaks_lightning_fcl = True`."
-        )
+    if method.needs_sample_loss:
+        states_loss(module, f" for `{type(method).__name__}`")

@@ -53,8 +53,7 @@ class FedViT(Method):
         k: Past tasks that constrain a step, at least 1; all, while there are no more.
         distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``, see
             `lightning_fcl.methods.projection.distance`.
-        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all. In between, only
-            those of the chosen are taken.
+        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all.
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1.
         integration_epochs: Local epochs of integration, which come first; 0: none.

@@ -173,12 +173,13 @@ def _mean_loss(
         return (loss or states_loss(module).sample_loss)(output, y).mean()
 
 
-def states_loss(module: nn.Module) -> StatesLoss:
+def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:
     """The module itself, which states the loss of samples apart."""
     if not isinstance(module, StatesLoss):
         raise ValueError(
-            f"Expected a module that states its loss apart, as `Classifier` does in `sample_loss(output, y)`, but got "
-            f"a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
+            f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, y)`,"
+            f" but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = "
+            "True`."
         )
     return module
 

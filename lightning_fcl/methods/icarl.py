@@ -40,13 +40,12 @@ class ICaRL(LwF):
     """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
 
     When an experience ends, a client chooses exemplars of its classes by `herd`, on features of length 1 of its own
-    model; its ``max_size`` exemplars are shared equally by all classes that it has seen, and those of earlier ones are
-    cut from the end. A client that is not drawn for an experience's last round chooses them with the server's model.
+    model (the server's, if it is not drawn for the last round); its ``max_size`` exemplars are shared equally by all
+    classes that it has seen, and those of earlier ones are cut from the end.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
-    each client sends, for each class, the sum of its exemplars' features and their number, in an experience also those
-    of the exemplars that it would choose now. The server adds up those of the round's clients, in place of the earlier
-    ones, whose features an old model has made; a class that none of them has keeps its sum: `ClassSums`.
+    each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
+    the round's clients, in place of the earlier ones; a class that none of them has keeps its sum: `ClassSums`.
 
     The classes of the experience are learnt by the module's own loss, and old ones distilled as in `LwF`, from the
     client's model at the end of its last experience: the paper has binary cross-entropies of sigmoids for both.

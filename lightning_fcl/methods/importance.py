@@ -170,11 +170,10 @@ class EWC(_Consolidation):
     Args:
         strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
         decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
-        normalize: Whether F, summed as it is, is divided by the greatest F_i of the client, so that the greatest is 1
-            whatever the model, the data and the number of experiences. The penalty alone then never blows up with
-            plain SGD whose ``learning rate * strength`` is below 2; stay well below, as the task loss adds its own
-            curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024, belong to it,
-            and blow up many a small network.
+        normalize: Whether F, summed as it is, is divided by the client's greatest F_i. The penalty alone then never
+            blows up with plain SGD whose ``learning rate * strength`` is below 2; stay well below, as the task loss
+            adds its own curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024,
+            belong to it, and blow up many a small network.
 
     Example:
         >>> EWC(strength=10.0).strength

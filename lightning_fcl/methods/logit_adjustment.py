@@ -16,7 +16,7 @@ from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.method import Method, padded
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
@@ -57,15 +57,14 @@ class LogitAdjustment(Method):
     """Every step: the cross-entropy is that of logits shifted by the logarithm of the classes' priors.
 
     A class that comes often no longer wins by coming often, and one that does not come at all is left alone: of a
-    client's own classes as in Zhang et al. 2022 (label skew between clients), or of those that all clients have
-    trained on so far, which is the loss of Menon et al. 2021 and the balanced softmax of Ren et al. 2020 over the
-    classes seen. It presumes that the task's loss is cross-entropy, as `Classifier`'s is.
+    client's own classes as in Zhang et al. 2022, or of those that all clients have trained on so far, as in Menon et
+    al. 2021 and the balanced softmax of Ren et al. 2020. It presumes that the task's loss is cross-entropy.
 
     Args:
         tau: Strength, at least 0; 0 is the task's own loss.
-        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer without
-            a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far and
-            of the base session. Clients then send their counts, once for each experience.
+        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer
+            without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
+            and of the base session. Clients then send their counts, once for each experience.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior
@@ -105,7 +104,7 @@ class LogitAdjustment(Method):
         all_counts = server.get(f"{self.section}.counts")
         if all_counts is not None:
             own = counts.to(all_counts.device) * (not self._is_counted(memory, client_round))
-            counts = all_counts + _padded(own, len(all_counts))
+            counts = all_counts + padded(own, len(all_counts))
         return {"experience": memory.get("experience", torch.tensor(-1)), "counts": counts}
 
     def contribute(self, memory: Memory, own: State, data: object, client_round: ClientRound) -> State:
@@ -121,7 +120,7 @@ class LogitAdjustment(Method):
             raise ValueError("Expected batches `[x, y]` for `LogitAdjustment` but got none with labels. Return pairs.")
         if self.tau == 0:
             return 0.0
-        counts = _padded(memory["counts"].to(step.output.device), step.output.shape[-1])
+        counts = padded(memory["counts"].to(step.output.device), step.output.shape[-1])
         adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
@@ -136,7 +135,3 @@ class LogitAdjustment(Method):
 
 def _counted(labels: Tensor, classes: int) -> Tensor:
     return torch.bincount(labels.long(), minlength=classes).float()
-
-
-def _padded(counts: Tensor, size: int) -> Tensor:
-    return F.pad(counts, (0, size - len(counts)))

@@ -14,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, with_classes
+from lightning_fcl.methods.method import Method, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
@@ -65,16 +65,15 @@ class MeanOutputLoss(Method):
     a session, and the new classes are those of the batch that were not seen in an earlier one.
 
     Of the readings of the paper's words that were tried (``recipes/odfcl/README.md``) the default is the one that
-    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone, so that a
-    client with a single class does not unlearn all others. For a remembered sample of an old class (`Replay`) the
-    cross-entropy is over all classes seen.
+    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone. For a
+    remembered sample of an old class (`Replay`) the cross-entropy is over all classes seen.
 
     Args:
         mu: Weight of MOL, at least 0.
         outputs: What the means are of: see `mean_output_loss`.
         distance: See `mean_output_loss`.
-        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``, or
-            ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
+        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
+            or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
 
     Example:
         >>> MeanOutputLoss(mu=2.0).mu
@@ -103,8 +102,8 @@ class MeanOutputLoss(Method):
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
         classes = step.output.shape[-1]
-        old = _padded(memory["old"].to(step.output.device), classes)
-        new = _padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
+        old = padded(memory["old"].to(step.output.device), classes)
+        new = padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
         total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
@@ -134,7 +133,3 @@ def _mask(classes: Sequence[int], size: int) -> Tensor:
     mask = torch.zeros(size, dtype=torch.bool)
     mask[list(classes)] = True
     return mask
-
-
-def _padded(mask: Tensor, size: int) -> Tensor:
-    return F.pad(mask, (0, size - len(mask)))

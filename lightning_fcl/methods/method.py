@@ -91,3 +91,8 @@ def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
     more = F.pad(seen, (0, size - len(seen))).clone()
     more[labels] = True
     return more
+
+
+def padded(values: Tensor, size: int) -> Tensor:
+    """Values of classes, with zeros for those that a larger output has."""
+    return F.pad(values, (0, size - len(values)))

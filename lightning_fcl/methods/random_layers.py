@@ -115,32 +115,31 @@ class KeyedRandomness(TorchFunctionMode):
         shape = x.shape[: x.dim() - spatial]
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, spatial: int = 0
+    ) -> Tensor:
         if not training or p == 0:
             return input
-        return _given(input, input * (self._kept(input, p) / (1 - p) if p < 1 else 0.0), inplace)
+        return _given(input, input * (self._kept(input, p, spatial) / (1 - p) if p < 1 else 0.0), inplace)
 
     def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return self.dropout(input, p, training, inplace, input.dim() - 2)
+
+    def alpha_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, spatial: int = 0
+    ) -> Tensor:
+        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
         if not training or p == 0:
             return input
-        return _given(input, input * (self._kept(input, p, input.dim() - 2) / (1 - p) if p < 1 else 0.0), inplace)
-
-    def alpha_dropout(self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
-        return self._alpha(input, p, training, inplace, 0)
+        alpha = 1.7580993408473766
+        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+        kept = self._kept(input, p, spatial)
+        return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
 
     def channel_alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Tensor:
-        return self._alpha(input, p, training, inplace, input.dim() - 2)
-
-    def _alpha(self, x: Tensor, p: float, training: bool, inplace: bool, spatial: int) -> Tensor:
-        if not training or p == 0:
-            return x
-        alpha = 1.7580993408473766
-        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        kept = self._kept(x, p, spatial)
-        return _given(x, (x * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
+        return self.alpha_dropout(input, p, training, inplace, input.dim() - 2)
 
     def attention(
         self,

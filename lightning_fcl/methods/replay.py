@@ -34,8 +34,8 @@ _SAMPLE = "sample."
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
-    After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; what
-    a client remembers never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
+    After a client's local training its buffer, one of Avalanche's, takes in the round's data; what a client remembers
+    never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
 
     Args:
         max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
@@ -43,16 +43,14 @@ class Replay(Method):
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
             class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
             Usmanova et al. 2021, section 5.3).
-        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
-            samples from coming in repeatedly where the rounds of an experience share their data.
-        repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has
-            been offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"``
-            only, whose samples stand for all alike.
+        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``, so that none
+            comes in repeatedly where the rounds of an experience share their data.
+        repeat: Whether the remembered samples are repeated until they are as many as the buffer has been offered: the
+            past weighs as if nothing had been dropped. For ``"reservoir"`` only.
         base: Whether every client's buffer begins with the samples of the stream's base session.
         buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
-            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (whatever is taken in at once is an experience) or
-            ``ParametricBuffer`` with any selection strategy, which gets the module, with the client's state, as
-            ``strategy.model``.
+            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
+            ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size

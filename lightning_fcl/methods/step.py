@@ -30,16 +30,14 @@ class Step:
         server: The state that the client received at the start of the round.
         x: The batch's inputs, shape (batch, ...).
         output: The student's output on ``x``, shape (batch, classes).
-        predict: ``predict(state, x)`` is the output of the same module with another state, in evaluation mode and
-            without gradient: a teacher.
-        outputs: ``outputs(x)`` is the student's output on other samples, ``features(x)`` what the module's `embed`
-            makes of them; both are part of the graph.
-        features: See ``outputs``.
-        loss_of: ``loss_of(x, y)`` is the mean task loss on other samples, in the module's present mode;
+        predict: ``predict(state, x)``: a teacher, the module with another state, in evaluation mode, without gradient.
+        outputs: ``outputs(x)``: the student's output on other samples, part of the graph.
+        features: ``features(x)``: what the module's `embed` makes of them, likewise.
+        loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
         recalled: Remembered samples that were drawn for this step, as `Declaration.recall` names them, each of shape
-            (recall_size, ...); empty where nothing is remembered yet. ``recalled_weight`` is then 0.
+            (recall_size, ...); empty where nothing is remembered yet.
         recalled_weight: 1 where there are recalled samples, else 0.
     """
 

@@ -65,7 +65,9 @@ class DyTox(Described):
     which are in use. The logits of a slot that is not are a constant that wins against nothing, and nothing of it gets
     a gradient. `lightning_fcl.callbacks.DyToxTraining` marks tasks as learnt; while none is, all are in use.
 
-    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones.
+    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones. At
+    the defaults the body has 2,246,016 parameters, the decoder 444,864, and each task a head of 2,314 and a divergence
+    head of 2,507.
 
     Args:
         tasks: The classes of each task; a number cuts ``num_classes`` into so many blocks of equal size, by number

@@ -235,12 +235,6 @@ class EchoStateNetwork(Described):
                     target.copy_(value)
         return other
 
-    def spectral_radii(self) -> list[float]:
-        """The spectral radius of each layer's recurrent weights with the gains worked in; plasticity lets it drift."""
-        with torch.no_grad():
-            effective = [self._effective(layer, self.gain, self.bias)[1] for layer in range(self.layers)]
-        return [_radius(weight) for weight in effective]
-
     def extra_repr(self) -> str:
         return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
 
@@ -259,12 +253,8 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
     return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
 
 
-def _radius(weight: Tensor) -> float:
-    return float(torch.linalg.eigvals(weight.double()).abs().max())
-
-
 def _rescaled(weight: Tensor, radius: float) -> Tensor:
-    current = _radius(weight)
+    current = float(torch.linalg.eigvals(weight.double()).abs().max())
     if current < 1e-9:
         raise ValueError(
             "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have "

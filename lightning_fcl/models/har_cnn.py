@@ -20,9 +20,9 @@ class HARCNN(Described):
     is a dense layer with 1024 units, then ReLU, then dropout. The classifier is not written. The paper gives a
     dropout rate but not its place: here it follows every dense layer but the classifier, and nothing else.
 
-    At 12 bytes a parameter, for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters, 67.8 MB) and
-    ``196-16C_4M_1024D_512D`` have the sizes of Table 1; its ``32-10C_256D_128D`` (3.3 MB) and
-    ``64-9C_4M_32-9C_2M_16-9C_128D`` (45 KB) would be 12.1 MB and 404 KB.
+    At 12 bytes a parameter, for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters) and
+    ``196-16C_4M_1024D_512D`` (6,167,626) have the sizes of Table 1, 67.8 and 74.1 MB. ``32-10C_256D_128D`` (1,010,726)
+    and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654) have 12.1 MB and 404 KB, where the table has 3.3 MB and 45 KB.
 
     The hidden layers are `body`, the classifier is `head`.
 

@@ -19,9 +19,9 @@ class LVT(SplitViT):
     classifier, `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is
     trained on both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
 
-    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT`, but for 3
-    * (192 * 192 + 192) of the attention and (8 * 8 + 1) * 192 + 12 * (8 * 8 + 3) keys and biases in each of six
-    blocks.
+    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT`, but for
+    its six blocks of 421,092 (2,526,552), which have 111,168 of the attention (3 * (192 * 192 + 192)) and 13,284 keys
+    and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)) each.
 
     Example:
         >>> model = LVT(num_classes=10)

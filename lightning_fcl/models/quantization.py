@@ -144,13 +144,8 @@ class Int8Backbone(nn.Module):
         return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
 
     def levels(self, x: Tensor) -> Tensor:
-        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape. `dequantize` gives the maps back."""
+        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape."""
         return (self._run(x) + self.layers[-1].zero_point).to(torch.uint8)
-
-    def dequantize(self, levels: Tensor) -> Tensor:
-        """The maps of stored levels, equal to the bit to those that `forward` gives."""
-        last = self.layers[-1]
-        return (levels.float() - last.zero_point) * last.scale.float()
 
     def _run(self, x: Tensor) -> Tensor:
         """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
