@@ -36,9 +36,9 @@ class APFL(Method):
 
     ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task
     loss at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and
-    ``alpha`` one with ``<v - w, g>``, all at the values before the step (Algorithm 1 and eq. 10); ``alpha`` is clipped
-    to [0, 1]. A client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
-    ``ContinualMetrics(when="aggregated")`` tests. ``v`` holds trainable parameters; buffers are those of ``w``.
+    ``alpha`` one with ``<v - w, g>`` (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A client predicts with
+    ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which ``ContinualMetrics(when="aggregated")`` tests.
+    ``v`` holds trainable parameters; buffers are those of ``w``.
 
     ``v`` has an optimizer like that of ``w``, while the paper has SGD. Clients train one at a time; a step costs two
     forward and backward passes in place of one.

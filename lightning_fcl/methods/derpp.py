@@ -26,12 +26,11 @@ class DERpp(Method):
     """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
 
     ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
-    what the client remembers, each anew in every step; z' are the logits of the client's own model when x' came in. As
-    in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+    what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
+    when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
 
     A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
-    round once, after its local training, with the logits of the model that it has just trained. Samples are drawn with
-    replacement.
+    round once, after its local training, with the logits of the model that it has just trained.
 
     Args:
         max_size: Samples that a client remembers, at least 1.

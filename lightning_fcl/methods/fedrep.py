@@ -22,8 +22,7 @@ from lightning_fcl.methods.step import Part
 class FedRep(Method):
     """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
 
-    What is not trained is frozen to the bit: its parameters get no gradient, and normalisation layers keep their
-    statistics. The body travels, the head stays with the client: declare it, as in
+    What is not trained is frozen to the bit. The body travels, the head stays with the client: declare it, as in
     ``FederatedStrategy(reductions={"model.head.*": "none"})``.
 
     Args:

@@ -34,16 +34,13 @@ class FedViT(Method):
 
     A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
 
-    1. *Integration* (section 3.4), in the rounds of a task after the client's first. What was received differs from
-       the body that the client has trained: the gradient g_b of a batch at the body before aggregation is rotated as
-       little as possible until it raises no loss at the present body, whose gradient is g_a, and steps the present one.
-       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body, and
-       with ``integrate_last`` also at once after the last aggregation of a task, for the clients that have trained on
-       it: what comes of it is the body that the client predicts with, until its next turn.
-    2. The head learns, the body is frozen.
-    3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9, until it raises the loss of none of the
-       k past tasks whose gradients differ most from it (section 3.3). Their gradients are restored, at the present
-       parameters, from the samples that are kept of each task, eq. 5.
+    1. *Integration* (section 3.4), in the rounds of a task after the client's first: the gradient g_b of a batch at
+    the body that the client has trained is rotated as little as possible until it raises no loss at the body received,
+    whose gradient is g_a, and steps that. The paper does so right after each aggregation; here it is the client's next
+    turn, and with ``integrate_last`` also after the last aggregation of a task, for the body that it predicts with. 2.
+    The head learns, the body is frozen. 3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9,
+    until it raises the loss of none of the k past tasks whose gradients differ most from it (section 3.3). Their
+    gradients are restored, at the present parameters, from the samples that are kept of each task, eq. 5.
 
     At the end of a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least
     one, eq. 4; a client that is not drawn for the task's last round does so with the body after aggregation.
@@ -51,8 +48,7 @@ class FedViT(Method):
     Args:
         rho: Share of the samples of each class that is kept, above 0 and up to 1.
         k: Past tasks that constrain a step, at least 1; all, while there are no more.
-        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``, see
-            `lightning_fcl.methods.projection.distance`.
+        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``.
         select_every: Steps after which a client chooses its k tasks anew, from the gradients of all.
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1.
@@ -60,7 +56,7 @@ class FedViT(Method):
         head: Shell-style pattern of the head's entries.
         integrate_last: Whether integration also follows the last aggregation of a task.
         margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
-            paper's eq. 8; GEM's authors take 0.5. See `lightning_fcl.methods.projection.project`.
+            paper's eq. 8; GEM's authors take 0.5.
 
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs

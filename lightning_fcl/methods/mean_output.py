@@ -130,6 +130,4 @@ class MeanOutputLoss(Method):
 
 
 def _mask(classes: Sequence[int], size: int) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[list(classes)] = True
-    return mask
+    return with_classes(torch.zeros(size, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))

@@ -88,7 +88,7 @@ def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
     """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it."""
     size = max(len(seen), int(labels.max()) + 1 if len(labels) else 0)
-    more = F.pad(seen, (0, size - len(seen))).clone()
+    more = padded(seen, size).clone()
     more[labels] = True
     return more
 

@@ -97,10 +97,9 @@ class InterTaskAttention(nn.Module):
     """Attention whose keys are learnt, not computed from the input (Wang et al. 2022, section 3, inter-task attention).
 
     ``softmax(q K^T / sqrt(d) + B) v`` in each head: queries q and values v come from the tokens, the key K of each
-    token and the biases B are parameters, `external_key` and `external_bias`. What a later task changes in them is
-    what it changes in the attention of earlier ones. B has a number for each distance of two patches, as in LeViT, and
-    three more: for the class token's attention to patches, theirs to it, and its own to itself; it begins at 0.
-    K begins with the variance of keys that a layer of 0.02 computes from normalised tokens.
+    token and the biases B are parameters, `external_key` and `external_bias`. B has a number for each distance of two
+    patches, as in LeViT, and three more: for the class token's attention to patches, theirs to it, and its own to
+    itself; it begins at 0, K with the variance of keys that a layer of 0.02 computes from normalised tokens.
     """
 
     offsets: Tensor

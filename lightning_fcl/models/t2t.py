@@ -26,9 +26,9 @@ class T2TBody(Described):
     """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
 
     The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms
-    these (`TokenTransformer`), lays them out as a map again, and splits that; a linear layer follows the last split.
-    Then a deep and narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of
-    pre-norm attention without biases of queries, keys and values. The output is the class token.
+    these , lays them out as a map again, and splits that; a linear layer follows the last split. Then a deep and
+    narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of pre-norm attention
+    without biases of queries, keys and values. The output is the class token.
 
     The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters, and
     50,432 fixed numbers in the positions; the paper has 4.3 M. Left out: the Performer of the T2T module, for which
