@@ -8,11 +8,10 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import LazyLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 # What Avalanche imports, for seconds, and uses in what is not used here: its loggers, its GEM, its downloads.
 WITH_AVALANCHE = ("GPUtil", "gdown", "qpsolvers", "wandb")
@@ -94,25 +93,17 @@ def many_imports() -> Iterator[None]:
             gc.enable()
 
 
-class _PutOff(MetaPathFinder):
-    """Finds packages as ever, but has them run when something of them is asked for."""
+@contextmanager
+def put_off(*names: str) -> Iterator[None]:
+    """Packages of these names that are imported meanwhile run when they are used first, then or later."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in self.names else None
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in names else None
         if spec and spec.loader:
             spec.loader = LazyLoader(spec.loader)
         return spec
 
-
-@contextmanager
-def put_off(*names: str) -> Iterator[None]:
-    """Packages of these names that are imported meanwhile run when they are used first, then or later."""
-    finder = _PutOff(names)
+    finder = SimpleNamespace(find_spec=find_spec)
     sys.meta_path.insert(0, finder)
     try:
         yield
