@@ -116,7 +116,7 @@ def test_a_stream_without_owners_and_groups_that_are_domains(fit, task):
     last = measured.record["experiences"][-1]
     assert last["owners"] == {} and list(last["groups"]) == ["0", "1", "2"]
     first = states.rounds[-1][data.plan.groups[data.plan.test] == 0]
-    assert last["groups"]["0"] == density(first, 10)
+    assert last["groups"]["0"] == density(first, 100)
 
 
 def test_groups_without_test_samples_are_left_out(fit, task):
