@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from lightning_fcl.door import MovedModules, lazy_names, register_strategy
+from lightning_fcl.door import lazy_names, register_strategy
 
 __version__ = "0.2.0"
 
@@ -34,6 +34,5 @@ if TYPE_CHECKING:
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__)
 
-sys.meta_path.append(MovedModules())
 if "lightning.pytorch" in sys.modules:
     register_strategy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -15,22 +15,6 @@ from lightning_fcl.door import WITH_AVALANCHE, put_off
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-__all__ = [
-    "NoRoomError",
-    "above",
-    "argument",
-    "at_least",
-    "between",
-    "check_fields",
-    "did_you_mean",
-    "listed",
-    "of_clients",
-    "one_of",
-    "quoted",
-    "require",
-    "share",
-]
 
 Value = TypeVar("Value")
 
@@ -45,63 +29,26 @@ class NoRoomError(OSError):
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a name that is not known: the nearest that is, if one is near.
-
-    Args:
-        name: What was asked for; capitals do not count.
-        known: The names that exist.
-        cutoff: How alike the two must be, from 0 (anything) to 1 (the same).
-
-    Returns:
-        A sentence with a space before it, or nothing.
-
-    Example:
-        >>> did_you_mean("FedIPP", ["FedRR", "FedIP"])
-        ' Did you mean FedIP?'
-    """
+    """The end of a message about a name that is not known: the nearest that is, if one is near."""
     lowered = {one.lower(): one for one in known}
     near = get_close_matches(str(name).lower(), list(lowered), 1, cutoff)
     return f" Did you mean {lowered[near[0]]}?" if near else ""
 
 
 def listed(names: Iterable[object], most: int = 10) -> str:
-    """Names for a message: those that come first, and how many more there are.
-
-    Example:
-        >>> listed(range(4)), listed(range(1000), most=3)
-        ('0, 1, 2, 3', '0, 1, 2 and 997 more')
-    """
+    """Names for a message: those that come first, and how many more there are."""
     all_names = [str(name) for name in names]
     shown, more = all_names[:most], len(all_names) - most
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def quoted(names: Iterable[object]) -> str:
-    """Names of entries or arguments for a message: the first three, and how many more there are.
-
-    Example:
-        >>> quoted(["w", "b"]), quoted("abcde")
-        ('`w`, `b`', '`a`, `b`, `c` and 2 more')
-    """
+    """Names of entries or arguments for a message: the first three, and how many more there are."""
     return listed((f"`{name}`" for name in names), most=3)
 
 
 def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> None:
-    """Refuse names of clients that the stream does not have.
-
-    Args:
-        what: What names them, after "Expected".
-        named: The names.
-        clients: The stream's.
-
-    Raises:
-        ValueError: If there are no such clients.
-
-    Example:
-        >>> of_clients("`requests`", ["seven"], ["0", "1", "2"])
-        Traceback (most recent call last):
-        ValueError: Expected `requests` of the stream's clients (0, 1, 2) but got seven.
-    """
+    """Refuse names of clients that the stream does not have; ``what`` names them, after "Expected"."""
     unknown = sorted(set(named) - set(clients))
     if unknown:
         hint = did_you_mean(unknown[0], clients)
@@ -111,27 +58,7 @@ def of_clients(what: str, named: Iterable[str], clients: Collection[str]) -> Non
 
 
 def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
-    """Import a package that not everybody has, or say what it is needed for and how to install it.
-
-    Args:
-        module: Name of the module, such as ``"PIL.Image"``.
-        for_what: What the package does here, after "which".
-        extra: The extra of lightning-fcl that brings it; None: pip installs the package itself.
-
-    Returns:
-        The imported module.
-
-    Raises:
-        ModuleNotFoundError: If it, or a package that it needs, is not installed.
-
-    Example:
-        >>> require("math", "adds numbers").prod([2, 3])
-        6
-        >>> require("no_such_package", "reads images", extra="device")
-        Traceback (most recent call last):
-        ModuleNotFoundError: Expected `no_such_package`, which reads images, but it is not installed. Run `pip install \
-"lightning-fcl[device]"`.
-    """
+    """Import a package that not everybody has, or say ``for_what`` it is needed ("which ...") and how to install it."""
     try:
         with put_off(*WITH_AVALANCHE):
             return importlib.import_module(module)
@@ -144,65 +71,34 @@ def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
         ) from error
 
 
-def at_least(low: float, **arguments: float) -> None:
-    """Refuse an argument that is below ``low``, or no number.
-
-    Raises:
-        ValueError: If one is; the message names it.
-
-    Example:
-        >>> at_least(0, mu=-1.0)
-        Traceback (most recent call last):
-        ValueError: Expected `mu` to be at least 0 but got -1.0.
-    """
+def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
     for name, value in arguments.items():
-        if not value >= low:
-            raise ValueError(f"Expected `{name}` to be at least {low} but got {value}.")
+        if not allows(value):
+            raise ValueError(f"Expected `{name}` to be {expected} but got {value}.")
+
+
+def at_least(low: float, **arguments: float) -> None:
+    """Refuse an argument that is below ``low``, or no number."""
+    _refuse(arguments, lambda value: value >= low, f"at least {low}")
 
 
 def above(low: float, **arguments: float) -> None:
-    """Refuse an argument that is not above ``low``.
-
-    Raises:
-        ValueError: If one is not; the message names it.
-
-    Example:
-        >>> above(0, temperature=0.0)
-        Traceback (most recent call last):
-        ValueError: Expected `temperature` to be above 0 but got 0.0.
-    """
-    for name, value in arguments.items():
-        if not value > low:
-            raise ValueError(f"Expected `{name}` to be above {low} but got {value}.")
+    """Refuse an argument that is not above ``low``."""
+    _refuse(arguments, lambda value: value > low, f"above {low}")
 
 
 def between(low: float, high: float, **arguments: float) -> None:
-    """Refuse an argument outside of a closed range.
+    """Refuse an argument outside of a closed range."""
+    _refuse(arguments, lambda value: low <= value <= high, f"between {low} and {high}")
 
-    Raises:
-        ValueError: If one is; the message names it.
 
-    Example:
-        >>> between(0, 1, alpha=1.7)
-        Traceback (most recent call last):
-        ValueError: Expected `alpha` to be between 0 and 1 but got 1.7.
-    """
-    for name, value in arguments.items():
-        if not low <= value <= high:
-            raise ValueError(f"Expected `{name}` to be between {low} and {high} but got {value}.")
+def share(**arguments: float) -> None:
+    """Refuse an argument that is no share: above 0 and at most 1."""
+    _refuse(arguments, lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
 def one_of(choices: Collection[str | None], **arguments: object) -> None:
-    """Refuse an argument that is none of some words, of which None may be one.
-
-    Raises:
-        ValueError: If one is; the message names it and the words.
-
-    Example:
-        >>> one_of(["round", "seen", "all"], history="sean")
-        Traceback (most recent call last):
-        ValueError: Expected `history` to be "round", "seen" or "all" but got "sean". Did you mean seen?
-    """
+    """Refuse an argument that is none of some words, of which None may be one."""
     *rest, last = map(_quoted, choices)
     words = f"{', '.join(rest)} or {last}" if rest else last
     for name, value in arguments.items():
@@ -211,52 +107,14 @@ def one_of(choices: Collection[str | None], **arguments: object) -> None:
             raise ValueError(f"Expected `{name}` to be {words} but got {_quoted(value)}.{hint}")
 
 
-def share(**arguments: float) -> None:
-    """Refuse an argument that is no share: above 0 and at most 1.
-
-    Raises:
-        ValueError: If one is not; the message names it.
-
-    Example:
-        >>> share(rho=0.0)
-        Traceback (most recent call last):
-        ValueError: Expected `rho` to be above 0 and at most 1 but got 0.0.
-    """
-    for name, value in arguments.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"Expected `{name}` to be above 0 and at most 1 but got {value}.")
-
-
 def argument(default: Value, check: Callable[..., None], *bounds: object) -> Value:
-    """A field of a dataclass whose values `check_fields` checks.
-
-    Args:
-        default: What it is where nothing is given; a default of None is not checked.
-        check: One of the checks above: `at_least`, `above`, `between`, `one_of` or `share`.
-        bounds: What the check takes before the argument.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> @dataclass
-        ... class Momentum:
-        ...     mu: float = argument(0.9, between, 0, 1)
-        ...     def __post_init__(self) -> None:
-        ...         check_fields(self)
-        >>> Momentum(mu=1.5)
-        Traceback (most recent call last):
-        ValueError: Expected `mu` to be between 0 and 1 but got 1.5.
-    """
+    """A field of a dataclass whose values `check_fields` checks, by a check from above; a default of None is not."""
     value: Value = field(default=default, metadata={"check": partial(check, *bounds)})
     return value
 
 
 def check_fields(instance: DataclassInstance) -> None:
-    """Refuse a dataclass's values that are out of the ranges which its fields declare. See `argument`.
-
-    Raises:
-        ValueError: If one is; the message names it.
-        TypeError: If one is no number where a range is declared, or no whole one where the field is an `int`.
-    """
+    """Refuse a dataclass's values that are out of the ranges which its fields declare. See `argument`."""
     for one in fields(instance):
         value = getattr(instance, one.name, None)
         if value is None and one.default is None:

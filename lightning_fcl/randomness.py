@@ -24,12 +24,7 @@ def global_seed() -> int:
 
 
 def seed_of(seed: int, *parts: str | int) -> int:
-    """A seed that depends on nothing but its arguments: the same on every machine, in every order of clients.
-
-    Example:
-        >>> seed_of(0, "client1", 3) == seed_of(0, "client1", 3) != seed_of(0, "client1", 4)
-        True
-    """
+    """A seed that depends on nothing but its arguments: the same on every machine, in every order of clients."""
     digest = hashlib.sha256("\x1f".join(map(str, (seed, *parts))).encode()).digest()
     return int.from_bytes(digest[:7], "little")
 
@@ -48,22 +43,12 @@ def start_randomness(seed: int, *parts: str | int) -> None:
 
 
 def keys_of(seed: int, clients: Sequence[str], *parts: str | int) -> Keys:
-    """A key for each client that depends on the arguments and on the client's own name alone, shape (clients,).
-
-    Example:
-        >>> bool(keys_of(0, ["a", "b"], 7)[1] == keys_of(0, ["b"], 7)[0] != keys_of(0, ["b"], 8)[0])
-        True
-    """
+    """A key for each client that depends on the arguments and on the client's own name alone, shape (clients,)."""
     return keyed(np.fromiter(map(_remembered, clients), dtype=np.uint64, count=len(clients)), seed, *parts)
 
 
 def name_keys(clients: Sequence[str]) -> Keys:
-    """A number of each client's name, shape (clients,): what `keys_of` adds to its other arguments.
-
-    Example:
-        >>> bool((keyed(name_keys(["a", "b"]), 0, 7) == keys_of(0, ["a", "b"], 7)).all())
-        True
-    """
+    """A number of each client's name, shape (clients,): what `keys_of` adds to its other arguments."""
     return np.fromiter(map(_name_key, clients), dtype=np.uint64, count=len(clients))
 
 
@@ -73,21 +58,7 @@ def keyed(names: Keys, seed: int, *parts: str | int) -> Keys:
 
 
 def numbers(keys: Keys, count: int, start: int = 0) -> Keys:
-    """The numbers ``start``, ``start + 1``, ... of each key's generator, 64 random bits each (SplitMix64).
-
-    Args:
-        keys: Shape (keys,).
-        count: How many.
-        start: The first.
-
-    Returns:
-        Shape (keys, count).
-
-    Example:
-        >>> key = keys_of(0, ["a"])
-        >>> bool((numbers(key, 5)[:, 2:] == numbers(key, 3, start=2)).all())
-        True
-    """
+    """The numbers ``start``, ... of each key's generator, 64 random bits each (SplitMix64), shape (keys, count)."""
     counter = np.arange(start + 1, start + count + 1, dtype=np.uint64) * _STEP
     return _mixed(keys[:, None] + counter)
 

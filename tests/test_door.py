@@ -1,4 +1,4 @@
-"""The package's door: what importing it loads, the names that it offers, and where old names went."""
+"""The package's door: what importing it loads, and the names that it offers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import gc
 import importlib
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 import lightning_fcl
 from lightning_fcl import callbacks, methods, models
-from lightning_fcl.door import MOVED, many_imports, put_off
+from lightning_fcl.door import many_imports, put_off
 
 HEAVY = "{'torch', 'lightning', 'numpy', 'avalanche', 'timm', 'torchvision', 'scipy', 'yaml'}"
 
@@ -88,24 +87,6 @@ def test_a_package_offers_its_names(package, number):
 def test_a_name_that_is_not_there_is_no_attribute():
     for package in (lightning_fcl, callbacks, models):
         assert not hasattr(package, "Nothing")
-
-
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_old_modules_fail_with_their_new_name(old: str, new: str):
-    assert find_spec(f"lightning_fcl.{new}"), "the table names a module that is not there"
-    with pytest.raises(ModuleNotFoundError, match=f"now `lightning_fcl.{new}`"):
-        importlib.import_module(f"lightning_fcl.{old}")
-
-
-def test_old_names_in_recipes_fail_with_their_new_name():
-    from jsonargparse import ArgumentParser
-
-    from lightning_fcl.federation.swarm import Swarm
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--swarm", type=Swarm)
-    with pytest.raises(Exception, match=r"`lightning_fcl\.swarm` is now `lightning_fcl\.federation\.swarm`"):
-        parser.parse_args(["--swarm=lightning_fcl.swarm.Swarm"])
 
 
 def test_short_class_names_are_found_in_recipes():

@@ -1,9 +1,23 @@
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 from lightning_fcl.data.scenarios import ClassIncremental
-from lightning_fcl.errors import did_you_mean, require
+from lightning_fcl.errors import (
+    above,
+    argument,
+    at_least,
+    between,
+    check_fields,
+    did_you_mean,
+    listed,
+    of_clients,
+    one_of,
+    quoted,
+    require,
+    share,
+)
 
 
 def test_a_missing_package_is_named_as_pip_names_it(monkeypatch):
@@ -32,3 +46,54 @@ def test_none_is_refused_where_something_stands_by_default():
     with pytest.raises(TypeError, match=r"Expected `experiences` to be given but got None. Leave it out for 5."):
         ClassIncremental(experiences=None)
     assert ClassIncremental(samples_per_round=None, class_order=None).experiences == 5
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: at_least(0, mu=-1.0), "Expected `mu` to be at least 0 but got -1.0."),
+        (lambda: at_least(0, mu=float("nan")), "Expected `mu` to be at least 0 but got nan."),
+        (lambda: above(0, temperature=0.0), "Expected `temperature` to be above 0 but got 0.0."),
+        (lambda: between(0, 1, alpha=1.7), "Expected `alpha` to be between 0 and 1 but got 1.7."),
+        (lambda: share(rho=0.0), "Expected `rho` to be above 0 and at most 1 but got 0.0."),
+        (
+            lambda: one_of(["round", "seen"], history="sean"),
+            'Expected `history` to be "round" or "seen" but got "sean". Did you mean seen?',
+        ),
+        (
+            lambda: of_clients("`requests`", ["seven"], ["0", "1"]),
+            "Expected `requests` of the stream's clients (0, 1) but got seven.",
+        ),
+    ],
+)
+def test_what_is_out_of_range_is_named_with_the_range(check, message):
+    with pytest.raises(ValueError) as raised:
+        check()
+    assert str(raised.value) == message
+
+
+def test_the_bounds_themselves_are_in_range():
+    at_least(0, mu=0)
+    between(0, 1, alpha=0, beta=1)
+    share(rho=1)
+
+
+def test_a_field_declares_its_range():
+    @dataclass
+    class Momentum:
+        mu: float = argument(0.9, between, 0, 1)
+        steps: int = argument(1, at_least, 1)
+
+    check_fields(Momentum(mu=0.5, steps=2))
+    with pytest.raises(ValueError, match=r"^Expected `mu` to be between 0 and 1 but got 1\.5\.$"):
+        check_fields(Momentum(mu=1.5))
+    with pytest.raises(TypeError, match=r"^Expected `steps` to be a whole number but got 1\.5\.$"):
+        check_fields(Momentum(steps=1.5))
+    with pytest.raises(TypeError, match=r'^Expected `mu` to be a number but got "much"\.$'):
+        check_fields(Momentum(mu="much"))
+
+
+def test_many_names_are_listed_with_their_number():
+    assert listed(range(4)) == "0, 1, 2, 3"
+    assert listed(range(1000), most=3) == "0, 1, 2 and 997 more"
+    assert quoted("abcde") == "`a`, `b`, `c` and 2 more"

@@ -22,11 +22,11 @@ from lightning_fcl.callbacks.pretrain import fit_alone
 from lightning_fcl.data.attached import callbacks_of, need_stream, refuse_transfer_hook, stream_of
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import require
+from lightning_fcl.errors import above, argument, at_least, check_fields, one_of, require
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.methods.replay import Replay
-from lightning_fcl.models.freezing import freeze
+from lightning_fcl.models.quantization import freeze
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.tasks.classification import Classifier
 from lightning_fcl.tasks.ridge import RidgeClassifier
@@ -55,45 +55,29 @@ class BaseSession(Callback):
         batch_size: Images per step.
         augment: Whether images are mirrored, and shifted by up to 4 pixels, at random.
         backbone: ``"int8"`` or ``"float"``.
-        latents: Whether the backbone's maps of all samples are computed once, before the first round: a frozen backbone
-            gives the same maps in every epoch. The result is the same; `Replay` then remembers maps.
-        cache: Folder where trained networks are kept, as safetensors files, for other runs that begin in the same way;
-            None keeps none.
-
-    Raises:
-        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
+        latents: Whether the backbone's maps of all samples are computed once, before the first round; the result is
+            the same, and `Replay` remembers maps.
+        cache: Folder where trained networks are kept for other runs that begin in the same way; None: none.
 
     Example:
         >>> BaseSession(epochs=60, backbone="int8").backbone
         'int8'
     """
 
-    pretrain_epochs: int = 40
-    epochs: int = 60
-    lr: float = 2e-3
+    pretrain_epochs: int = argument(40, at_least, 0)
+    epochs: int = argument(60, at_least, 1)
+    lr: float = argument(2e-3, above, 0)
     weight_decay: float = 0.01
-    batch_size: int = 32
+    batch_size: int = argument(32, at_least, 2)  # for batch normalisation
     augment: bool = True
-    backbone: Literal["int8", "float"] = "int8"
+    backbone: Literal["int8", "float"] = argument("int8", one_of, ("int8", "float"))
     latents: bool = False
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.pretrain_epochs < 0:
-            raise ValueError(
-                f"Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got {self.epochs} and "
-                f"{self.pretrain_epochs}."
-            )
-        if self.backbone not in ("int8", "float"):
-            raise ValueError(f'Expected `backbone` to be "int8" or "float" but got "{self.backbone}".')
-        if not self.lr > 0 or self.batch_size < 2:
-            raise ValueError(
-                f"Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got {self.lr} and "
-                f"{self.batch_size}."
-            )
+        check_fields(self)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Train the base session, or make room for a checkpoint's."""
         callbacks = callbacks_of(trainer)
         early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if isinstance(c, Replay) and c.base]
         if self.latents and early:
@@ -125,13 +109,11 @@ class BaseSession(Callback):
                 pl_module.on_base_session(*stream.take(stream.plan.base))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute the maps of all samples, if they are wanted."""
         if self.latents:
             network: Any = pl_module.model
             need_stream(trainer).map(network.latent, pl_module.device)
 
     def _samples(self, stream: FederatedStream) -> tuple[IntArray, int]:
-        """The pre-training samples and the number of their classes."""
         samples = stream.plan.pretrain if self.pretrain_epochs else stream.plan.pretrain[:0]
         return samples, len(stream.plan.order) - stream.num_classes if stream.plan.order is not None else 0
 
@@ -148,13 +130,13 @@ class BaseSession(Callback):
                 ) from error
             return
         samples, others = self._samples(stream)
-        own = _classifier(network)
+        own, head = _classifier(network), network.get_submodule("head")
         with isolate_rng():
             start_randomness(stream.seed, "base session")
             if len(samples):
-                _put_classifier(network, nn.Linear(own.in_features, others, dtype=own.weight.dtype))
+                head.classifier = nn.Linear(own.in_features, others, dtype=own.weight.dtype)
                 self._fit(network, stream, samples, self.pretrain_epochs, stream.num_classes, others, outer)
-            _put_classifier(network, own)
+            head.classifier = own
             nn.init.zeros_(own.weight)
             nn.init.zeros_(own.bias)
             classes = len(set(stream.y[stream.plan.base].tolist()))
@@ -174,7 +156,6 @@ class BaseSession(Callback):
         classes: int,
         outer: L.Trainer,
     ) -> None:
-        """Train on samples whose labels are ``first`` to ``first + classes - 1``, in a plain Trainer."""
         x, y = stream.take(indices)
         samples = _Images(x, y - first, self.augment)
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
@@ -183,11 +164,9 @@ class BaseSession(Callback):
         network.cpu()
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
-        """Fold, and freeze the backbone: step 3, with images to calibrate on; without, for a state to be loaded."""
         freeze(network, self.backbone, images)
 
     def _key(self, network: nn.Module, stream: FederatedStream) -> str:
-        """Changes when the trained network would be another one."""
         digest = hashlib.sha256()
         arguments = (self.pretrain_epochs, self.epochs, self.lr, self.weight_decay, self.batch_size, self.augment)
         digest.update(repr((arguments, stream.seed, stream.num_classes, torch.__version__)).encode())
@@ -266,8 +245,3 @@ def _classifier(network: nn.Module) -> nn.Linear:
         )
     classifier: nn.Linear = head.classifier
     return classifier
-
-
-def _put_classifier(network: nn.Module, classifier: nn.Linear) -> None:
-    head: Any = network.head
-    head.classifier = classifier

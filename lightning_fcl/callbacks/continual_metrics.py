@@ -35,28 +35,22 @@ class ContinualMetrics(Callback):
 
     The server's model is tested after aggregation. The counts of right predictions make up ``record``, from which
     `lightning_fcl.evaluation.metrics.summarize` computes every metric; the server's accuracy is logged as
-    ``server/accuracy``. A module that tells ``measures()``, as `Regressor` does, is measured by these in place of
-    accuracy, as in ``server/MSE``; curves and matrices are of the first. A LightningModule of your own whose `forward`
-    gives no logits of the classes is measured by what its `test_step`, else its `validation_step`, logs.
+    ``server/accuracy``. In a plain Trainer each epoch is a round, and its only model is the ``"server"``'s. A module
+    that tells ``measures()``, as `Regressor` does, is measured by these in place of accuracy, as in ``server/MSE``;
+    curves and matrices are of the first. A LightningModule of your own whose `forward` gives no logits of the classes
+    is measured by what its `test_step`, else its `validation_step`, logs.
 
-    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries (a head
-    that does not travel, for example), the memory of its methods, an optimizer's state that lasts, what it could not
-    send or compression has left over; images that are stored pixels as such. Neither what it receives anew in each
-    round nor the samples of its present experience count.
-
-    In a plain Trainer, whose stream has one client, each epoch is a round, and its only model goes by the name of
-    ``"server"``.
+    What stays with each client between rounds is counted when the fit ends, as ``kept_bytes``: its own entries, the
+    memory of its methods, an optimizer's state, what it could not send.
 
     Args:
         clients: Whose models are tested beside the server's: ``"all"``, ``"none"``, or a list of ids.
         when: When models are tested. ``"trained"``: each round, those that clients have just trained, before
-            aggregation, and the server's. ``"aggregated"``: after the last round of an experience, and whether a client
-            was drawn for it or not, the model that it would predict with: the server's with the client's own entries,
-            made personal by its methods. It is tested on the classes (or domains) of the client's experiences so far,
-            unless it is the server's. ``"both"``: as ``"aggregated"``, and beside it each client's own model after its
-            last local training of an experience, before aggregation, on the same classes: it makes metrics of their
-            own, as ``average_accuracy_own``. A client has none after an experience in which it was never drawn, or
-            whose last upload was refused.
+            aggregation, and the server's. ``"aggregated"``: after the last round of an experience the model that a
+            client would predict with: the server's with its own entries, made personal by its methods. It is tested on
+            the classes (or domains) of the client's experiences so far, unless it is the server's. ``"both"``: as
+            ``"aggregated"``, and beside it each client's own model after its last local training of an experience,
+            before aggregation, on the same classes, for ``average_accuracy_own`` and the like.
         on: The stream's ``"test"`` samples, or its ``"validation"`` samples, on which settings are to be chosen.
         training: Whether the server's last model is also tested on all training samples.
         start: Whether the server's model is also tested before the first round: for streams whose experience 0 is a
@@ -91,13 +85,6 @@ class ContinualMetrics(Callback):
         self._started = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record; a continued fit continues its own.
-
-        Raises:
-            ValueError: If the Trainer has no stream, the stream no such samples or clients, the module nothing that it
-                could be measured by, or, in a plain Trainer, a method that has a rule of prediction stands behind this
-                callback.
-        """
         stream = need_stream(trainer)
         plan = stream.plan
         if not isinstance(self.clients, str):
@@ -150,7 +137,6 @@ class ContinualMetrics(Callback):
             )
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """Test a client's model."""
         predicts = pl_module.local_models if isinstance(pl_module, HasLocalModels) else True
         if not (predicts and self._tests(client_round.client)):
             return
@@ -182,7 +168,6 @@ class ContinualMetrics(Callback):
         return self.clients == "all" or (self.clients != "none" and client in self.clients)
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Test the server's model and close the round's entry."""
         federation = federation_of(trainer)
         adapting = isinstance(pl_module, HasLocalModels) and pl_module.adapting  # its readout waits for a later round
         if self.when != "trained":
@@ -199,7 +184,6 @@ class ContinualMetrics(Callback):
         return together(ranks_of(trainer), mine, need_stream(trainer).plan.clients)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The end of a round in a plain Trainer."""
         if federation_of(trainer) is None:
             self.on_round_end(trainer, pl_module)
 
@@ -210,7 +194,6 @@ class ContinualMetrics(Callback):
         tested: dict[str, Counts | Values],
         happened: RoundRecord,
     ) -> None:
-        """Add a round to the record, and log what models came to on the whole test set."""
         now = time.monotonic()
         self.record["rounds"].append(
             {
@@ -242,7 +225,6 @@ class ContinualMetrics(Callback):
         return {**experiences, "server": max(experiences.values())}
 
     def _whole(self, found: Counts | Values) -> dict[str, float]:
-        """What a model came to on the whole test set, if it was tested on all of it."""
         if isinstance(found, dict):
             every = part_name(range(len(self.record["groups"])))
             whole = {name: parts.get(every) for name, parts in found.items()}
@@ -276,18 +258,13 @@ class ContinualMetrics(Callback):
     def _personal(
         self, trainer: L.Trainer, module: L.LightningModule, client_round: ClientRound, state: State
     ) -> Counts | Values:
-        """Test the state that a client predicts with, on the groups of its experiences so far."""
         client = client_round.client
         load_entries(module, state)
         seen = need_stream(trainer).plan.tasks[client][: client_round.experience + 1]
         return self._evaluate(module, client, sorted({group for groups in seen for group in groups}))
 
     def _evaluate(self, module: L.LightningModule, model: str, groups: list[int] | None = None) -> Counts | Values:
-        """What a model comes to on the test set, or on that of some groups alone.
-
-        Correct predictions of each group, None for others, of which a model that predicts every time step has more; or
-        what the module's own measures come to on the groups of its tasks.
-        """
+        """What a model comes to on the test set, or on that of some groups alone: None for the others."""
         assert self._test is not None
         number, test = len(self.record["groups"]), self._test
         if "measures" in self.record:
@@ -306,7 +283,6 @@ class ContinualMetrics(Callback):
         return test.measured(module, parts, names) if isinstance(test, StepTester) else test.measured(module, parts)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count what stays with clients; test the server's last model on what they have learnt from."""
         if (federation := federation_of(trainer)) is not None:
             mine = [client for client in federation.plan.clients if federation.hosts(client)]
             kept = {client: federation.kept_bytes(client) for client in mine}
@@ -325,21 +301,17 @@ class ContinualMetrics(Callback):
         self.record["training"] = {"correct": correct[0], "total": learnt.sizes(steps)[0]}
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A plain Trainer skips a continued fit with nothing left to train, and `on_train_end` with it."""
         if federation_of(trainer) is None and self.record and "training" not in self.record:
             self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The record so far."""
         return {"record": self.record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue an earlier record."""
         self.record = state_dict["record"]
 
 
 def _by_the_clock(happened: RoundRecord) -> dict[str, Any]:
-    """What the clock of a rehearsed deployment says of a round, if there is one."""
     if happened.simulated_seconds is None:
         return {}
     staleness = dict(happened.staleness)

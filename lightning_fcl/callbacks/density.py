@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import need_stream, transfer_batch
 from lightning_fcl.data.scenarios import IntArray
-from lightning_fcl.errors import at_least
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.methods.functional import evaluating
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 # Test samples that run through the reservoir together: the states of a block of theirs are all that is ever held.
 _BATCH = 128
+_EDGES = np.linspace(-1, 1, 101)  # of the bins
 
 
 class ActivationDensity(Callback):
@@ -30,24 +30,15 @@ class ActivationDensity(Callback):
     ``test`` names them). ``record`` holds the densities, as in figures 3 and 5 of De Caro et al. 2023,
     "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
 
-    Args:
-        bins: Number of bins of equal width.
-
-    Raises:
-        ValueError: If `bins` is below 1, the module has no reservoir, or there is no stream with test samples.
-
     Example:
-        >>> ActivationDensity(bins=4).edges.tolist()
-        [-1.0, -0.5, 0.0, 0.5, 1.0]
+        >>> ActivationDensity().record
+        {}
     """
 
-    def __init__(self, bins: int = 100) -> None:
-        at_least(1, bins=bins)
-        self.edges = np.linspace(-1, 1, bins + 1)
+    def __init__(self) -> None:
         self.record: dict[str, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module without a reservoir."""
         if not isinstance(pl_module, ReservoirTask):
             raise ValueError(
                 "Expected a module whose `reservoir` is an `EchoStateNetwork` for `ActivationDensity` but got a "
@@ -55,16 +46,14 @@ class ActivationDensity(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the record; a continued fit continues its own."""
         stream = need_stream(trainer)
         need_federation(trainer, "ActivationDensity", "it has no rounds")
         if not len(stream.plan.test):
             raise ValueError("Expected the stream's `test` to be above 0 but got no test samples to run on.")
         if not self.record or trainer.current_epoch == 0:
-            self.record = {"edges": self.edges.tolist(), "experiences": []}
+            self.record = {"edges": _EDGES.tolist(), "experiences": []}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure, where this was the last round of the server's experience."""
         plan, round = need_stream(trainer).plan, trainer.current_epoch
         current, *after = (
             max(numbers[r] for numbers in plan.experiences.values()) for r in range(round, min(round + 2, plan.rounds))
@@ -85,16 +74,15 @@ class ActivationDensity(Callback):
         table = counts.reshape(len(names), -1, counts.shape[-1])  # group, owner, bin
         of_groups, of_owners = table.sum(axis=1), table.sum(axis=0)
         return {
-            "all": self._density(of_groups.sum(axis=0)),
-            "groups": {name: self._density(of) for name, of in zip(names, of_groups, strict=True) if of.any()},
-            "owners": {name: self._density(of) for name, of in zip(owners, of_owners, strict=False)},
+            "all": _density(of_groups.sum(axis=0)),
+            "groups": {name: _density(of) for name, of in zip(names, of_groups, strict=True) if of.any()},
+            "owners": {name: _density(of) for name, of in zip(owners, of_owners, strict=False)},
         }
 
     @torch.no_grad()
     def _counts(self, trainer: L.Trainer, module: ReservoirTask, cells: IntArray, number: int) -> IntArray:
-        """How many states of each cell's test samples fall into each bin, shape (cells, bins)."""
         stream = need_stream(trainer)
-        precision, bins = trainer.precision_plugin, len(self.edges) - 1
+        precision, bins = trainer.precision_plugin, len(_EDGES) - 1
         counts = torch.zeros(number * bins, dtype=torch.int64, device=module.device)
         test, cell = stream.plan.test, torch.from_numpy(cells).to(module.device)
         # A data set's own code may draw random numbers, which training must not notice.
@@ -106,27 +94,16 @@ class ActivationDensity(Callback):
                     counts += torch.bincount((first + _bin_of(states, bins)).flatten(), minlength=len(counts))
         return counts.view(number, bins).cpu().numpy()
 
-    def _density(self, counts: IntArray) -> list[float]:
-        density: list[float] = (counts / (counts.sum() * np.diff(self.edges))).tolist()
-        return density
-
     def state_dict(self) -> dict[str, Any]:
-        """The record so far."""
         return {"record": self.record}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue an earlier record.
-
-        Raises:
-            ValueError: If it has other bins.
-        """
-        edges = state_dict["record"].get("edges", self.edges.tolist())
-        if edges != self.edges.tolist():
-            raise ValueError(
-                f"Expected `bins` to be {len(edges) - 1}, as in the fit that is continued, but got "
-                f"{len(self.edges) - 1}."
-            )
         self.record = state_dict["record"]
+
+
+def _density(counts: IntArray) -> list[float]:
+    density: list[float] = (counts / (counts.sum() * np.diff(_EDGES))).tolist()
+    return density
 
 
 def _bin_of(states: Tensor, bins: int) -> Tensor:

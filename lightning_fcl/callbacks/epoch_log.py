@@ -41,7 +41,6 @@ class EpochLog:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """What `LightningModule.log` takes; what is logged for the step alone is left out."""
         if on_epoch is False:
             return
         self.metrics[name] = value if isinstance(value, Metric) else None
@@ -62,11 +61,6 @@ class EpochLog:
 
 
 def one_number(name: str, value: Any) -> Tensor:
-    """What is logged, a scalar.
-
-    Raises:
-        ValueError: If it is more than one number.
-    """
     number = torch.as_tensor(value).detach()
     if number.numel() != 1:
         raise ValueError(f"Expected `{name}` to be logged as one number but got {value}. Log each under a name.")
@@ -74,11 +68,6 @@ def one_number(name: str, value: Any) -> Tensor:
 
 
 def reduced(numbers: Sequence[tuple[Tensor, int]], reduction: str) -> Tensor:
-    """Numbers and the sizes of their batches as Lightning reduces them.
-
-    Example:
-        >>> reduced([(torch.tensor(1.0), 1), (torch.tensor(4.0), 2)], "mean")
-        tensor(3., dtype=torch.float64)
-    """
+    """Numbers and the sizes of their batches as Lightning reduces them."""
     values, sizes = zip(*numbers, strict=True)
     return _REDUCED[reduction](torch.stack([value.cpu().double() for value in values]), torch.tensor(sizes))

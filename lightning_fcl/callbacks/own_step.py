@@ -42,16 +42,7 @@ def _stage_of(module: L.LightningModule) -> str | None:
 
 @dataclass(frozen=True)
 class StepTester:
-    """Test samples, and what a module's own step logs of them.
-
-    Args:
-        stream: Whose samples.
-        rows: Which.
-        group: The group of each, shape (n,).
-        groups: How many groups there are.
-        part: Whose loader they are, ``"test"`` or ``"validation"``.
-        told: Which have no value, as a warning has said.
-    """
+    """Test samples, and what a module's own step logs of them; ``told``: groups of no value, as a warning has said."""
 
     stream: FederatedStream
     rows: IntArray
@@ -68,7 +59,6 @@ class StepTester:
         return cls(stream, samples, group, 1 if alike else len(stream.group_names), part)
 
     def sizes(self) -> list[int]:
-        """Samples of each group."""
         sizes: list[int] = np.bincount(self.group, minlength=self.groups).tolist()
         return sizes
 
@@ -89,7 +79,6 @@ class StepTester:
         return values
 
     def _run(self, module: L.LightningModule, rows: IntArray) -> tuple[dict[str, float | None], EpochLog]:
-        """The values of all that is logged, and what they were logged as."""
         stage, caught = _stage_of(module), EpochLog()
 
         def call(hook: str, *args: Any) -> Any:
@@ -116,11 +105,7 @@ class StepTester:
             return {name: caught.value(name) for name in caught.metrics}, caught
 
     def measures(self, module: L.LightningModule, lower_is_better: Sequence[str] | None) -> list[dict[str, Any]]:
-        """What the step logs of a few samples, and which way is better, as a record has it.
-
-        Raises:
-            ValueError: If it logs nothing, or ``lower_is_better`` names something else.
-        """
+        """What the step logs of a few samples, and which way is better, as a record has it."""
         step = f"`{type(module).__name__}.{_stage_of(module)}_step`"
         found = self._run(module, a_few(self.rows))[1].metrics
         if not found:
@@ -134,18 +119,13 @@ class StepTester:
 
 
 def _is_higher(name: str, metric: Metric | None, lower: Sequence[str] | None) -> bool:
-    """Whether a higher value is better: as its metric says, or its name."""
     if metric is not None and metric.higher_is_better is not None:
         return metric.higher_is_better
     return name not in lower if lower is not None else not any(part in name.lower() for part in _LOWER)
 
 
 def is_measured_by_step(module: L.LightningModule, stream: FederatedStream, samples: IntArray) -> bool:
-    """Whether a module is measured by its own step; otherwise by its `measures`, or the accuracy of its logits.
-
-    Raises:
-        ValueError: If it is by none of these, or its step would pass by a method's own rule of prediction.
-    """
+    """Whether a module is measured by its own step; otherwise by its `measures`, or the accuracy of its logits."""
     if isinstance(module, MeasuresPredictions):
         return False
     name, has_step = type(module).__name__, _stage_of(module) is not None

@@ -25,9 +25,6 @@ class Pretrain(Callback):
     Args:
         epochs: Passes over the samples, at least 1.
 
-    Raises:
-        ValueError: If ``epochs`` is below 1, or the stream has no samples for pre-training.
-
     Example:
         >>> Pretrain(epochs=50).epochs
         50
@@ -39,7 +36,6 @@ class Pretrain(Callback):
         self.epochs = epochs
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Train a copy of the model, and take over its state."""
         if trainer.ckpt_path is not None:
             return
         stream = need_stream(trainer)
@@ -60,16 +56,7 @@ def fit_alone(
     precision: Any = "32-true",
     shown: bool = False,
 ) -> None:
-    """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk.
-
-    Args:
-        module: What is trained.
-        loader: Its batches.
-        epochs: Passes over them.
-        outer: The Trainer whose device it is.
-        precision: As in a Trainer.
-        shown: Whether a progress bar is shown.
-    """
+    """Train a module in a plain Trainer of its own, on another Trainer's device, that leaves nothing on disk."""
     own = L.Trainer(
         accelerator=outer.strategy.root_device.type,
         devices=1,

@@ -37,19 +37,15 @@ class FederatedProgressBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether anything is shown."""
         return self._enabled
 
     def disable(self) -> None:
-        """Show nothing."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Show again."""
         self._enabled = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the bar."""
         console = require("rich.console", "shows the progress").Console(stderr=True)
         stream = stream_of(trainer)
         if (
@@ -80,7 +76,6 @@ class FederatedProgressBar(ProgressBar):
         self._bar.start()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Name the round."""
         if self._bar is not None:
             numbers, round = need_stream(trainer).plan.experiences.values(), trainer.current_epoch
             now, last = max(of[round] for of in numbers), max(of[-1] for of in numbers)
@@ -88,13 +83,11 @@ class FederatedProgressBar(ProgressBar):
             self._bar.update(self._task, experience=f"{now + 1}/{last + 1}", round=of_all)
 
     def on_client_end(self, trainer: L.Trainer, pl_module: L.LightningModule, client_round: ClientRound) -> None:
-        """One client is done."""
         if self._bar is not None:
             speed = self._bar.tasks[0].speed
             self._bar.update(self._task, advance=1, speed=f"{speed:.3g}/s" if speed else "")
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The clients that did not take part count as done; those whose upload was refused, or came late, as lost."""
         if self._bar is not None:
             if (federation := federation_of(trainer)) is not None:
                 self._lost += len(federation.record.dropped) + len(federation.record.missed)
@@ -102,17 +95,14 @@ class FederatedProgressBar(ProgressBar):
             self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the server's accuracy."""
         accuracy = trainer.callback_metrics.get("server/accuracy")
         if self._bar is not None and accuracy is not None:
             self._bar.update(self._task, accuracy=f"accuracy {float(accuracy):.3f}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Close the bar, so that what is said comes below it."""
         self.on_train_end(trainer, pl_module)

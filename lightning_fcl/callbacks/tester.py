@@ -18,8 +18,8 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.continual import Tasks, part_name
 from lightning_fcl.federation.protocol import MeasuresPredictions
 from lightning_fcl.federation.ranks import ALONE, Ranks
+from lightning_fcl.methods.compose import predicting
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.predicting import predicting
 from lightning_fcl.tasks.classification import Classifier
 
 Counts: TypeAlias = list[int | None]
@@ -34,16 +34,7 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Tester:
-    """Samples on a device, and what a model makes of them.
-
-    Args:
-        x: The samples.
-        y: Their targets.
-        group: The group of each, shape (n,).
-        groups: How many groups there are.
-        prepared: Makes samples of what is stored; None: it is samples.
-        batch_size: Samples that are predicted at once.
-    """
+    """Samples on a device, and what a model makes of them; ``prepared`` makes samples of what is stored."""
 
     x: Tensor
     y: Tensor
@@ -70,7 +61,6 @@ class Tester:
         return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared, size)
 
     def among(self, groups: Iterable[int]) -> Tester:
-        """The samples of some groups."""
         rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
         return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
 
@@ -94,12 +84,7 @@ class Tester:
                     yield module(part), label, where
 
     def correct(self, module: L.LightningModule, ranks: Ranks = ALONE) -> tuple[Counts, int]:
-        """Correct predictions of each group, and how many predictions the model makes for each sample.
-
-        Args:
-            module: The model.
-            ranks: The processes that test it together, each on some of the samples.
-        """
+        """Correct predictions of each group, by all ranks together, and predictions for each sample."""
         counts, steps = torch.zeros(self.groups, dtype=torch.long, device=module.device), 1
         for output, label, where in self._outputs(module, ranks.number, ranks.rank):
             prediction = output.argmax(dim=-1)
@@ -143,12 +128,7 @@ def _measure(metric: Any, outputs: Tensor, targets: Tensor) -> float | None:
 
 
 def parts_of(tasks: Tasks, groups: int) -> list[tuple[int, ...]]:
-    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far.
-
-    Example:
-        >>> parts_of([[0], [2]], groups=3)
-        [(0,), (1,), (2,), (0, 1, 2), (0, 2)]
-    """
+    """The groups that a model of these tasks is measured on together: each, all, each task, and the tasks so far."""
     learnt: set[int] = set()
     parts = [(group,) for group in range(groups)] + [tuple(range(groups))]
     for task in tasks:

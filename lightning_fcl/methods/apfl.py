@@ -24,38 +24,28 @@ from lightning_fcl.federation.optimizer_state import (
     with_parameters,
 )
 from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.freezing import stepped_by
 from lightning_fcl.methods.functional import gradient_of, step_along
 from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import flatten
+from lightning_fcl.methods.step import stepped_by
 
 
 @dataclass(eq=False)
 class APFL(Method):
     """Every step: a personal model ``v`` and its weight ``alpha`` learn beside the shared ``w`` (Deng et al. 2020).
 
-    ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task loss
-    at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and ``alpha`` one
-    with ``<v - w, g>``, all at the values before the step (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A
-    client predicts with ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which
-    ``ContinualMetrics(when="aggregated")`` tests. It begins with the server's first state that it receives as its
-    ``v``; who has never been drawn predicts with the server's. ``v`` holds trainable parameters; buffers, such as the
-    statistics of batch normalisation, are those of ``w``.
+    ``w`` travels and trains as without it. With ``v_bar = alpha v + (1 - alpha) w`` and g the gradient of the task
+    loss at ``v_bar`` on the step's batch, remembered samples included, ``v`` takes a step with ``alpha g`` and
+    ``alpha`` one with ``<v - w, g>`` (Algorithm 1 and eq. 10); ``alpha`` is clipped to [0, 1]. A client predicts with
+    ``v_bar`` of its ``v`` and the server's ``w``: `personalize`, which ``ContinualMetrics(when="aggregated")`` tests.
+    ``v`` holds trainable parameters; buffers are those of ``w``.
 
-    ``v`` has an optimizer of the task's class, with its options and the Trainer's clipping, while the paper has SGD. It
-    begins each round afresh, as that of ``w`` does, unless the strategy has ``keep_optimizer``. An optimizer that
-    divides gradients by their size, as Adam does, cancels the factor ``alpha``; then ``v`` and ``w`` are nearly alike
-    in a client's first round. Clients train one at a time; a step costs two forward and backward passes in place of
-    one.
+    ``v`` has an optimizer like that of ``w``, while the paper has SGD. Clients train one at a time; a step costs two
+    forward and backward passes in place of one.
 
     Args:
         alpha0: What ``alpha`` begins with, from 0 to 1.
         alpha_lr: Step size of ``alpha``; None: the optimizer's learning rate, as in the paper; 0: ``alpha`` is fixed.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, or the module does not state its
-            loss apart.
 
     Example:
         >>> APFL(alpha0=0.5).alpha0
@@ -76,11 +66,7 @@ class APFL(Method):
         self._personal: dict[str, nn.Parameter] = {}  # of the client that trains now
         self._optimizer: Optimizer | None = None
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a Trainer that has no clients."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         why = "with a single client there is no shared model to mix with. Remove `APFL`"
         federation = need_federation(trainer, "APFL", why)
         if trainer.accumulate_grad_batches != 1:
@@ -92,7 +78,6 @@ class APFL(Method):
         self._keeps = federation.keep_optimizer
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """A copy of the client's ``v`` and ``alpha``; at first ``v`` is what it has received."""
         if not self.applies_to(client_round):
             return memory
         own = {**server, **section(memory, "v")}
@@ -101,57 +86,48 @@ class APFL(Method):
         return {**memory, **begun, "alpha": alpha.clone()}
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now."""
         self._personal, self._optimizer = {}, None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Step ``v`` and ``alpha``, before ``w`` takes its step."""
         if not self.active:
             return
         shared = stepped_by(optimizer, pl_module)
         if not shared:
             return
         if self._optimizer is None:
-            self._begin_optimizer(pl_module, optimizer)
+            self._optimizer = self._begun(pl_module, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
         alpha = self.memory["alpha"]
         gradient = gradient_of(pl_module, shared)(self.batch[0], self.batch[1], mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
-        assert self._optimizer is not None
         set_group_values(self._optimizer, group_values(optimizer))  # a schedule's
         step_along(pl_module, self._optimizer, {name: self._personal[name] for name in shared}, alpha * gradient)
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
-    def _begin_optimizer(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def _begun(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
         """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
         self._personal = {name: nn.Parameter(value) for name, value in section(self.memory, "v").items()}
         named = dict(module.named_parameters())
-        self._optimizer = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
-        restore_optimizer(self._optimizer, section(self.memory, "optimizer"))
+        own = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
+        restore_optimizer(own, section(self.memory, "optimizer"))
+        return own
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """The client's ``v`` and ``alpha`` after its local training, and ``v``'s optimizer if clients keep theirs."""
         if not self._keeps or self._optimizer is None:
             return memory
         return {**memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 
     def personalize(self, memory: Memory, state: State) -> State:
-        """``v_bar`` of the client's ``v`` and the parameters of ``state``."""
         own = {name: value.to(state[name].device) for name, value in section(memory, "v").items()}
         return {**state, **mix(own, state, memory["alpha"])} if own else state
 
 
 @torch.no_grad()
 def mix(personal: Mapping[str, Tensor], shared: Mapping[str, Tensor], alpha: Tensor) -> State:
-    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1.
-
-    Example:
-        >>> mix({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, torch.tensor(0.25))
-        {'w': tensor([1.5000])}
-    """
+    """``alpha v + (1 - alpha) w`` of the entries of ``personalize``; exactly w at 0 and v at 1."""
     return {name: torch.lerp(shared[name], v, alpha.to(v.device, v.dtype)) for name, v in personal.items()}

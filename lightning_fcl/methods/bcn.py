@@ -20,21 +20,7 @@ from lightning_fcl.methods.step import Step
 def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, steps: int) -> Tensor:
     """Inputs near ``x`` on which a loss is higher, by normalised gradient ascent (the first player).
 
-    A step moves every input by ``eps`` along its gradient, which is normalised over dimension 1: the channels of a
-    pixel, or all features of a vector. What is then farther than ``eps`` from where it began comes back as far.
-
-    Args:
-        x: Inputs, shape (batch, channels, ...).
-        gradient: The loss's gradient of inputs, of their shape.
-        eps: Length of a step, and of the whole way.
-        steps: Steps.
-
-    Returns:
-        Of the shape of ``x``.
-
-    Example:
-        >>> worst_inputs(torch.zeros(1, 2), lambda x: torch.tensor([[3.0, 4.0]]), eps=0.1, steps=2)
-        tensor([[0.0600, 0.0800]])
+    A step has the length ``eps``, by the norm over the channels; what is then farther from ``x`` comes back as far.
     """
     moved = x
     for _ in range(steps):
@@ -46,18 +32,7 @@ def worst_inputs(x: Tensor, gradient: Callable[[Tensor], Tensor], eps: float, st
 def descended(
     params: Mapping[str, Tensor], gradient: Callable[[State], Sequence[Tensor]], rate: float, steps: int
 ) -> State:
-    """Parameters after some steps of plain gradient descent, and apart from the graph (the second player).
-
-    Args:
-        params: Where it begins, by name.
-        gradient: The loss's gradient of parameters, in their order.
-        rate: Learning rate.
-        steps: Steps.
-
-    Example:
-        >>> descended({"w": torch.tensor(1.0)}, lambda params: [2 * params["w"]], rate=0.25, steps=2)
-        {'w': tensor(0.2500)}
-    """
+    """Parameters after some steps of plain gradient descent, and apart from the graph (the second player)."""
     state = {name: value.detach() for name, value in params.items()}
     for _ in range(steps):
         state = {n: value - rate * g for (n, value), g in zip(state.items(), gradient(state), strict=True)}
@@ -74,18 +49,15 @@ class BCN(Episodic):
     ``beta * J_new + J_PN + (J_PN(x + delta) - J_PN) + (J_PN(theta_B) - J_PN)``
 
     J_new is the task loss on the batch, J_PN that on samples drawn anew at each step, with replacement and from torch's
-    global generator, among the remembered ones of past tasks and the batch's, as in the authors' code. The first
-    bracket is generalisation: delta makes the loss of these samples as high as `worst_inputs` can. The second is
-    forgetting: theta_B is where `descended` takes a copy of the parameters on the same samples. Gradients do not go
-    through the players' moves: each term counts with its gradient at the point where it is taken. With ``eps=0`` and
-    ``theta_steps=0`` this is plain rehearsal. The first task is fine-tuning. Samples are remembered as in `GEM`.
+    global generator, among the remembered ones of past tasks and the batch's. The first bracket is generalisation:
+    delta makes the loss of these samples as high as `worst_inputs` can. The second is forgetting: theta_B is where
+    `descended` takes a copy of the parameters on the same samples. Gradients do not go through the players' moves.
 
-    It differs from the authors' code in three things. There the copy theta_B is cut off the graph, so that the last
-    bracket only subtracts the gradient of J_PN; here the gradient at theta_B counts, to first order. There the first of
-    the ``x_steps`` does not move, and what moves is not held within ``eps``; one step of length ``eps`` remains of
-    their two. And there a batch is trained on kappa times over, 3 with MNIST and 1 with CIFAR-100; here once: use more
-    local epochs. The defaults are those for MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1,
-    inner_lr=1e-5``. Clients train one at a time; a step costs ``4 + x_steps + theta_steps`` passes in place of one.
+    It differs from the authors' code in three things. There the copy theta_B is cut off the graph; here the gradient at
+    theta_B counts, to first order. There the first of the ``x_steps`` does not move, and nothing holds within ``eps``.
+    And there a batch is trained on kappa times over (3 with MNIST): use more local epochs. The defaults are those for
+    MNIST; for CIFAR-100 they are ``eps=0.001, x_steps=1, theta_steps=1, inner_lr=1e-5``. A step costs ``4 + x_steps +
+    theta_steps`` passes in place of one.
 
     Args:
         max_size: Samples kept of each task. See `GEM`.
@@ -95,11 +67,6 @@ class BCN(Episodic):
         theta_steps: Moves of the second player; 0: it rests.
         inner_lr: Learning rate of the second player, above 0.
         batch_size: Samples drawn at each step.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If inputs that are to be moved are no floating-point numbers.
 
     Example:
         >>> BCN(eps=0.0, theta_steps=0).beta
@@ -116,11 +83,9 @@ class BCN(Episodic):
     batch_size: int = argument(128, at_least, 1)
 
     def task_weight(self, memory: Memory) -> float:
-        """``beta``, once there are past tasks."""
         return self.beta if past_tasks(memory) else 1.0
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The loss on past and present samples, and what the two players add to it."""
         tasks = past_tasks(memory)
         if not tasks:
             return 0.0
@@ -133,7 +98,6 @@ class BCN(Episodic):
         return total
 
     def _drawn(self, tasks: Sequence[tuple[Tensor, Tensor]], step: Step) -> tuple[Tensor, Tensor]:
-        """Samples of past tasks and of the batch."""
         assert step.y is not None  # as `needs_labels` has it
         pool = zip(*tasks, (step.x, step.y), strict=True)
         x, y = (torch.cat([part.to(step.y.device) for part in column]) for column in pool)

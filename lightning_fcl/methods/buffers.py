@@ -39,13 +39,7 @@ class Items:
 
 
 class Agent(SimpleNamespace):
-    """What a selection strategy may ask of Avalanche's training loop: here there is none.
-
-    Args:
-        buffer: The buffer, which perhaps has a selection strategy.
-        model: The module that is trained, with the client's state.
-        experience: The client's experience.
-    """
+    """What a selection strategy may ask of Avalanche's training loop: here there is none."""
 
     def __init__(self, buffer: ExemplarsBuffer | None, model: torch.nn.Module | None, experience: int) -> None:
         device = next(model.parameters()).device if model is not None else torch.device("cpu")
@@ -61,7 +55,6 @@ class Agent(SimpleNamespace):
 
 
 def make_buffer(policy: str) -> ExemplarsBuffer:
-    """The buffer of a policy's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         require("avalanche", "has the buffers of `Replay`")
@@ -71,11 +64,7 @@ def make_buffer(policy: str) -> ExemplarsBuffer:
 
 
 def check_buffer(buffer: ExemplarsBuffer) -> None:
-    """Refuse a buffer whose state is more than samples.
-
-    Raises:
-        TypeError: If it is none of `KINDS`.
-    """
+    """Refuse a buffer whose state is more than samples."""
     if type(buffer).__name__ not in KINDS:
         raise TypeError(
             f"Expected `buffer` to be one of Avalanche's {', '.join(KINDS)} but got `{type(buffer).__name__}`, which "
@@ -93,20 +82,10 @@ def select(
     agent: Agent,
     generator: torch.Generator,
 ) -> tuple[Tensor, Memory]:
-    """Which of the remembered (first) and new samples a buffer keeps.
+    """Which of ``n`` samples, remembered ones first, a buffer keeps: their indices, and what belongs to them next time.
 
-    Args:
-        buffer: Says how; it is not changed.
-        size: Samples that it keeps.
-        sample: Gives the sample of an index.
-        labels: Class of each sample, shape (n,).
-        tasks: Experience of each sample, shape (n,).
-        memory: What this function gave last for the remembered ones; empty if there are none.
-        agent: What selection strategies may ask.
-        generator: Draws whatever is random.
-
-    Returns:
-        Indices of what is kept, and what belongs to these for the next time: ``priority`` or ``group``, shape (kept,).
+    ``labels`` and ``tasks`` are the class and experience of each, shape (n,); ``memory`` is what this function gave
+    last for the remembered ones: ``priority`` or ``group``, shape (kept,).
     """
     old = len(next(iter(memory.values()))) if memory else 0
     remembered, new = torch.arange(old), torch.arange(old, len(labels))
@@ -130,7 +109,6 @@ class _Whole:
         self.sample, self.labels, self.tasks = sample, labels, tasks
 
     def part(self, indices: Tensor) -> Any:
-        """Some of the samples, as Avalanche wants them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from avalanche.benchmarks.utils import DataAttribute, TaskAwareSupervisedClassificationDataset
@@ -141,12 +119,10 @@ class _Whole:
         return TaskAwareSupervisedClassificationDataset([data], data_attributes=[labels, tasks])
 
     def places(self, groups: Sequence[Any]) -> Tensor:
-        """Where the samples of buffers are."""
         return torch.tensor([item[2] for group in groups for item in group.buffer], dtype=torch.long)
 
 
 def _fresh(buffer: Any, size: int) -> Any:
-    """The same buffer, of a size, without samples."""
     empty = copy.copy(buffer)
     empty.max_size = size
     for name, value in (("buffer_groups", {}), ("seen_classes", set()), ("seen_groups", set()), ("_num_exps", 0)):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.step import Step
 
@@ -23,12 +25,7 @@ def methods_of(trainer: L.Trainer) -> list[Declaration]:
 
 
 def check_compatible(methods: Sequence[Declaration]) -> None:
-    """Refuse methods that cannot work together.
-
-    Raises:
-        ValueError: If two methods weigh the task loss, change the gradient or predict in ways of their own, or one
-            method is there twice.
-    """
+    """Refuse methods that cannot work together."""
     for function, does in (
         ("task_weight", "weighs the task loss"),
         ("project", "changes the gradient"),
@@ -54,15 +51,7 @@ def compose(
 ) -> tuple[Tensor | float, Tensor]:
     """How methods go together, one client at a time and vectorised alike: factors multiply, penalties add up.
 
-    Args:
-        methods: The methods.
-        memories: What the client remembers for each.
-        steps: The step as each sees it.
-        zero: 0 on the right device.
-        applies: Whether the client uses each, 1 or 0; None: it uses all.
-
-    Returns:
-        The factor of the task loss, and what is added to it.
+    ``applies`` tells whether the client uses each method, 1 or 0; None: it uses all.
     """
     scale: Tensor | float = 1.0
     extra = zero
@@ -78,13 +67,7 @@ def compose(
 def epochs_of(
     methods: Sequence[Declaration], memory: Callable[[str, str], Memory], usual: int
 ) -> int | Callable[[ClientRound], int]:
-    """A client's passes over its data in a round, as the first method says that has a say.
-
-    Args:
-        methods: The methods.
-        memory: Tells what a client keeps in a section.
-        usual: The passes where no method has a say.
-    """
+    """A client's passes over its data in a round, as the first method says that has a say."""
     saying = [method for method in methods if overrides(method, "local_epochs")]
 
     def of(client_round: ClientRound) -> int:
@@ -97,12 +80,7 @@ def epochs_of(
 def rehearsed_by(
     methods: Sequence[Declaration], memory: Callable[[str, str], Memory]
 ) -> Callable[[ClientRound], Any] | None:
-    """A client's remembered samples, nested as its batches are; None where no method has any.
-
-    Args:
-        methods: The methods.
-        memory: Tells what a client keeps in a section.
-    """
+    """A client's remembered samples, nested as its batches are; None where no method has any."""
     rehearsing = [method for method in methods if overrides(method, "rehearse")]
 
     def of(client_round: ClientRound) -> Any:
@@ -112,3 +90,24 @@ def rehearsed_by(
         return joined(parts) if parts else []
 
     return of if rehearsing else None
+
+
+@contextmanager
+def predicting(module: L.LightningModule) -> Iterator[None]:
+    """Let a module predict by the rule of a method of its Trainer, if one has a rule, in place of its own output."""
+    ruling = [method for method in methods_of(module.trainer) if overrides(method, "predict")]
+    if not ruling:
+        yield
+        return
+    method, federation = ruling[0], federation_of(module.trainer)
+    server = federation.server_state(method.section) if federation is not None else method.server_entries
+    server = server or method.server_state(module)
+
+    def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return method.predict(server, module, args[0], output)
+
+    handle = module.register_forward_hook(rule)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -38,9 +38,6 @@ class Declaration:
     Args:
         clients: Who uses the method: ``"all"``, a list of client ids, or ``"unbalanced"``: only a client whose data of
             the round is not balanced over all classes (the ``/FT`` rows of Usmanova et al. 2021: the others fine-tune).
-
-    Raises:
-        ValueError: If ``clients`` is none of these.
     """
 
     vectorizable: ClassVar[bool] = True
@@ -105,10 +102,7 @@ class Declaration:
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
         """Another client trains now, its state in the module: forget what the last one has left in the method.
 
-        Args:
-            memory: The client's memory, as `on_download` gave it; what is changed in it in place lasts.
-            server: What the client has received.
-            active: Whether it uses the method.
+        What is changed in ``memory`` in place lasts; ``active`` tells whether the client uses the method.
         """
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
@@ -132,20 +126,15 @@ class Declaration:
         return 0.0
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """What becomes of the gradient of a step, before it is clipped.
+        """What becomes of the gradient of a step, before it is clipped; ``gradient`` itself for no change.
 
         Args:
             memory: The client's memory.
-            gradient: The gradient of the methods' loss on the batch (with ``accumulate_grad_batches``, on the batches
-                of the step), of all trainable parameters that have one, as one vector.
-            gradient_of: ``gradient_of(x, y)`` is the gradient of the mean task loss on other samples, at the present
-                parameters (at those of ``state``, or of another ``loss``, if they are given: `GradientOf`) and in the
-                module's present mode, which in training is training mode, as in the code of GEM's authors: dropout
-                drops, and batch normalisation takes the statistics of ``x``. It changes no gradient, buffer or state of
-                a random number generator.
-
-        Returns:
-            Of the same shape; ``gradient`` itself for no change.
+            gradient: The gradient of the methods' loss on the batches of the step, of all trainable parameters that
+                have one, as one vector.
+            gradient_of: ``gradient_of(x, y)`` is the gradient of the mean task loss on other samples, see `GradientOf`,
+                in the module's present mode: in training dropout drops, and batch normalisation takes the statistics of
+                ``x``, as in the code of GEM's authors. It changes no gradient, buffer or random number generator.
         """
         return gradient
 
@@ -154,18 +143,9 @@ class Declaration:
         return None
 
     def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
-        """Join remembered samples to a batch, in place, in a plain Trainer, whose epochs are not planned.
+        """Join remembered samples to a batch ``[x, y]``, in place, in a plain Trainer, whose epochs are not planned.
 
         As many as the batch has, at random: each is there once before any is there again. See `window`.
-
-        Args:
-            memory: The client's memory.
-            batch: The batch, a list.
-            batch_idx: Its number in the epoch.
-            key: What the epoch's draws depend on.
-
-        Raises:
-            TypeError: If the batch is no list of inputs and targets.
         """
         if not (isinstance(batch, list) and is_labelled(batch)):
             raise TypeError(
@@ -214,15 +194,7 @@ class Declaration:
         return own
 
     def personalize(self, memory: Memory, state: State) -> State:
-        """The state that a client predicts with.
-
-        Args:
-            memory: The client's memory.
-            state: What it would begin a round with: the server's state and the client's own entries.
-
-        Returns:
-            ``state`` itself for no change.
-        """
+        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
         return state
 
     # What the method keeps on the server.
@@ -239,16 +211,9 @@ class Declaration:
         return {}
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """Scores of classes by a rule of the method's own, shape (batch, classes).
+        """Scores of classes by a rule of the method's own, shape (batch, classes); ``output`` itself for no rule.
 
-        Args:
-            server: What the server keeps for the method, by name.
-            module: In evaluation mode, with the state that predicts.
-            x: Inputs, shape (batch, ...).
-            output: The module's output on them.
-
-        Returns:
-            ``output`` itself for no rule.
+        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``.
         """
         return output
 
@@ -306,25 +271,12 @@ class Declaration:
 
 
 def overrides(method: Declaration | type[Declaration], function: str) -> bool:
-    """Whether a method has a function of its own.
-
-    Example:
-        >>> class Mine(Declaration):
-        ...     def penalty(self, memory, step):
-        ...         return 1.0
-        >>> overrides(Mine, "penalty"), overrides(Mine, "project")
-        (True, False)
-    """
+    """Whether a method has a function of its own."""
     kind = method if isinstance(method, type) else type(method)
     own: object = getattr(kind, function)
     return own is not getattr(Declaration, function)
 
 
 def shapes_loss(method: Declaration, memory: Memory) -> bool:
-    """Whether a method changes the loss at all.
-
-    Example:
-        >>> shapes_loss(Declaration(), {})
-        False
-    """
+    """Whether a method changes the loss at all."""
     return overrides(method, "penalty") or method.task_weight(memory) != 1

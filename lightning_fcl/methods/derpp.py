@@ -26,29 +26,19 @@ class DERpp(Method):
     """Every step: holds logits of the past, and rehearses it (Buzzega et al. 2020, "Dark Experience", equation 6).
 
     ``task loss + alpha * ||f(x') - z'||^2 + beta * task loss(f(x''), y'')``: (x', z') and (x'', y'') are drawn from
-    what the client remembers, each anew in every step; z' are the logits of the client's own model when x' came in. As
-    in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
+    what the client remembers, each anew in every step, with replacement; z' are the logits of the client's own model
+    when x' came in. As in the authors' code the squared distance is a mean over samples and classes. ``beta=0`` is DER.
 
     A client remembers a uniform choice of all samples that it has been offered (reservoir sampling): those of each
-    round once, after its local training, with the logits of the model that it has just trained. The authors offer every
-    batch right after its step, with the logits from before it, so that their first rehearsals are in the first epoch
-    and their logits those of a model on its way. Samples are drawn with replacement; nothing remembered travels.
+    round once, after its local training, with the logits of the model that it has just trained.
 
     Args:
         max_size: Samples that a client remembers, at least 1.
         alpha: Weight of the distance from the remembered logits, at least 0.
         beta: Weight of the remembered samples' task loss, at least 0.
         batch_size: Samples in each of the two draws of a step, at least 1.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
 
     Example:
-        >>> import lightning as L
-        >>> from lightning_fcl import Classifier, FederatedStrategy
-        >>> trainer = L.Trainer(strategy=FederatedStrategy(), callbacks=[DERpp(alpha=0.1, beta=0.5)], barebones=True)
         >>> DERpp(batch_size=16).recall_size
         32
     """
@@ -65,11 +55,9 @@ class DERpp(Method):
         self.recall_size = 2 * self.batch_size
 
     def recall(self, memory: Memory) -> Mapping[str, Tensor]:
-        """The remembered samples, their labels and logits."""
         return {name: memory[name] for name in ("x", "y", "logits") if name in memory}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted distance from remembered logits, on half of the draw, and task loss, on the other."""
         if not step.recalled:
             return 0.0
         (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
@@ -80,7 +68,6 @@ class DERpp(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Offer the round's samples to the reservoir: of all that were ever offered, the highest lots stay."""
         x, y = labelled(data)
         lots = torch.rand(len(y), generator=generator).to(x.device)
         new = {"x": x, "y": y, "logits": predictions(self.module, own, x).to(x.device), "lot": lots}

@@ -14,25 +14,12 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, remember, section, with_classes
+from lightning_fcl.methods.method import Method, padded, remember, section, with_classes
 from lightning_fcl.methods.step import Step
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015).
-
-    Args:
-        student: Logits, shape (batch, classes).
-        teacher: Logits, shape (batch, classes).
-        temperature: Both are divided by it; the gradient is not scaled back by its square.
-
-    Returns:
-        Shape (batch,).
-
-    Example:
-        >>> distillation_loss(torch.zeros(1, 2), torch.zeros(1, 2)).exp()
-        tensor([2.])
-    """
+    """Cross-entropy of the softened student against the softened teacher, per sample (Hinton et al. 2015)."""
     return -(F.softmax(teacher / temperature, dim=-1) * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
 
 
@@ -56,9 +43,6 @@ class FLwF2T(Method):
             in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
         clients: Who distils; the others fine-tune. See `Method`.
 
-    Raises:
-        ValueError: If an argument is outside its range.
-
     Example:
         >>> FLwF2T(alpha=0.001, beta=0.7).task_weight({})
         0.001
@@ -81,15 +65,12 @@ class FLwF2T(Method):
             )
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Before the first round, the server's model is the client's previous model."""
         return memory or (remember(server, "own") if self.previous == "kept" else {})
 
     def task_weight(self, memory: Memory) -> float:
-        """The task loss's weight, alpha."""
         return self.alpha
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The two weighted distillation terms."""
         terms: Tensor | float = 0.0
         share = 1 if self.mean_over == "batch" else step.output.shape[-1]
         for weight, teacher in ((self.beta, section(memory, "own")), (1 - self.alpha - self.beta, step.server)):
@@ -101,7 +82,6 @@ class FLwF2T(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the model that the client has just trained."""
         return remember(own, "own") if self.previous == "kept" else {}
 
 
@@ -142,9 +122,6 @@ class LwF(Method):
         temperature: Softens both sides, above 0.
         clients: Who distils; the others fine-tune. See `Method`.
 
-    Raises:
-        ValueError: If ``strength`` or ``temperature`` is outside its range.
-
     Example:
         >>> LwF(strength=0.0).task_weight({})
         1.0
@@ -159,7 +136,6 @@ class LwF(Method):
     temperature: float = argument(2.0, above, 0)
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """When a new experience begins, the client's latest model and the classes it saw become the teacher's."""
         if not memory:
             nothing = torch.zeros(max(client_round.num_classes, 1), dtype=torch.bool)
             memory = {"experience": torch.tensor(client_round.experience), "seen": nothing, "old": nothing}
@@ -170,11 +146,9 @@ class LwF(Method):
         return memory
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted distillation of the old classes."""
         if self.strength == 0:
             return 0.0
-        classes = step.output.shape[-1]
-        old = F.pad(memory["old"], (0, classes - memory["old"].shape[-1])).to(step.output.device)
+        old = padded(memory["old"], step.output.shape[-1]).to(step.output.device)
         teacher = step.predict(section(memory, "teacher"), step.x)
         # A large negative number, not -inf: without old classes the loss is then finite, and weighs nothing.
         student, teacher = (torch.where(old, logits, -1e4) for logits in (step.output, teacher))
@@ -184,5 +158,4 @@ class LwF(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the trained model and the classes seen so far."""
         return {**memory, "seen": with_classes(memory["seen"], client_round.labels), **remember(own, "latest")}

@@ -23,15 +23,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
-from lightning_fcl.methods.compose import check_compatible, compose, methods_of
+from lightning_fcl.federation.protocol import FederationView, federation_of
+from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.freezing import Freezer, stepped_by
-from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
-from lightning_fcl.methods.predicting import predicting
+from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, states_loss, teacher_of
 from lightning_fcl.methods.projection import flatten, unflatten
 from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.methods.step import Running, Step, is_labelled
+from lightning_fcl.methods.step import Freezer, Running, Step, is_labelled, stepped_by
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
 
@@ -39,13 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class MethodDriver(Callback):
-    """Runs the functions that methods declare, where one client trains at a time.
+    """Runs the functions that methods declare, where one client trains at a time; it stands behind the last of them.
 
-    It stands behind the last method among a Trainer's callbacks, which `Method.setup` sees to. In a federation, the
-    rounds call `begin`; in a plain Trainer, whose only client has an epoch for a round, the driver does so itself.
-
-    Args:
-        methods: The methods, in the order of the callbacks.
+    In a federation, the rounds call `begin`; in a plain Trainer, where an epoch is a round, the driver does so itself.
     """
 
     def __init__(self, methods: Sequence[Declaration]) -> None:
@@ -65,7 +59,6 @@ class MethodDriver(Callback):
     # The fit.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Tell the methods where they run; before fitting, check that they go together and the Trainer allows them."""
         self.methods, self._federation = methods_of(trainer), federation_of(trainer)
         for method in self.methods:
             method.running = Running(pl_module, self._federation)
@@ -76,7 +69,6 @@ class MethodDriver(Callback):
         check_compatible(self.methods)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before the first batch: check the module's outputs."""
         stream, needing = stream_of(trainer), [method for method in self.methods if method.needs_logits]
         if stream is None or not needing:
             return
@@ -89,17 +81,14 @@ class MethodDriver(Callback):
             _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module and the batch."""
         self._batch = None
         for method in self.methods:
             method.running = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop watching the model."""
         self._leave(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Stop watching the model; everything is trainable again."""
         self._leave(pl_module)
 
     def _leave(self, module: nn.Module) -> None:
@@ -113,11 +102,9 @@ class MethodDriver(Callback):
     # Evaluation.
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Predict by a method's rule, if one has a rule."""
         self._rule.enter_context(predicting(pl_module))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the module's own output again."""
         self._rule.close()
 
     on_test_start = on_predict_start = on_validation_start
@@ -132,14 +119,7 @@ class MethodDriver(Callback):
         active: Sequence[bool],
         recalls: Recalls | None = None,
     ) -> None:
-        """Another client trains now, its state in the module.
-
-        Args:
-            memories: Its memory of each method.
-            server: What it has received.
-            active: Whether it uses each method.
-            recalls: Draws remembered samples.
-        """
+        """Another client trains now, its state in the module."""
         self.server, self._recalls, self.finite = server, recalls or Recalls(), torch.tensor(True)
         for method, memory, applies in zip(self.methods, memories, active, strict=True):
             method.memory = memory
@@ -148,7 +128,6 @@ class MethodDriver(Callback):
             method.attach(memory, server, applies)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round in a plain Trainer."""
         if self._federation is not None:
             return
         self._seen = []
@@ -164,7 +143,6 @@ class MethodDriver(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Before a batch: freeze what does not learn, mix in remembered samples, watch what goes through the model."""
         for method in self.methods:
             _check_labels(method, batch)
         if self._federation is not None:
@@ -191,7 +169,6 @@ class MethodDriver(Callback):
             self._call = (args[0], output)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Turn the task loss into the methods' loss, in place."""
         if self._federation is not None and self._federation.client_round is None:
             return  # several clients side by side, whose trainer does so
         active = [method for method in self.methods if _is_active(method)]
@@ -226,7 +203,6 @@ class MethodDriver(Callback):
         self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Turn the step's gradient into the method's, in place: after the backward pass, before any clipping."""
         for method in self.methods:
             if not (overrides(method, "project") and _is_active(method)):
                 continue
@@ -245,13 +221,11 @@ class MethodDriver(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """After a client's last batch, everything is trainable again."""
         federation = self._federation
         if federation is not None and (federation.client_round is None or federation.last_batch):
             self._freezer.train(pl_module, None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End a round in a plain Trainer."""
         if self._federation is not None:
             return
         if not self.finite:
@@ -268,22 +242,18 @@ class MethodDriver(Callback):
                 self._unfinished.append((method, memory, at))
 
     def _ended(self, module: L.LightningModule, method: Declaration, memory: Memory, at: ClientRound) -> Memory:
-        """The memory of a plain Trainer's client after an epoch."""
         generator = torch.Generator().manual_seed(at.round)
         return method.end_round(memory, entries(module), self._data(method), at, generator)
 
     def _data(self, method: Declaration) -> list[Tensor] | None:
-        """The samples of the epoch, if a method needs them."""
         return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs_samples else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a plain Trainer that has stopped before ``max_epochs``, the experience ends with the last epoch."""
         for method, memory, at in self._unfinished:
             method.memory = self._ended(pl_module, method, memory, replace(at, last_round=True))
         self._unfinished = []
 
     def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:
-        """The only client of a plain Trainer."""
         stream = stream_of(trainer)
         if stream is not None:
             return stream.client_round(stream.plan.clients[0], trainer.current_epoch)
@@ -326,9 +296,5 @@ def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.Light
             f"Expected a Trainer without loss scaling for `{type(method).__name__}` but got "
             f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
         )
-    if method.needs_sample_loss and not isinstance(module, StatesLoss):
-        raise ValueError(
-            f"Expected a module that states its loss apart for `{type(method).__name__}`, as `Classifier` does in "
-            f"`sample_loss(output, y)`, but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside "
-            "`speaks_lightning_fcl = True`."
-        )
+    if method.needs_sample_loss:
+        states_loss(module, f" for `{type(method).__name__}`")

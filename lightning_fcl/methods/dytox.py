@@ -38,24 +38,22 @@ class DyToxTraining(Method):
 
     ``(1 - a) * task loss + a * distillation + divergence * divergence loss``, from the second task of a client on:
 
-    - The tokens and heads of all tasks but the present one are frozen: they get no gradient, so that no weight decay
-      moves them either. Body, decoder, and the task's token and heads learn.
-    - Remembered samples of past tasks join the batches, each once per local epoch (in a plain Trainer, as many as the
-      batch has, one window after the next). See `GEM` for which are kept.
-    - The teacher is the client's own model at the end of its previous task; if the client was not drawn for that
-      task's last round, the server's after it. It is distilled over the classes of all the client's past tasks.
+    - The tokens and heads of all tasks but the present one are frozen. Body, decoder, and the task's token and heads
+      learn.
+    - Remembered samples of past tasks join the batches, each once per local epoch. See `GEM` for which are kept.
+    - The teacher is the client's own model at the end of its previous task (the server's, if it was not drawn for that
+      task's last round). It is distilled over the classes of all the client's past tasks.
     - The present task's divergence head tells its classes apart, and from all others: one class for all samples of
       past tasks.
-    - Balanced tuning: in the last epochs of a task the body is frozen, too, and the others learn from equally many
-      remembered samples of each class of all tasks, with the task's loss alone. In a federation these are further
-      local epochs of the task's last round, for the clients that are drawn for it; in a plain Trainer, the task's last
-      epochs. Each has as many steps as any other epoch. (In the authors' code old tokens and heads are tuned, too, at
-      a tenth of the learning rate. Here they stay as they are.)
+    - Balanced tuning: in the last epochs of a task the body is frozen, too, and the task's token and heads learn from
+      equally many remembered samples of each class of all tasks, with the task's loss alone. In a federation these are
+      further local epochs of the task's last round; in a plain Trainer, the task's last epochs. (In the authors' code
+      old tokens and heads are tuned, too, at a tenth of the learning rate.)
 
     A client's task is the model's block of classes that its labels are of, see `DyTox.blocks`; what blocks a
     `FederatedStream` tells, the model takes. Token and heads travel as all other parameters do; the divergence heads,
-    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "none"}``. Clients train one at a
-    time. The loss of a task is the module's, cross-entropy for `Classifier` (the authors' is binary).
+    which serve training alone, may stay at home: ``reductions={"model.divergence.*": "none"}``. The loss of a task is
+    the module's, cross-entropy for `Classifier` (the authors' is binary).
 
     Args:
         max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round;
@@ -65,11 +63,9 @@ class DyToxTraining(Method):
         temperature: Softens teacher and student, above 0; the distillation is scaled by its square.
         divergence: Weight of the divergence loss, at least 0.
         balanced_epochs: Epochs of balanced tuning, at the end of each task but the first (the paper: 20, after 500).
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the module holds no `DyTox` or does not state its loss apart, or the
-            stream's experiences are not tasks of the model.
+        ValueError: If the module holds no `DyTox`, or the stream's experiences are not tasks of the model.
 
     Example:
         >>> DyToxTraining(max_size=0.1, distillation="auto").divergence
@@ -106,7 +102,6 @@ class DyToxTraining(Method):
     # The method.
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of balanced tuning come on top of the strategy's."""
         tunes = self.applies_to(client_round) and self._tunes(client_round)
         return self._local_epochs + self.balanced_epochs if tunes else None
 
@@ -114,17 +109,14 @@ class DyToxTraining(Method):
         return bool(self.max_size and self.balanced_epochs) and client_round.last_round and client_round.experience > 0
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Note which task is the present one."""
         return at_task(memory, client_round)
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """The remembered samples of all past tasks."""
         tasks = past_tasks(memory)
         x, y = ([task[part] for task in tasks] for part in (0, 1))
         return (torch.cat(x), torch.cat(y)) if tasks else None
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """Distillation and divergence, and what is taken from the task's loss for the former."""
         if self._tuning or self._present is None or "old" not in memory:
             return 0.0
         assert step.y is not None  # as `needs_labels` has it
@@ -160,10 +152,6 @@ class DyToxTraining(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Samples of the round take the place of the task's earlier ones; when the task ends, its model teaches.
-
-        A client that was not drawn for its task's last round goes on from the server's model.
-        """
         if not client_round.drawn and not self.applies_to(client_round):
             return memory
         if self.max_size and (client_round.drawn or not knows_task(memory, client_round.experience)):
@@ -187,11 +175,7 @@ class DyToxTraining(Method):
     def _net(self) -> DyTox:
         return next(module for module in self.module.modules() if isinstance(module, DyTox))
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the model, and give it the tasks that the stream tells."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         found = [module for module in pl_module.modules() if isinstance(module, DyTox)]
         if len(found) != 1:
             raise ValueError(
@@ -210,13 +194,11 @@ class DyToxTraining(Method):
             found[0].assign(_told(stream))
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client begins, or in a plain Trainer another epoch."""
         self._fresh = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Open the task's slot, freeze what does not learn, and in balanced tuning replace the batch."""
         self._embedded = None
         if self._fresh and (self.federation is not None or is_labelled(batch)):
             self._enter(trainer, batch)
@@ -246,7 +228,6 @@ class DyToxTraining(Method):
             self._embedded = output
 
     def _block_of(self, labels: Tensor, client: str) -> int:
-        """The task that labels are of."""
         tasks = torch.unique(self._net.task_of(labels)).tolist()
         if len(tasks) != 1:
             raise ValueError(
@@ -280,14 +261,12 @@ class DyToxTraining(Method):
         return 0 < left <= self.balanced_epochs
 
     def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
-        """In balanced tuning, put the balanced samples in the batch's place."""
         if self._tuning:
             self._balance(batch)  # all methods have seen the batch as it came
         else:
             super().mix(memory, batch, batch_idx, key)
 
     def _balance(self, batch: Batch) -> None:
-        """In tuning, put as many of the balanced samples as a batch has in its place."""
         if not self._tuning or self._pool is None:
             return
         size = len(batch[1])
@@ -315,17 +294,14 @@ class DyToxTraining(Method):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """After a client's last batch, everything is trainable again."""
         if self.federation is not None and (self._client_round is None or self.federation.last_batch):
             self._freeze(None, False)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Everything is trainable again."""
         super().on_fit_end(trainer, pl_module)
         self._leave()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Everything is trainable again."""
         self._leave()
 
     def _leave(self) -> None:

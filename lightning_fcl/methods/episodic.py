@@ -20,14 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def memory_size(**arguments: int | float) -> None:
-    """Refuse an argument that is neither a number of samples nor a share of them.
-
-    Example:
-        >>> memory_size(max_size=1.5)
-        Traceback (most recent call last):
-        ValueError: Expected `max_size` to be a number of samples, at least 1, or a share above 0 and up to 1.0, but \
-got 1.5.
-    """
+    """Refuse an argument that is neither a number of samples nor a share of them."""
     for name, value in arguments.items():
         if not value > 0 or (isinstance(value, float) and value > 1):
             raise ValueError(
@@ -38,19 +31,7 @@ got 1.5.
 
 @dataclass(eq=False)
 class Episodic(Method):
-    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which.
-
-    Args:
-        max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``max_size`` is neither.
-
-    Example:
-        >>> Episodic(max_size=20).max_size
-        20
-    """
+    """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
     needs_samples: ClassVar[bool] = True
     needs_sample_loss: ClassVar[bool] = True
@@ -59,30 +40,18 @@ class Episodic(Method):
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Note which task is the present one."""
         return at_task(memory, client_round)
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Samples of the round take the place of the task's earlier ones.
-
-        A client that was drawn for no round of its task remembers it, too.
-        """
         if not client_round.drawn and knows_task(memory, client_round.experience):
             return memory
         return remember_task(memory, data, client_round, self.max_size, generator)
 
 
 def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
-    """The remembered samples ``(x, y)`` of each task but the present one, in order.
-
-    Example:
-        >>> samples = {"x": torch.tensor([[1.0], [2.0], [3.0]]), "y": torch.tensor([0, 1, 1])}
-        >>> past_tasks({**samples, "task": torch.tensor([0, 0, 1]), "present": torch.tensor(1)})
-        [(tensor([[1.],
-                [2.]]), tensor([0, 1]))]
-    """
+    """The remembered samples ``(x, y)`` of each task but the present one, in order."""
     if "task" not in memory:
         return []
     numbers = torch.unique(memory["task"]).tolist()
@@ -93,19 +62,7 @@ def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:
 def remember_task(
     memory: Memory, data: Batch, client_round: ClientRound, max_size: int | float, generator: torch.Generator
 ) -> Memory:
-    """The memory with samples of a client's data in place of the present task's earlier ones.
-
-    Args:
-        memory: What the client remembers of its tasks: their samples ``x`` and ``y``, the ``task`` of each, and the
-            number of the ``present`` one.
-        data: The client's samples ``[x, y]``; where targets are no labels, all are drawn alike.
-        client_round: The client's part in the round.
-        max_size: Number or share of the samples to keep.
-        generator: Draws them.
-
-    Raises:
-        TypeError: If the data is no pair.
-    """
+    """The memory with samples of a client's data, a number or a share of them, in place of the task's earlier ones."""
     x, y = labelled(data)
     size = max_size if isinstance(max_size, int) else max(1, round(max_size * len(y)))
     labels = y.cpu() if y.dim() == 1 and not y.is_floating_point() else torch.zeros(len(y), dtype=torch.long)
@@ -114,11 +71,7 @@ def remember_task(
 
 
 def labelled(data: Batch) -> tuple[Tensor, Tensor]:
-    """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning.
-
-    Raises:
-        TypeError: If the data is no pair.
-    """
+    """A client's samples, if they are pairs; those with numbers that are not finite are left out, with a warning."""
     if not isinstance(data, list | tuple) or len(data) != 2:
         parts = f"{len(data)} parts" if isinstance(data, list | tuple) else type(data).__name__
         raise TypeError(f"Expected samples `[x, y]` to remember but got {parts}. Return pairs instead.")
@@ -132,12 +85,7 @@ def labelled(data: Batch) -> tuple[Tensor, Tensor]:
 
 
 def with_task(memory: Memory, x: Tensor, y: Tensor, task: int) -> Memory:
-    """The memory with samples in place of a task's earlier ones. See `remember_task`.
-
-    Example:
-        >>> with_task({}, torch.zeros(1, 2), torch.tensor([3]), task=0)
-        {'x': tensor([[0., 0.]]), 'y': tensor([3]), 'task': tensor([0]), 'present': tensor(0)}
-    """
+    """The memory with samples in place of a task's earlier ones. See `remember_task`."""
     new = {"x": x, "y": y, "task": torch.full((len(y),), task, device=y.device)}
     if "task" in memory:
         old = {name: memory[name].to(y.device) for name in new}
@@ -151,15 +99,6 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
     Every class has at least one sample where ``size`` allows it. The rest of each share that is no whole number goes to
     the classes with the largest, by lot where these are equal.
-
-    Args:
-        y: Labels, shape (n,).
-        size: How many.
-        generator: Draws them.
-
-    Example:
-        >>> stratified(torch.tensor([0] * 8 + [1] * 4), 3, torch.Generator().manual_seed(0)).tolist()
-        [2, 3, 10]
     """
     size = min(size, len(y))
     classes, counts = torch.unique(y, return_counts=True)
@@ -178,17 +117,7 @@ def stratified(y: Tensor, size: int, generator: torch.Generator) -> Tensor:
 
 
 def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
-    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order.
-
-    Args:
-        y: Labels, shape (n,), of at least one sample.
-        generator: Draws them.
-
-    Example:
-        >>> y = torch.tensor([0, 0, 0, 1, 1, 2])
-        >>> y[balanced(y, torch.Generator().manual_seed(0))].sort().values
-        tensor([0, 1, 2])
-    """
+    """Indices of equally many samples of each class, as many as the rarest has, drawn and in random order."""
     classes, counts = torch.unique(y, return_counts=True)
     order = torch.randperm(len(y), generator=generator)
     chosen = torch.cat([order[y[order] == c][: int(counts.min())] for c in classes])
@@ -196,20 +125,9 @@ def balanced(y: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def at_task(memory: Memory, client_round: ClientRound) -> Memory:
-    """The memory of a client that now learns the task of ``client_round``.
-
-    Example:
-        >>> at_task({}, ClientRound("a", round=9, experience=2))
-        {'present': tensor(2)}
-    """
+    """The memory of a client that now learns the task of ``client_round``."""
     return {**memory, "present": torch.tensor(client_round.experience)}
 
 
 def knows_task(memory: Memory, task: int) -> bool:
-    """Whether the client remembers samples of a task.
-
-    Example:
-        >>> knows_task({"task": torch.tensor([0, 0])}, task=2)
-        False
-    """
     return "task" in memory and bool((memory["task"] == task).any())

@@ -28,27 +28,21 @@ from lightning_fcl.models.ridge import accumulate, solve, square
 class Fed3R(Method):
     """Every experience: the classifier begins as the ridge regression on all samples so far (Fanì et al. 2024).
 
-    In the first round of an experience that a client takes part in, it also sends ``A = Y^T S`` and ``B = S^T S`` of
-    that round's samples: S are their features by its own model, with a column of ones for the bias, Y their classes,
-    one-hot. The server adds them to those of all earlier experiences and of the stream's base session, and after that
-    round puts ``A (B + beta I)^-1 / temperature`` into the module's last layer: the solution on all samples in one
-    place, however they are spread over clients and experiences, as long as the features stay. From then on the layer is
-    trained as any other, by any method (the authors' Fed3R+FT, their ridge solution as a softmax classifier with a
-    temperature). Nothing is stored of a sample, and a client sends the sums once for each experience.
-
-    A client whose first round is not the experience's adds its sums when it comes, and the layer is solved for anew.
-    Sums of an upload that does not arrive are sent again in the next round.
+    In its first round of an experience a client also sends ``A = Y^T S`` and ``B = S^T S`` of that round's samples: S
+    are their features by its own model, with a column of ones for the bias, Y their classes, one-hot. The server adds
+    them to all earlier ones and those of the base session, and then puts ``A (B + beta I)^-1 / temperature`` into the
+    module's last layer: the solution on all samples in one place, however they are spread, as long as the features
+    stay. From then on the layer is trained as any other (the authors' Fed3R+FT). Sums that do not arrive are sent
+    again.
 
     Args:
         beta: Regulariser, at least 0.
         temperature: Ridge regression aims at 1 for the class of a sample and at 0 for others, which a softmax takes for
             little more than a tie: the solution is divided by it. Above 0.
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, clients see earlier samples again
-            (``history``), or the module has no last layer on features that it tells.
-        TypeError: If the samples are no pairs.
+        ValueError: If the Trainer is no federation's, clients see earlier samples again (``history``), or the module
+            has no last layer on features that it tells.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -66,16 +60,11 @@ class Fed3R(Method):
     _base: State = field(default_factory=dict, init=False, repr=False)  # sums of the base session
     _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse where there is nobody to add up, or nothing to solve for."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         need_federation(trainer, "Fed3R", "no server adds up. Use the strategy, with one client if need be")
         last_layer(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin with the sums of the base session, if the stream has one."""
         self._base, stream = {}, stream_of(trainer)
         if stream is None or trainer.ckpt_path is not None:
             return
@@ -88,11 +77,9 @@ class Fed3R(Method):
             self._base = self._sums(pl_module, entries(pl_module), stream.take(stream.plan.base))
 
     def server_state(self, module: L.LightningModule) -> State:
-        """``A``, shape (classes, features + 1), and the upper triangle of ``B``, row by row, both in float64."""
         return {**_no_sums(module), **self._base}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's samples, once in an experience."""
         if client_round.experience <= int(memory.get("experience", -1)):
             return {}
         return self._sums(self.module, own, data)
@@ -100,18 +87,15 @@ class Fed3R(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Remember that the experience is in the sums, unless the upload got lost."""
         federation = self.federation
         if federation is not None and client_round.client in federation.record.missed:
             return memory
         return {"experience": torch.tensor(client_round.experience)}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the samples that are in the sums."""
         self._counted = self._samples
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Solve for the last layer if there are more by now."""
         federation = self.federation
         if federation is None or self._samples == self._counted:
             return
@@ -143,17 +127,7 @@ def _no_sums(module: L.LightningModule) -> State:
 
 
 def last_layer(module: L.LightningModule) -> nn.Linear:
-    """The layer that makes a module's outputs of its features.
-
-    Raises:
-        ValueError: If there is none, with a bias, of as many inputs and outputs as the module has features and classes.
-
-    Example:
-        >>> from lightning_fcl import Classifier
-        >>> from lightning_fcl.models import MLP
-        >>> last_layer(Classifier(MLP([6, 5, 4]), num_classes=4))
-        Linear(in_features=5, out_features=4, bias=True)
-    """
+    """The layer that makes a module's outputs of its features."""
     if isinstance(module, HasClasses) and isinstance(module, EmbedsInputs):
         shape = (module.num_classes, module.features)
         for layer in reversed([*module.modules()]):

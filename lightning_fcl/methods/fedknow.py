@@ -32,31 +32,16 @@ class FedKNOW(FedViT):
     The stages, the choice of tasks and the rotation are those of `FedViT`; the knowledge of a task is another. At a
     task's end the client keeps the share ``rho`` of the largest weights of each linear and convolutional layer of its
     body, of those that no earlier task has kept: no weight is kept for two tasks. They are tuned on the task's samples
-    with all free weights at zero. A past task's network has the weights that were kept up to its end, zeros elsewhere,
-    and the biases, norms and head of its end, which are small, whole. The gradient of a past task is that of
-    distillation, on the present batch, from its network, among the task's classes.
-
-    The paper's words leave open which weights a past network has beside its own: here, as in PackNet (Mallya and
-    Lazebnik 2018), those of all earlier tasks.
+    with all free weights at zero. A past task's network has the weights that were kept up to its end, as in PackNet
+    (Mallya and Lazebnik 2018), zeros elsewhere, and the biases, norms and head of its end, which are small, whole. The
+    gradient of a past task is that of distillation, on the present batch, from its network, among the task's classes.
 
     Args:
         rho: Share of each layer's weights that is kept for a task, above 0 and up to 1.
-        k: Past tasks that constrain a step. See `FedViT`.
-        distance: How much two gradients differ. See `FedViT`.
-        select_every: Steps after which a client chooses its k tasks anew.
         temperature: Softens both sides of the distillation, above 0.
         tune_epochs: Passes over the task's samples that tune the kept weights; 0: none.
         tune_rate: Learning rate (of Adam) of the tuning, above 0.
-        head_epochs: Local epochs of the head, at least 1.
-        body_epochs: Local epochs of the body, at least 1.
-        integration_epochs: Local epochs of integration. See `FedViT`.
-        head: Shell-style pattern of the head's entries.
-        integrate_last: Whether integration also follows the last aggregation of a task. See `FedViT`.
-        margin: Least weight of each constraint in a gradient that violates one. See `FedViT`.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, the body has no layer to keep weights of; or as `FedViT` does.
+        k: Past tasks that constrain a step. See `FedViT`; and all else.
 
     Example:
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
@@ -72,12 +57,10 @@ class FedKNOW(FedViT):
         self._networks: dict[int, State] = {}
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now: other networks are to be distilled from."""
         super().attach(memory, server, active)
         self._networks = {}
 
     def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
-        """Keep the task's largest free weights, tuned, and all that is small."""
         x, y = labelled(data)
         weights = _layers(self.module, self.head)
         if not weights:
@@ -104,7 +87,6 @@ class FedKNOW(FedViT):
         return memory | remember(self._tuned(memory, client_round.experience, x, y), "kept")
 
     def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
-        """The kept weights after those of a task were trained on its samples."""
         module = self.module
         network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
         leaves = {name: network[name].requires_grad_() for name in kept}
@@ -121,7 +103,6 @@ class FedKNOW(FedViT):
         return {n: torch.where(owners[n] == task + 1, leaf.detach(), kept[n]) for n, leaf in leaves.items()}
 
     def known(self, memory: Memory) -> list[int]:
-        """Numbers of the past tasks of which weights are kept, ascending."""
         numbers = sorted(int(name.removeprefix("block")) for name in memory if name.startswith("block"))
         return [number for number in numbers if number != int(memory["present"])]
 
@@ -139,17 +120,7 @@ class FedKNOW(FedViT):
 
 
 def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
-    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all, if there are so many.
-
-    Args:
-        weight: The layer's weights.
-        free: Which of them may be chosen, of the same shape.
-        rho: Share.
-
-    Example:
-        >>> largest(torch.tensor([3.0, -9.0, 1.0, -2.0]), torch.tensor([True, False, True, True]), rho=0.5)
-        tensor([ True, False, False,  True])
-    """
+    """Which of a layer's free weights are kept: its largest, as many as the share ``rho`` of all weights."""
     size = min(round(rho * weight.numel()), int(free.sum()))
     magnitude = torch.where(free, weight.abs(), -1.0).flatten()
     chosen = torch.zeros_like(magnitude, dtype=torch.bool)
@@ -158,20 +129,13 @@ def largest(weight: Tensor, free: Tensor, rho: float) -> Tensor:
 
 
 def kept_network(memory: Mapping[str, Tensor], task: int) -> State:
-    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`.
-
-    Example:
-        >>> memory = {"owner.w": torch.tensor([1, 2, 0]), "kept.w": torch.tensor([5.0, 6.0, 0.0])}
-        >>> kept_network({**memory, "small0.b": torch.ones(1)}, task=0)
-        {'w': tensor([5., 0., 0.]), 'b': tensor([1.])}
-    """
+    """The state of a past task's network: what was kept up to its end, zeros elsewhere. See `FedKNOW`."""
     owners, kept = section(memory, "owner"), section(memory, "kept")
     weights = {name: torch.where(owners[name] <= task + 1, value, 0.0) for name, value in kept.items()}
     return weights | section(memory, f"small{task}")
 
 
 def _layers(module: nn.Module, head: str) -> list[str]:
-    """Names of the weights of a module's linear and convolutional layers, but for the head's."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     names = [f"{place}.weight" for place, layer in module.named_modules() if isinstance(layer, kinds)]
     return [name for name in names if not fnmatchcase(name, head)]

@@ -27,22 +27,15 @@ class FedProto(Method):
     authors' code (equation 7 has a distance between means for each class); f are the module's features, C_y the
     prototype of the class that the client has received. A class without one adds nothing.
 
-    After its training a client sends, for each class of its samples of the round, the sum of their features by its own
-    model, and their number; their quotient over all clients of the round is the prototype (equation 6, where a client's
-    class weighs by its samples; the authors' code weighs clients equally). A class that none of them has keeps the
-    prototype of an earlier round: `ClassSums`.
+    After its training a client sends, for each class of its samples, the sum of their features by its own model, and
+    their number; their quotient over all clients of the round is the prototype (equation 6; the authors' code weighs
+    clients equally). A class that none of them has keeps its earlier prototype.
 
-    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``. With the default the
-    models are averaged, too, and ``strength=0, predict="head"`` is FedAvg.
+    In the paper nothing but prototypes travels: ``FederatedStrategy(reductions={"*": "none"})``.
 
     Args:
         strength: Weight (lambda) of the distance, at least 0.
         predict: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> from lightning_fcl import Classifier
@@ -64,16 +57,13 @@ class FedProto(Method):
         self.predicts = predict
 
     def server_state(self, module: L.LightningModule) -> State:
-        """Of each class a count and a sum of features, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's samples, by its own model."""
         x, y = labelled(data)
         return {"sums": class_sums(self.module, embeddings(self.module, own, x), y)}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted squared distance from the prototypes."""
         if self.strength == 0 or step.y is None:
             return 0.0
         means, known = class_means(step.server[f"{self.section}.sums"])
@@ -81,7 +71,6 @@ class FedProto(Method):
         return self.strength * step.mean(distance * known[step.y])
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """The nearest prototype's class; before there are prototypes, the head's."""
         if self.predicts == "head":
             return output
         return nearest_mean(Embedding(module)(x), *class_means(server["sums"]), output)

@@ -16,12 +16,7 @@ from lightning_fcl.methods.step import Step
 
 
 def proximal_term(params: Mapping[str, Tensor], server: Mapping[str, Tensor]) -> Tensor:
-    """Half the squared distance between parameters and the server's, over the entries of ``params``.
-
-    Example:
-        >>> proximal_term({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
-        tensor(2.)
-    """
+    """Half the squared distance between parameters and the server's, over the entries of ``params``."""
     return 0.5 * torch.stack([(value - server[name]).pow(2).sum() for name, value in params.items()]).sum()
 
 
@@ -32,10 +27,6 @@ class FedProx(Method):
     Args:
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.
         part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
 
     Example:
         >>> FedProx(mu=0.1).mu
@@ -46,7 +37,6 @@ class FedProx(Method):
     part: str = "*"
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted proximal term."""
         if self.mu == 0:
             return 0.0
         params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}

@@ -22,19 +22,17 @@ from lightning_fcl.methods.step import Part
 class FedRep(Method):
     """Every local epoch: trains the head alone, in the first epochs, then the body alone (Collins et al. 2021, Alg. 1).
 
-    What is not trained is frozen to the bit: its parameters get no gradient, and normalisation layers keep their
-    statistics. The body travels, the head stays with the client: declare it, as in
-    ``FederatedStrategy(reductions={"model.head.*": "none"})``. Clients train one at a time.
+    What is not trained is frozen to the bit. The body travels, the head stays with the client: declare it, as in
+    ``FederatedStrategy(reductions={"model.head.*": "none"})``.
 
     Args:
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1. Both go over the strategy's `local_epochs`.
         head: Shell-style pattern of the head's entries.
-        clients: Who uses it. See `Method`.
 
     Raises:
-        ValueError: If a number is below 1, the Trainer is no federation's, ``head`` matches all parameters or none, or
-            the head is not declared to stay with the clients.
+        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, or the head is not
+            declared to stay with the clients.
 
     Example:
         >>> FedRep(head_epochs=2, body_epochs=4).head
@@ -48,33 +46,17 @@ class FedRep(Method):
     head: str = "model.head.*"
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of the head and of the body."""
         return self.head_epochs + self.body_epochs if self.applies_to(client_round) else None
 
     def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        """First the head, then the body."""
         return Part(self.head, inverse=local_epoch >= self.head_epochs)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no local epochs, or no head that stays."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            check_stages(self, trainer, pl_module, self.head)
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_stages(self, trainer, pl_module, self.head)
 
 
 def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, head: str) -> None:
-    """Refuse a Trainer in which a method cannot train head and body in stages.
-
-    Args:
-        method: The method.
-        trainer: Its Trainer.
-        module: The module.
-        head: Shell-style pattern of the head's entries.
-
-    Raises:
-        ValueError: If the Trainer is no federation's, ``head`` matches all parameters or none, another method trains
-            parts, too, or the head is not declared to stay with the clients.
-    """
+    """Refuse a Trainer in which a method cannot train head and body in stages."""
     why = "it has no local epochs, and no clients that share a body"
     federation = need_federation(trainer, type(method).__name__, why)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}

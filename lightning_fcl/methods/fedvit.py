@@ -34,16 +34,13 @@ class FedViT(Method):
 
     A client's round has three stages, and only the body travels (declare the head's reduction ``"none"``):
 
-    1. *Integration* (section 3.4), in the rounds of a task after the client's first. What was received differs from
-       the body that the client has trained: the gradient g_b of a batch at the body before aggregation is rotated as
-       little as possible until it raises no loss at the present body, whose gradient is g_a, and steps the present one.
-       The paper does so right after each aggregation; here it is the client's next turn, when it receives the body, and
-       with ``integrate_last`` also at once after the last aggregation of a task, for the clients that have trained on
-       it: what comes of it is the body that the client predicts with, until its next turn.
-    2. The head learns, the body is frozen.
-    3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9, until it raises the loss of none of the
-       k past tasks whose gradients differ most from it (section 3.3). Their gradients are restored, at the present
-       parameters, from the samples that are kept of each task, eq. 5.
+    1. *Integration* (section 3.4), in the rounds of a task after the client's first: the gradient g_b of a batch at
+    the body that the client has trained is rotated as little as possible until it raises no loss at the body received,
+    whose gradient is g_a, and steps that. The paper does so right after each aggregation; here it is the client's next
+    turn, and with ``integrate_last`` also after the last aggregation of a task, for the body that it predicts with. 2.
+    The head learns, the body is frozen. 3. The body learns, the head is frozen. The gradient is rotated, eq. 7 to 9,
+    until it raises the loss of none of the k past tasks whose gradients differ most from it (section 3.3). Their
+    gradients are restored, at the present parameters, from the samples that are kept of each task, eq. 5.
 
     At the end of a task the client keeps of each class the share ``rho`` of the samples with the lowest loss, at least
     one, eq. 4; a client that is not drawn for the task's last round does so with the body after aggregation.
@@ -51,21 +48,15 @@ class FedViT(Method):
     Args:
         rho: Share of the samples of each class that is kept, above 0 and up to 1.
         k: Past tasks that constrain a step, at least 1; all, while there are no more.
-        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``, see
-            `lightning_fcl.methods.projection.distance`.
-        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all. In between, only
-            those of the chosen are taken.
+        distance: How much two gradients differ: ``"wasserstein"`` (the paper's) or ``"cosine"``.
+        select_every: Steps after which a client chooses its k tasks anew, from the gradients of all.
         head_epochs: Local epochs of the head, at least 1.
         body_epochs: Local epochs of the body, at least 1.
         integration_epochs: Local epochs of integration, which come first; 0: none.
         head: Shell-style pattern of the head's entries.
         integrate_last: Whether integration also follows the last aggregation of a task.
         margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
-            paper's eq. 8; GEM's authors take 0.5. See `lightning_fcl.methods.projection.project`.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
+            paper's eq. 8; GEM's authors take 0.5.
 
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs
@@ -119,8 +110,8 @@ class FedViT(Method):
     # What it makes of them.
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The integrated gradient."""
-        epoch, first = self._local_epoch, self._integration
+        epoch = self.federation.local_epoch if self.federation is not None else 0
+        first = self._integration
         if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
         if epoch < first:
@@ -145,13 +136,11 @@ class FedViT(Method):
     # When it does so.
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Those of the stages."""
         if not self.applies_to(client_round):
             return None
         return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(memory, client_round)
 
     def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        """After integration, which trains the body, come the head and the body again."""
         first = self._integration
         return Part(self.head, inverse=not first <= local_epoch < first + self.head_epochs)
 
@@ -160,39 +149,24 @@ class FedViT(Method):
         """Local epochs of integration: there are some only where there is a body from before aggregation."""
         return self.integration_epochs if self._before is not None else 0
 
-    @property
-    def _local_epoch(self) -> int:
-        federation = self.federation
-        return federation.local_epoch if federation is not None else 0
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no local epochs, or no head that stays."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit":
-            self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-            check_stages(self, trainer, pl_module, self.head)
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
+        check_stages(self, trainer, pl_module, self.head)
 
     def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
-        """Whether the client has trained on the task before."""
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Note which task is the present one, and forget the body of another."""
         present = at_task(memory, client_round)
         return present if self._goes_on(memory, client_round) else _without_body(present)
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now."""
         self._before = {**server, **section(memory, "body")} if "at" in memory else None
         self._steps, self._chosen, self._rows = 0, [], None
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """At a task's end, extract its knowledge; until then, keep the body for integration.
-
-        A client that is not drawn for a task's last round extracts its knowledge, too.
-        """
         if not client_round.drawn:
             memory = self.on_download(memory, own, client_round)
             return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
@@ -205,12 +179,10 @@ class FedViT(Method):
         return {**memory, **remember(body, "body"), "at": torch.tensor(client_round.experience)}
 
     def personalize(self, memory: Memory, state: State) -> State:
-        """The state with the body that came of the last integration, if there is one."""
         body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
         return {**state, **body} if body else state
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After a task's last aggregation, integrate once more."""
         federation = self.federation
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
@@ -250,28 +222,12 @@ class FedViT(Method):
         return {name: entries(module)[name].detach().clone() for name in body}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module, and what the last client has left."""
         super().teardown(trainer, pl_module, stage)
         self._before = self._rows = None
 
 
 def lowest_loss(loss: Tensor, y: Tensor, rho: float) -> Tensor:
-    """Indices of the share of each class's samples with the lowest loss, at least one of each, in order.
-
-    FedViT's knowledge, eq. 4.
-
-    Args:
-        loss: Loss of every sample, shape (n,).
-        y: Labels, shape (n,).
-        rho: Share, above 0 and up to 1.
-
-    Returns:
-        Shape (kept,), on the device of ``y``.
-
-    Example:
-        >>> lowest_loss(torch.tensor([0.3, 0.1, 0.2, 0.5, 0.4]), torch.tensor([0, 0, 0, 1, 1]), rho=0.5)
-        tensor([1, 2, 4])
-    """
+    """Indices of the share of each class's samples with the lowest loss, at least one, in order (FedViT, eq. 4)."""
     order = loss.argsort(stable=True).to(y.device)
     kept = []
     for label in torch.unique(y):

@@ -37,26 +37,19 @@ class FedWEIT(Method):
         + weight_decay / 2 (||A||^2 + ||m||^2, and ||B||^2 in the first task)
 
     over its past tasks i, whose A_i are trained along, and whose ``theta*_i`` is what ``B * sigmoid(m_i) + A_i`` was
-    after the client's last training in the task before, so that ``theta_i - theta*_i`` is the paper's ``dB * m_i +
-    dA_i``. The last line is the authors' code. That code differs from the paper in three points: there ``l2`` is halved
-    (half of the squares), ``mask_l1`` is 0, and past A_i stay as they are (``retroactive=False``).
+    after the client's last training in the task before. The last line is the authors' code. That code differs from the
+    paper in three points: there ``l2`` is halved (half of the squares), ``mask_l1`` is 0, and past A_i stay as they
+    are (``retroactive=False``).
 
     After a round a client sends the base without the units of the ``sparsity`` smallest ``|m|`` of each layer, zeros;
     a unit's new base is the mean of those who send it and stays where none does. At a task's end it sends A, without
     the numbers up to the network's `threshold`. When it begins the next task it receives the other clients' latest A,
-    once. ``federation.record`` counts what is sent sparse as one bit for each number and those that are not zero.
-
-    With ``per_task=False`` a client has one mask and one adaptive, which go on from task to task (only alpha and the
-    knowledge base begin anew), so that the weights of past tasks are the present ones: a `Decomposed` network of one
-    task. ``theta*_i`` is what they were after the client's last training in task i, and stays so. This is how the
-    baseline works that Zuo et al., of `FedViT`, seem to have released (PuzzleFL), with ``kb_size=0, sparsity=0.0,
-    mask_l1=0.0, l2=0.5`` and a base that alone travels.
+    once.
 
     What belongs to a task stays with the client. Declare ``FederatedStrategy(reductions={"model.tasks.*": "none",
-    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Clients train one at a time. Deviations
-    from the authors' code: biases, and whatever else is not decomposed, is averaged, then kept for each task; a mean is
-    weighted by client; A begins at a third of the present base, not of the first one; the knowledge base holds no A of
-    the client's own; clients that were not drawn for a task's last round send their A, too. Plain SGD is stable only
+    "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"})``. Deviations from the authors' code: what is
+    not decomposed is averaged, then kept for each task; a mean is weighted by client; A begins at a third of the
+    present base, not of the first one; the knowledge base holds no A of the client's own. Plain SGD is stable only
     where ``learning rate * 2 * l2 * (1 + number of past tasks)`` is below 2.
 
     Args:
@@ -67,13 +60,14 @@ class FedWEIT(Method):
         mask_l1: Weight of the absolute values of the mask, at least 0; None: ``l1``.
         kb_size: Most adaptives that a client receives, drawn at random; None: those of all other clients.
         retroactive: Whether the adaptives of past tasks are trained along.
-        per_task: Whether each task has a mask and an adaptive of its own, as in the paper, or all have the same.
+        per_task: Whether each task has a mask and an adaptive of its own, as in the paper. False: one of both goes on
+            from task to task, in a `Decomposed` network of one task, as the baseline of Zuo et al. (PuzzleFL) seems to
+            work, with ``kb_size=0, sparsity=0.0, mask_l1=0.0, l2=0.5`` and a base that alone travels.
         clients: Who uses it; others train the plain network. See `Method`.
 
     Raises:
-        ValueError: If an argument is out of range, the Trainer is no federation's, the module is no task-incremental
-            `Classifier` of a `Decomposed` network with tasks enough, reductions are missing, or another method than
-            `Replay` is there, too.
+        ValueError: If the Trainer is no federation's, the module is no task-incremental `Classifier` of a `Decomposed`
+            network with tasks enough, reductions are missing, or another method than `Replay` is there, too.
 
     Example:
         >>> FedWEIT(l1=1e-3, l2=100.0, kb_size=4).sparsity
@@ -111,15 +105,12 @@ class FedWEIT(Method):
 
     @property
     def _record(self) -> RoundRecord:
-        federation = self.federation
-        if federation is None:
-            raise RuntimeError("Expected a federation for `FedWEIT` but it runs in a plain Trainer.")
-        return federation.record
+        assert self.federation is not None  # as `setup` has it
+        return self.federation.record
 
     # The client.
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """At a task's start: the past tasks' weights to hold, and the knowledge base that the client downloads."""
         if (
             not self.applies_to(client_round)
             or int(memory.get("experience", torch.tensor(-1))) == client_round.experience
@@ -143,7 +134,6 @@ class FedWEIT(Method):
         return new
 
     def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """With the client's state in the module: begin its task if it is new, and unpack what it trains with."""
         if not active:
             return
         model, place = self._model, self._place(memory)
@@ -160,7 +150,6 @@ class FedWEIT(Method):
             self._gates = [model.gate(task.mask) for task in model.tasks[:place]] if self.l2 else []
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """Sparsity, decay, and the drift of the past tasks."""
         model, place, past = self._model, self._place(memory), int(memory["tasks"]) - 1
         own = model.tasks[place]
         total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
@@ -176,7 +165,6 @@ class FedWEIT(Method):
         return total
 
     def upload(self, memory: Memory, own: State) -> State:
-        """The base without the units that the mask leaves out; the network's task is brought up to date before."""
         model = self._model
         model.settle()
         masks = torch.split(own[f"model.tasks.{self._place(memory)}.mask"], model.units)
@@ -188,10 +176,6 @@ class FedWEIT(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the client's base; at the task's end, send its adaptive.
-
-        A client that was drawn for an earlier round of its task sends it, too.
-        """
         if not self.applies_to(client_round):
             return memory
         if not client_round.drawn:
@@ -211,29 +195,21 @@ class FedWEIT(Method):
     # The server.
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The adaptives of tasks that ended with the round are there for the next one."""
         self.knowledge |= together(ranks_of(trainer), self._arriving, need_stream(trainer).plan.clients)
         self._arriving = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The server's knowledge base; the federation keeps the clients' own."""
         return {"knowledge": self.knowledge}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's knowledge base."""
         self.knowledge = dict(state_dict["knowledge"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A stream that begins has no knowledge base."""
         self._arriving = {}
         if trainer.current_epoch == 0:
             self.knowledge = {}
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no decomposed network, or no reductions that keep it apart."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         others = [type(m).__name__ for m in methods_of(trainer) if not isinstance(m, FedWEIT | Replay)]
         if others:
             raise ValueError(
@@ -265,7 +241,6 @@ class FedWEIT(Method):
                 )
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the module, and what it was given."""
         super().teardown(trainer, pl_module, stage)
         if isinstance(pl_module, Classifier) and isinstance(pl_module.model, Decomposed):
             pl_module.model.receive([])
@@ -273,11 +248,7 @@ class FedWEIT(Method):
 
 
 def decomposed_of(module: L.LightningModule) -> Decomposed:
-    """The decomposed network that a module trains.
-
-    Raises:
-        ValueError: If it trains another.
-    """
+    """The decomposed network that a module trains."""
     model = module.model if isinstance(module, Classifier) else None
     if not isinstance(model, Decomposed):
         raise ValueError(
@@ -288,48 +259,26 @@ def decomposed_of(module: L.LightningModule) -> Decomposed:
 
 
 def drift(base: Tensor, gate: Tensor, adaptive: Tensor, target: Tensor) -> Tensor:
-    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,).
-
-    Example:
-        >>> drift(torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([1.0]), target=torch.tensor([5.0]))
-        tensor(9.)
-    """
+    """``||B * sigmoid(m) + A - theta*||^2``: how far a past task's weights have gone, all of shape (n,)."""
     gone = torch.addcmul(adaptive - target, base, gate)
     return gone.dot(gone)
 
 
 def kept_units(mask: Tensor, sparsity: float) -> Tensor:
-    """Which units of a layer are sent: all but the ``sparsity`` share with the smallest magnitudes.
-
-    The authors' code leaves out one more, and looks at m, not at ``sigmoid(m)``, as here.
-
-    Example:
-        >>> kept_units(torch.tensor([0.3, -0.1, 0.2, -0.4]), sparsity=0.3)
-        tensor([ True, False,  True,  True])
-    """
+    """Which units are sent: all but the ``sparsity`` share of the smallest ``|m|`` (the authors leave out one more)."""
     kept = torch.ones_like(mask, dtype=torch.bool)
     kept[mask.abs().topk(int(sparsity * len(mask)), largest=False).indices] = False
     return kept
 
 
 def pack(value: Tensor) -> Memory:
-    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number.
-
-    Example:
-        >>> pack(torch.tensor([0.0, 7.0, 0.0]))
-        {'values': tensor([7.]), 'bits': tensor([64], dtype=torch.uint8)}
-    """
+    """A sparse vector as it travels: its numbers that are not zero, and a bit for every number."""
     kept = value != 0
     return {"values": value[kept].clone(), "bits": torch.from_numpy(np.packbits(kept.cpu().numpy()))}
 
 
 def unpack(values: Tensor, bits: Tensor, size: int) -> Tensor:
-    """What `pack` has packed, shape (size,).
-
-    Example:
-        >>> unpack(torch.tensor([7.0]), torch.tensor([64], dtype=torch.uint8), size=3)
-        tensor([0., 7., 0.])
-    """
+    """What `pack` has packed, shape (size,)."""
     kept = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=size).astype(bool)).to(values.device)
     return values.new_zeros(size).masked_scatter_(kept, values)
 

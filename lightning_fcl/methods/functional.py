@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -23,44 +23,21 @@ _CHUNK = 256  # samples that are predicted at once
 SampleLoss = Callable[[Tensor, Any], Tensor]
 """``loss(output, y)``: the loss of every sample, shape (batch,)."""
 
+GradientOf = Callable[..., Tensor]
+"""``gradient_of(x, y, state=None, loss=None)``: the gradient of the mean loss on samples, as one vector.
 
-class GradientOf(Protocol):
-    """The gradient of a mean loss on samples, of the parameters that a step trains, as one vector."""
+Of the parameters that a step trains, at those of a state or the present ones; of ``loss``, that of every sample, or
+the task's.
+"""
 
-    def __call__(
-        self, x: Any, y: Any, state: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
-    ) -> Tensor:
-        """The gradient.
+LossOf = Callable[..., Tensor]
+"""``loss_of(x, y, params=None, loss=None)``: the mean loss on samples, a scalar, as part of the graph.
 
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: What the loss compares the outputs with: the targets, shape (batch, ...).
-            state: A state of the module, at which the gradient is taken; None: the present one.
-            loss: The loss of every sample; None: the task's.
-        """
+With ``params`` in place of the present ones, by name; of ``loss``, that of every sample, or the task's.
+"""
 
-
-class OutputOf(Protocol):
-    """What a module makes of samples, as part of the graph."""
-
-    def __call__(self, x: Any) -> Tensor:
-        """Of inputs, shape (batch, ...): the output, or the features, shape (batch, ...)."""
-
-
-class LossOf(Protocol):
-    """A mean loss on samples, as part of the graph."""
-
-    def __call__(
-        self, x: Any, y: Any, params: Mapping[str, Tensor] | None = None, loss: SampleLoss | None = None
-    ) -> Tensor:
-        """The loss, a scalar.
-
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: What the loss compares the outputs with: the targets, shape (batch, ...).
-            params: Trainable parameters in place of the present ones, by name.
-            loss: The loss of every sample; None: the task's.
-        """
+OutputOf = Callable[[Any], Tensor]
+"""What a module makes of inputs, shape (batch, ...), as part of the graph: the output, or the features."""
 
 
 @contextmanager
@@ -92,18 +69,7 @@ def teacher_of(module: nn.Module) -> Callable[[Mapping[str, Tensor], Any], Tenso
 
 
 def predictions(module: nn.Module, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The outputs of a module with another state on many samples, in evaluation mode, without gradient.
-
-    Args:
-        module: Its output is a tensor, of shape (n, ...).
-        state: The state.
-        x: Inputs, shape (n, ...), wherever they are.
-
-    Example:
-        >>> predictions(nn.Linear(1, 1), {"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, torch.ones(2, 1))
-        tensor([[1.],
-                [1.]])
-    """
+    """The outputs of a module with another state on many samples, in evaluation mode, without gradient."""
     predict = teacher_of(module)
     return torch.cat([predict(state, as_input(module, part)) for part in torch.split(x, _CHUNK)])
 
@@ -135,11 +101,7 @@ def step_along(
 ) -> None:
     """One step of an optimizer with a gradient in place of its parameters' own, clipped as the Trainer clips.
 
-    Args:
-        module: The module that the Trainer trains.
-        optimizer: The optimizer; those of its parameters that are not among ``params`` have no gradient.
-        params: The parameters.
-        gradient: Their gradient as one vector, in their order.
+    ``gradient`` is that of ``params`` as one vector, in their order; others of the optimizer's have none.
     """
     optimizer.zero_grad(set_to_none=True)
     for name, piece in unflatten(gradient, params).items():
@@ -180,11 +142,7 @@ def features_of(module: L.LightningModule) -> OutputOf:
 
 
 class Embedding(nn.Module):
-    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them.
-
-    Args:
-        module: A module with ``embed(x)``.
-    """
+    """A module whose output are the features of another, so that `torch.func.functional_call` can call for them."""
 
     prefix = "module."
     """What stands before the names of the other module's entries."""
@@ -194,11 +152,7 @@ class Embedding(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features).
-
-        Raises:
-            ValueError: If the module has none.
-        """
+        """Features, shape (batch, features)."""
         if not isinstance(self.module, EmbedsInputs):
             raise ValueError(
                 f"Expected a module with `embed(x)`, its features, but got a `{type(self.module).__name__}`. Use a "
@@ -219,26 +173,18 @@ def _mean_loss(
         return (loss or states_loss(module).sample_loss)(output, y).mean()
 
 
-def states_loss(module: nn.Module) -> StatesLoss:
-    """The module itself, which states the loss of samples apart.
-
-    Raises:
-        ValueError: If it does not.
-    """
+def states_loss(module: nn.Module, for_what: str = "") -> StatesLoss:
+    """The module itself, which states the loss of samples apart."""
     if not isinstance(module, StatesLoss):
         raise ValueError(
-            f"Expected a module that states its loss apart, as `Classifier` does in `sample_loss(output, y)`, but got "
-            f"a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = True`."
+            f"Expected a module that states its loss apart{for_what}, as `Classifier` does in `sample_loss(output, y)`,"
+            f" but got a `{type(module).__name__}`. Use a `Classifier`, or define it beside `speaks_lightning_fcl = "
+            "True`."
         )
     return module
 
 
 def as_input(module: nn.Module, x: Tensor) -> Tensor:
-    """Samples as a module takes them: on the device and, if they are no whole numbers, of the type of its parameters.
-
-    Example:
-        >>> as_input(nn.Linear(1, 1).double(), torch.ones(1, 1))
-        tensor([[1.]], dtype=torch.float64)
-    """
+    """Samples as a module takes them: on its device and, if they are no whole numbers, of its parameters' type."""
     first = next(module.parameters(), x)
     return x.to(first.device, first.dtype if x.is_floating_point() else None)

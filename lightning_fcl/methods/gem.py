@@ -20,8 +20,7 @@ class GEM(Episodic):
 
     A client remembers samples of each of its tasks (experiences). Their gradients g_i at the present parameters
     constrain the step's gradient g: it becomes the nearest g' with ``<g', g_i> >= 0`` for all past tasks, eq. 11 (see
-    `lightning_fcl.methods.projection.project`). The present task's own samples do not constrain it, so that the
-    first task is fine-tuning. Where nothing is violated the gradient stays as it is.
+    `lightning_fcl.methods.projection.project`).
 
     A task's samples are drawn from its data of the last round that the client took part in (of the experience's last
     round, if it took part in none), in their classes' proportions and at least one of each class where there is room.
@@ -29,10 +28,6 @@ class GEM(Episodic):
     Args:
         max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
         margin: Least weight of each past gradient once one is violated (the authors' memory strength); 0: eq. 11.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
         >>> GEM(max_size=0.1, margin=0.5).margin
@@ -42,7 +37,6 @@ class GEM(Episodic):
     margin: float = argument(0.5, at_least, 0)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The nearest gradient that raises the loss of no past task."""
         tasks = past_tasks(memory)
         if not tasks:
             return gradient
@@ -63,10 +57,6 @@ class AGEM(Episodic):
         max_size: Samples kept of each task. See `GEM`.
         batch_size: Samples of the reference, drawn anew at each step from torch's global generator, as in the paper;
             None: all that are remembered.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
         >>> AGEM(max_size=20, batch_size=256).batch_size
@@ -76,7 +66,6 @@ class AGEM(Episodic):
     batch_size: int | None = argument(None, at_least, 1)
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        """The nearest gradient that does not raise the mean loss of the remembered samples of past tasks."""
         tasks = past_tasks(memory)
         if not tasks:
             return gradient

@@ -17,42 +17,21 @@ _PIECE = 2**21  # coordinates at once on other devices
 
 @torch.no_grad()
 def gram(rows: Tensor, last: Tensor) -> Matrix:
-    """Products of vectors with each other, the last of which is kept apart.
+    """Products of the vectors ``rows``, shape (k, p), and ``last`` with each other: shape (k + 1, k + 1), float64.
 
     On a CPU, dot products of pieces that were just converted: half of them suffice, as the matrix is symmetric, and
     with so few vectors a matrix product spends most of its time on rearranging them.
-
-    Args:
-        rows: Shape (k, p).
-        last: Shape (p,).
-
-    Returns:
-        Shape (k + 1, k + 1), in double precision; not finite where the vectors are not.
-
-    Example:
-        >>> gram(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([0.0, 1.0]))
-        array([[5., 3., 2.],
-               [3., 9., 0.],
-               [2., 0., 1.]])
     """
     return _by_dots(rows, last) if device_of(last).type == "cpu" else _by_matrix_products(rows, last)
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where there is double precision for a tensor: Apple's GPUs have none.
-
-    Example:
-        >>> device_of(torch.zeros(1))
-        device(type='cpu')
-    """
+    """Where there is double precision for a tensor: Apple's GPUs have none."""
     return torch.device("cpu") if tensor.device.type == "mps" else tensor.device
 
 
 def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
-    """Each vector times itself and the following ones, in a ring: every pair once (or twice, if their number is even).
-
-    The ring is closed by the first rows, which stand after the last once more.
-    """
+    """Each vector times itself and the following ones, in a ring: every pair once (twice, if their number is even)."""
     count, length = len(rows) + 1, len(last)
     offsets = count // 2 + 1
     total = count + offsets - 1
@@ -80,7 +59,6 @@ def _by_dots(rows: Tensor, last: Tensor) -> Matrix:
 
 
 def _by_matrix_products(rows: Tensor, last: Tensor) -> Matrix:
-    """The whole matrix, piece by piece."""
     k, length = rows.shape
     padded = -(-(k + 1) // 4) * 4  # fastest in whole registers: the last rows stay zero
     products = torch.zeros(padded, padded, dtype=torch.float64, device=device_of(last))

@@ -24,21 +24,7 @@ _TIE = 1e-5  # distances between vectors of length 1 that are alike
 
 
 def herd(features: Tensor, size: int) -> Tensor:
-    """Samples that are chosen one after the other, each so that the mean of all chosen is nearest the mean of all.
-
-    Rebuffi et al. 2017, algorithm 4. All means are brought to length 1, as the paper has it.
-
-    Args:
-        features: Of length 1, shape (n, features).
-        size: How many to choose; all, where there are no more.
-
-    Returns:
-        Their indices, in the order in which they were chosen.
-
-    Example:
-        >>> herd(F.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.9], [1.0, -0.5]])), 2)
-        tensor([2, 0])
-    """
+    """Indices of samples, each so that the mean of all chosen is nearest the mean of all (Rebuffi et al., alg. 4)."""
     mean, total = F.normalize(features.mean(dim=0), dim=0), torch.zeros_like(features[:1])
     chosen: list[int] = []
     for _ in range(min(size, len(features))):
@@ -54,15 +40,12 @@ class ICaRL(LwF):
     """Every step: distils the classes of earlier experiences, beside their exemplars (Rebuffi et al. 2017, "iCaRL").
 
     When an experience ends, a client chooses exemplars of its classes by `herd`, on features of length 1 of its own
-    model; its ``max_size`` exemplars are shared equally by all classes that it has seen, and those of earlier ones are
-    cut from the end. From then on they join its data. A class that comes again has its exemplars chosen anew. A client
-    that is not drawn for an experience's last round chooses them with the server's model.
+    model (the server's, if it is not drawn for the last round); its ``max_size`` exemplars are shared equally by all
+    classes that it has seen, and those of earlier ones are cut from the end.
 
     Prediction is by the nearest mean of exemplars, for the server as well, which never sees one: after its training
-    each client sends, for each class, the sum of its exemplars' features and their number, in an experience also those
-    of the exemplars that it would choose now. The server adds up those of the round's clients, in place of the earlier
-    ones, whose features an old model has made; a class that none of them has keeps its sum: `ClassSums`. The features
-    are those of the clients' models, not of their average, to which they are compared.
+    each client sends, for each class, the sum of its exemplars' features and their number. The server adds up those of
+    the round's clients, in place of the earlier ones; a class that none of them has keeps its sum: `ClassSums`.
 
     The classes of the experience are learnt by the module's own loss, and old ones distilled as in `LwF`, from the
     client's model at the end of its last experience: the paper has binary cross-entropies of sigmoids for both.
@@ -71,11 +54,6 @@ class ICaRL(LwF):
         max_size: Exemplars that a client keeps, of all classes together, at least 1.
         strength: Weight of the distillation, at least 0.
         temperature: Softens both sides of it, above 0.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or the module does not tell its features.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> ICaRL(max_size=100).ends_undrawn
@@ -93,13 +71,11 @@ class ICaRL(LwF):
         self.max_size = max_size
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        """All exemplars."""
         return (memory["x"], memory["y"]) if "x" in memory else None
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep what `LwF` keeps; when an experience ends, choose exemplars."""
         if client_round.drawn:
             memory = super().end_round(memory, own, data, client_round, generator)
         return memory | self._exemplars(memory, own, data) if memory and client_round.last_round else memory
@@ -117,15 +93,12 @@ class ICaRL(LwF):
         return {"x": torch.cat([x for x, _ in chosen]), "y": torch.cat([y for _, y in chosen])}
 
     def server_state(self, module: L.LightningModule) -> State:
-        """Of each class a count and a sum of features of length 1, shape (classes, 1 + features)."""
         return {"sums": no_sums(module)}
 
     def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        """The same of the client's exemplars, by its own model."""
         x, y = self._exemplars(memory, own, data).values()
         return {"sums": class_sums(self.module, F.normalize(embeddings(self.module, own, x)), y)}
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """The class of the nearest mean, all of length 1; before there are means, the module's own output."""
         means, known = class_means(server["sums"])
         return nearest_mean(F.normalize(Embedding(module)(x)), F.normalize(means), known, output)

@@ -30,58 +30,25 @@ _NUMBERS = 2**26  # numbers that their gradients may hold together: 256 MB
 def quadratic_penalty(
     params: Mapping[str, Tensor], center: Mapping[str, Tensor], importance: Mapping[str, Tensor]
 ) -> Tensor:
-    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``.
-
-    Example:
-        >>> quadratic_penalty({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}, {"w": torch.tensor([5.0])})
-        tensor(10.)
-    """
+    """``1 / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the entries of ``importance`` that are in ``params``."""
     terms = [(importance[n] * (value - center[n]).square()).sum() for n, value in params.items() if n in importance]
     return 0.5 * summed(terms, params)
 
 
 def scale_of(importance: Mapping[str, Tensor]) -> Tensor:
-    """What makes the greatest importance of all parameters 1; 0 where none is important.
-
-    Example:
-        >>> scale_of({"w": torch.tensor([0.0, 4.0]), "b": torch.tensor([2.0])})
-        tensor(0.2500)
-    """
+    """What makes the greatest importance of all parameters 1; 0 where none is important."""
     greatest = torch.stack([value.max() for value in importance.values()]).max()
     tiny = torch.finfo(greatest.dtype).tiny  # below it, its inverse would be infinite
     return torch.where(greatest > 0, 1 / greatest.clamp(min=tiny), 0.0)
 
 
 def summed(terms: Iterable[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-    """The sum of scalars, 0 where there are none, on the device of ``params``.
-
-    Example:
-        >>> summed([torch.tensor(2.0), torch.tensor(3.0)], {"w": torch.zeros(1)})
-        tensor(5.)
-    """
+    """The sum of scalars, 0 where there are none, on the device of ``params``."""
     return torch.stack([*terms, torch.zeros((), device=next(iter(params.values())).device)]).sum()
 
 
 def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) -> State:
-    """The gradient of each sample's own objective: vectorised, or in a loop where that fails.
-
-    Args:
-        objective: ``objective(params, x, y)`` is a scalar of a batch of one sample.
-        params: Parameters by name.
-        x: Inputs, shape (batch, ...).
-        y: Targets, shape (batch, ...).
-
-    Returns:
-        For every parameter, shape (batch, ...).
-
-    Example:
-        >>> gradients = sample_gradients(
-        ...     lambda params, x, y: (params["w"] * x - y).square().sum(),
-        ...     {"w": torch.tensor(1.0)}, torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]),
-        ... )
-        >>> gradients["w"]
-        tensor([2., 8.])
-    """
+    """The gradient of each sample's own objective, by parameter: vectorised, or in a loop where that fails."""
 
     def single(params: State, x: Tensor, y: Tensor) -> Tensor:
         return objective(params, x[None], y[None])
@@ -103,29 +70,7 @@ def sample_gradients(objective: Objective, params: State, x: Tensor, y: Tensor) 
 def fisher_information(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, y: Tensor, names: Iterable[str] | None = None
 ) -> State:
-    """Diagonal of the empirical Fisher information: ``F_i = mean_n (d log p(y_n | x_n, theta) / d theta_i)^2``.
-
-    The labels are the true ones, not drawn from the model's own predictions, as in the Fisher information proper.
-
-    Args:
-        module: States a sample's loss, its negative log-likelihood, as ``sample_loss(output, y)``. It is evaluated in
-            evaluation mode; its parameters, their gradients and all random numbers are left alone.
-        state: The module's state, theta among it.
-        x: Inputs, shape (n, ...).
-        y: Targets, shape (n, ...).
-        names: See `mean_over_samples`.
-
-    Returns:
-        For every such parameter, its shape.
-
-    Example:
-        >>> from lightning_fcl import Classifier
-        >>> task = Classifier(nn.Linear(1, 2, bias=False), num_classes=2)
-        >>> state = {"model.weight": torch.zeros(2, 1)}
-        >>> fisher_information(task, state, torch.tensor([[1.0], [3.0]]), torch.tensor([0, 1]))
-        {'model.weight': tensor([[1.2500],
-                [1.2500]])}
-    """
+    """Diagonal of the empirical Fisher information, ``mean_n (d log p(y_n | x_n) / d theta_i)^2``, of true labels."""
     task: Any = module
     return mean_over_samples(
         module, lambda output, y: task.sample_loss(output, y).sum(), torch.square, state, x, y, names
@@ -135,21 +80,7 @@ def fisher_information(
 def output_sensitivity(
     module: nn.Module, state: Mapping[str, Tensor], x: Tensor, names: Iterable[str] | None = None
 ) -> State:
-    """How much the output depends on each parameter: ``Omega_i = mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``.
-
-    Args:
-        module: Its output is a tensor. See `fisher_information`.
-        state: The module's state, theta among it.
-        x: Inputs, shape (n, ...).
-        names: See `mean_over_samples`.
-
-    Returns:
-        For every such parameter, its shape.
-
-    Example:
-        >>> output_sensitivity(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, torch.tensor([[1.0], [3.0]]))
-        {'weight': tensor([[10.]])}
-    """
+    """How much the output depends on each parameter: ``mean_n |d ||f(x_n; theta)||_2^2 / d theta_i|``."""
     unlabelled = torch.zeros(len(x), device=x.device)
     return mean_over_samples(module, lambda output, y: output.square().sum(), torch.abs, state, x, unlabelled, names)
 
@@ -163,25 +94,7 @@ def mean_over_samples(
     y: Tensor,
     names: Iterable[str] | None = None,
 ) -> State:
-    """Mean over samples of a function of the gradient of each sample's objective.
-
-    Args:
-        module: Its output is a tensor. See `fisher_information`.
-        objective: ``objective(output, y)`` is a scalar, of a batch of one sample.
-        of: The function of the gradients, elementwise.
-        state: The module's state.
-        x: Inputs, shape (n, ...).
-        y: Targets, shape (n, ...).
-        names: The parameters whose gradients are taken; None: all that are trainable.
-
-    Returns:
-        For every such parameter, its shape.
-
-    Example:
-        >>> layer, x = nn.Linear(1, 1, bias=False), torch.tensor([[1.0], [-3.0]])
-        >>> mean_over_samples(layer, lambda output, y: output.sum(), torch.abs, {"weight": torch.ones(1, 1)}, x, x)
-        {'weight': tensor([[2.]])}
-    """
+    """Mean over samples of a function of the gradient of each sample's ``objective(output, y)``, by parameter."""
     trainable = {name for name, p in module.named_parameters() if p.requires_grad} if names is None else {*names}
     params = {name: value.detach() for name, value in state.items() if name in trainable}
     rest = {name: value.detach().clone() for name, value in state.items() if name not in trainable}
@@ -217,11 +130,9 @@ class _Consolidation(Method):
     normalize: bool = True
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The importance of parameters for some samples."""
         raise NotImplementedError
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Before the first experience has ended, nothing is important."""
         if self.strength == 0:
             return memory
         if not memory:
@@ -232,7 +143,6 @@ class _Consolidation(Method):
         return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted quadratic penalty."""
         if self.strength == 0:
             return 0.0
         penalty = quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
@@ -241,7 +151,6 @@ class _Consolidation(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """At the end of an experience, add its importance to that of the earlier ones."""
         if self.strength == 0 or not client_round.last_round:
             return memory
         earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part
@@ -256,24 +165,15 @@ class EWC(_Consolidation):
 
     ``task loss + strength / 2 * sum_i F_i * (theta_i - theta*_i)^2`` over the trainable parameters. theta* is the
     client's own model at the end of its latest experience; F is the sum of the `fisher_information` of all its
-    experiences, each taken at the experience's end from the data of its last round. One theta* stands for all
-    experiences, so that a client's memory does not grow; a client that sits out an experience's last round takes
-    nothing from this experience.
+    experiences, each taken at the experience's end from the data of its last round.
 
     Args:
-        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning. Plain SGD on the penalty alone is stable
-            only where ``learning rate * strength * F_i`` is below 2 for every i.
+        strength: Weight (lambda) of the penalty, at least 0; 0 is fine-tuning.
         decay: What remains of the earlier experiences' F when an experience ends, 0 to 1; 1 sums them.
-        normalize: Whether F, summed as it is, is divided by the greatest F_i of the client, so that the greatest is 1
-            whatever the model, the data and the number of experiences. The penalty alone then never blows up with
-            plain SGD whose ``learning rate * strength`` is below 2; the task loss adds its own curvature, so stay well
-            below. Nothing is promised of the sum of both, nor of other optimizers. False: the paper's F as it is; the
-            strengths of papers, 40,000 in Zuo et al. 2024, belong to it, and blow up many a small network.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
-        TypeError: If the samples are no pairs.
+        normalize: Whether F, summed as it is, is divided by the client's greatest F_i. The penalty alone then never
+            blows up with plain SGD whose ``learning rate * strength`` is below 2; stay well below, as the task loss
+            adds its own curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024,
+            belong to it, and blow up many a small network.
 
     Example:
         >>> EWC(strength=10.0).strength
@@ -286,7 +186,6 @@ class EWC(_Consolidation):
     strength: float = argument(1.0, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The empirical Fisher information."""
         return fisher_information(module, state, x, y, names)
 
 
@@ -302,11 +201,6 @@ class MAS(_Consolidation):
         decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
         normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
             have a strength of 100 without.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If ``strength`` or ``decay`` is outside its range.
-        TypeError: If the module's output is no tensor, or the samples are no pairs.
 
     Example:
         >>> MAS(strength=2.0).strength
@@ -316,5 +210,4 @@ class MAS(_Consolidation):
     strength: float = argument(0.5, at_least, 0)
 
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
-        """The sensitivity of the output's squared norm."""
         return output_sensitivity(module, state, x, names)

@@ -16,7 +16,7 @@ from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
-from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.method import Method, padded
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
@@ -24,44 +24,24 @@ _NEVER = -1e4  # not -inf: differences of losses stay finite
 
 
 class Total(SumOfSome):
-    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value.
-
-    Example:
-        >>> Total().start(torch.ones(2)), Total().nothing(torch.ones(2))
-        (tensor([1., 1.]), tensor([0., 0.]))
-    """
+    """The reduction ``sum`` of what is often nothing, of which clients also receive the server's value."""
 
     name = "total"
     down = True
 
     def start(self, server: Tensor) -> Tensor:
-        """The server's value."""
         return server
 
     def nothing(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
 
 def logit_adjusted_loss(logits: Tensor, target: Tensor, counts: Tensor, tau: float = 1.0) -> Tensor:
     """Cross-entropy of logits that are shifted by ``tau * log(prior)`` of their class, per sample.
 
-    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. A class without samples
-    has the prior 0 and takes no part, but as a sample's own, whose logit then stays as it is.
-
-    Args:
-        logits: Shape (batch, classes).
-        target: Labels, shape (batch,).
-        counts: Samples of each class, shape (classes,); where all are 0, nothing is known, and nothing is shifted.
-        tau: Strength of the shift, at least 0; 0 shifts nothing, and all classes take part.
-
-    Returns:
-        Shape (batch,).
-
-    Example:
-        >>> logits, target = torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([1])
-        >>> logit_adjusted_loss(logits, target, torch.tensor([1.0, 3.0, 0.0])).exp()  # 1 + e^1 * 1/3
-        tensor([1.9061])
+    Menon et al. 2021, equation 10; with ``tau = 1`` the balanced softmax of Ren et al. 2020. The prior is the share of
+    ``counts``, shape (classes,). A class without samples takes no part, but as a sample's own, whose logit then stays
+    as it is; where all counts are 0, or ``tau`` is, nothing is shifted.
     """
     if tau == 0:
         return F.cross_entropy(logits, target, reduction="none")
@@ -77,20 +57,14 @@ class LogitAdjustment(Method):
     """Every step: the cross-entropy is that of logits shifted by the logarithm of the classes' priors.
 
     A class that comes often no longer wins by coming often, and one that does not come at all is left alone: of a
-    client's own classes as in Zhang et al. 2022 (label skew between clients), or of those that all clients have trained
-    on so far, which is the loss of Menon et al. 2021 and the balanced softmax of Ren et al. 2020 over the classes seen.
-    It presumes that the task's loss is cross-entropy, as `Classifier`'s is. A client with a single class has nothing to
-    learn by its own prior.
+    client's own classes as in Zhang et al. 2022, or of those that all clients have trained on so far, as in Menon et
+    al. 2021 and the balanced softmax of Ren et al. 2020. It presumes that the task's loss is cross-entropy.
 
     Args:
         tau: Strength, at least 0; 0 is the task's own loss.
-        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer without
-            a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far and
-            of the base session. Clients then send their counts, once for each experience.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
+        prior: Whose samples the classes are counted in: the ``"client"``'s own of the round (in a plain Trainer
+            without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
+            and of the base session. Clients then send their counts, once for each experience.
 
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior
@@ -109,13 +83,11 @@ class LogitAdjustment(Method):
         self._base: Tensor | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the base session, if the stream has one."""
         stream, self._base = stream_of(trainer), None
         if stream is not None and len(stream.plan.base):
             self._base = torch.as_tensor(stream.y[stream.plan.base])
 
     def server_state(self, module: L.LightningModule) -> State:
-        """How many samples of each class all clients have trained on, shape (classes,)."""
         if self.prior == "client":
             return {}
         if not isinstance(module, HasClasses):
@@ -126,18 +98,16 @@ class LogitAdjustment(Method):
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """The counts of the round."""
         counts = _counted(client_round.labels, client_round.num_classes)
         if not counts.any() and memory:
             counts = memory["counts"]
         all_counts = server.get(f"{self.section}.counts")
         if all_counts is not None:
             own = counts.to(all_counts.device) * (not self._is_counted(memory, client_round))
-            counts = all_counts + _padded(own, len(all_counts))
+            counts = all_counts + padded(own, len(all_counts))
         return {"experience": memory.get("experience", torch.tensor(-1)), "counts": counts}
 
     def contribute(self, memory: Memory, own: State, data: object, client_round: ClientRound) -> State:
-        """Those of the client's round, once in an experience."""
         if self.prior == "client" or self._is_counted(memory, client_round):
             return {}
         return {"counts": _counted(client_round.labels, len(memory["counts"]))}
@@ -146,19 +116,17 @@ class LogitAdjustment(Method):
         return bool(memory) and client_round.experience <= int(memory["experience"])
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """What makes the task's cross-entropy an adjusted one."""
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `LogitAdjustment` but got none with labels. Return pairs.")
         if self.tau == 0:
             return 0.0
-        counts = _padded(memory["counts"].to(step.output.device), step.output.shape[-1])
+        counts = padded(memory["counts"].to(step.output.device), step.output.shape[-1])
         adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
     def end_round(
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep the client's own counts, and that the experience is counted, unless the upload got lost."""
         federation, counted = self.federation, torch.tensor(client_round.experience)
         if federation is not None and client_round.client in federation.record.missed:
             counted = memory["experience"]
@@ -167,7 +135,3 @@ class LogitAdjustment(Method):
 
 def _counted(labels: Tensor, classes: int) -> Tensor:
     return torch.bincount(labels.long(), minlength=classes).float()
-
-
-def _padded(counts: Tensor, size: int) -> Tensor:
-    return F.pad(counts, (0, size - len(counts)))

@@ -29,33 +29,13 @@ from lightning_fcl.methods.step import Step
 def attention_loss(
     params: Mapping[str, Tensor], previous: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> Tensor:
-    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``.
-
-    Example:
-        >>> K, before, G = ({"key": torch.tensor(values)} for values in ([1.0, 2.0], [0.0, 5.0], [10.0, 1.0]))
-        >>> attention_loss(K, before, G)
-        tensor(13.)
-    """
+    """``|| G * (K - K_prev) ||_1`` over the entries of ``gradient``, which is G, that are in ``params``."""
     terms = [(g * (params[name] - previous[name])).abs().sum() for name, g in gradient.items() if name in params]
     return summed(terms, params)
 
 
 def distilled(student: Tensor, teacher: Tensor, temperature: float = 2.0) -> Tensor:
-    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing.
-
-    Args:
-        student: Logits, shape (batch, classes).
-        teacher: Logits, shape (batch, classes), -inf where the student's are.
-        temperature: Both are divided by it; the gradient is not scaled back by its square.
-
-    Returns:
-        Shape (batch,).
-
-    Example:
-        >>> logits = torch.tensor([[0.0, 0.0, -torch.inf]])
-        >>> distilled(logits, logits).exp()
-        tensor([2.])
-    """
+    """`distillation_loss` where logits may be -inf: classes from which a sample is not told apart count for nothing."""
     share = F.softmax(teacher / temperature, dim=-1)
     return -(share * F.log_softmax(student / temperature, dim=-1).masked_fill(share == 0, 0.0)).sum(dim=-1)
 
@@ -68,19 +48,16 @@ class LVTMethod(Method):
 
     ``CE + gamma * ||G * (K - K_prev)||_1 + alpha * CE_mem + beta * KD_mem``
 
-    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the same
-    at the end of the client's last task, and G how much that task's loss depended on them there: the mean over its
-    samples of ``|d loss / d K|``. (The paper's G is a gradient summed over samples, which vanishes where the model has
-    learnt the task.) CE_mem is the task loss on remembered samples, drawn anew at each step and without replacement
-    from torch's global generator, KD_mem their distillation: cross-entropy at ``temperature`` against the logits that
-    were remembered with them, `distilled`. The first task is fine-tuning; so is all with ``gamma=alpha=beta=0``.
+    K are the keys and biases of the model's attention that are parameters (`lightning_fcl.models.LVT`), K_prev the
+    same at the end of the client's last task, and G how much that task's loss depended on them there: the mean over
+    its samples of ``|d loss / d K|`` (the paper's sum vanishes where the model has learnt the task). CE_mem is the
+    task loss on remembered samples, drawn anew at each step from torch's global generator, KD_mem their distillation:
+    cross-entropy at ``temperature`` against the logits that were remembered with them.
 
-    When a task ends, the client remembers from each class the samples of which it is surest (the paper's
-    confidence-aware memory), in its own words those with the lowest loss; here the share ``rho`` of each class, where
-    the paper divides a memory of fixed size equally. A client that is not drawn for the task's last round does all this
-    with the server's model. The paper's second classifier, for new tasks alone, and the weight of the first one's loss
-    on new tasks, which decays, are left out: one head learns from both. Clients train one at a time; a step costs two
-    passes in place of one.
+    When a task ends, the client remembers of each class the share ``rho`` of the samples with the lowest loss (the
+    paper's confidence-aware memory, of fixed size there); if it is not drawn for the task's last round, by the
+    server's model. Left out are the paper's second classifier, for new tasks alone, and the decay of the first one's
+    weight.
 
     Args:
         gamma: Weight of the attention loss, at least 0; 0: keys are free, and not remembered.
@@ -90,11 +67,6 @@ class LVTMethod(Method):
         temperature: Softens both sides of the distillation, above 0.
         batch_size: Remembered samples in a step; None: as many as the batch has.
         keys: Shell-style pattern of K's entries.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, the module does not state its loss apart, or there is no K.
-        TypeError: If the samples are no pairs.
 
     Example:
         >>> LVTMethod(gamma=1.0, alpha=1.0, beta=0.5).keys
@@ -114,11 +86,7 @@ class LVTMethod(Method):
     batch_size: int | None = argument(None, at_least, 1)
     keys: str = "*.external_*"
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module whose attention has no keys of its own."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.gamma and not self._learnt(pl_module):
             raise ValueError(
                 f"Expected `keys` to match trainable parameters but `{self.keys}` matches none. Train "
@@ -129,12 +97,10 @@ class LVTMethod(Method):
         return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """What a checkpoint or a disk has kept comes to where the model is."""
         device = next(iter(server.values())).device
         return {name: value.to(device) for name, value in memory.items()}
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The attention loss, the remembered samples' loss, and their distillation."""
         total: Tensor | float = 0.0
         gradient = section(memory, "gradient")
         if self.gamma and gradient:
@@ -144,7 +110,6 @@ class LVTMethod(Method):
         return total
 
     def _rehearsal(self, memory: Memory, step: Step) -> Tensor:
-        """Loss and distillation of remembered samples, from one pass."""
         size = len(step.output) if self.batch_size is None else self.batch_size
         drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
         logits = memory["logits"][drawn]
@@ -165,7 +130,6 @@ class LVTMethod(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """When a task ends, remember its keys, how its loss depended on them, and the samples that are surest."""
         if not client_round.last_round:
             return memory
         x, y = labelled(data)
@@ -185,7 +149,6 @@ class LVTMethod(Method):
         return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
 
     def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, client_round: ClientRound) -> Memory:
-        """The remembered samples and their logits, those of the task in place of its earlier ones."""
         module = self.module
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)

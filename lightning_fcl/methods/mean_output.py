@@ -14,7 +14,7 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, with_classes
+from lightning_fcl.methods.method import Method, padded, with_classes
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
@@ -34,24 +34,8 @@ def mean_output_loss(
 ) -> Tensor:
     """How far the mean output of the new classes, without the target's, is from that of the old classes, per sample.
 
-    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's.
-
-    Args:
-        logits: Shape (batch, classes).
-        target: Labels, shape (batch,).
-        new: Which classes are the session's, shape (classes,), bool.
-        old: Which classes are those of earlier sessions, shape (classes,), bool.
-        outputs: What the means are of; probabilities are those of a softmax over all classes.
-        distance: The difference of the means ``"squared"``, or its ``"absolute"`` value.
-
-    Returns:
-        Shape (batch,).
-
-    Example:
-        >>> logits = torch.tensor([[1.0, 3.0, 9.0, 5.0]])
-        >>> new, old = torch.tensor([False, False, True, True]), torch.tensor([True, True, False, False])
-        >>> mean_output_loss(logits, torch.tensor([2]), new, old, outputs="logits")
-        tensor([9.])
+    Kröger et al. give it in words. It is 0 where no class is old, or none is new but the target's. ``new`` and ``old``
+    tell classes of the session and of earlier ones, shape (classes,); probabilities are those of a softmax over all.
     """
     if outputs == "probabilities":
         logits = logits.softmax(dim=-1)
@@ -80,22 +64,16 @@ class MeanOutputLoss(Method):
     are those of all sessions before. The stream tells them; in a plain Trainer without a `FederatedStream`, a `fit` is
     a session, and the new classes are those of the batch that were not seen in an earlier one.
 
-    The paper says of MOL that it brings the activations of the session's classes, but for the target's, and those of
-    earlier classes together. Of the readings tried (``recipes/odfcl/README.md``) the default is the one that works:
-    squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone, so that a client
-    with a single class does not unlearn all others. For a remembered sample of an old class (`Replay`) the
-    cross-entropy is over all classes seen.
+    Of the readings of the paper's words that were tried (``recipes/odfcl/README.md``) the default is the one that
+    works: squared difference of mean probabilities, with a cross-entropy that leaves the old classes alone. For a
+    remembered sample of an old class (`Replay`) the cross-entropy is over all classes seen.
 
     Args:
         mu: Weight of MOL, at least 0.
         outputs: What the means are of: see `mean_output_loss`.
         distance: See `mean_output_loss`.
-        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``, or
-            ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
-        clients: Who uses it. See `Method`.
-
-    Raises:
-        ValueError: If an argument is out of range, or a batch has no labels.
+        cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
+            or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
 
     Example:
         >>> MeanOutputLoss(mu=2.0).mu
@@ -110,7 +88,6 @@ class MeanOutputLoss(Method):
     cross_entropy: Scope = argument("session", one_of, get_args(Scope))
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """Which classes are new, and which are old."""
         if client_round.new_classes or client_round.old_classes:
             return {
                 "new": _mask(client_round.new_classes, client_round.num_classes),
@@ -122,12 +99,11 @@ class MeanOutputLoss(Method):
         return memory
 
     def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        """The weighted MOL, and what makes the task's cross-entropy one over fewer classes."""
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
         classes = step.output.shape[-1]
-        old = _padded(memory["old"].to(step.output.device), classes)
-        new = _padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
+        old = padded(memory["old"].to(step.output.device), classes)
+        new = padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
         total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
@@ -139,7 +115,6 @@ class MeanOutputLoss(Method):
         return step.mean(total)
 
     def _of(self, step: Step, old: Tensor) -> Tensor:
-        """The new classes of a batch, without those of what is padding."""
         assert step.y is not None
         there = _one_hot(step.y, step.output)
         if step.weight is not None:
@@ -149,17 +124,10 @@ class MeanOutputLoss(Method):
     def end_round(
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """In a plain Trainer, remember the classes seen."""
         if "seen" not in memory:
             return memory
         return {**memory, "seen": with_classes(memory["seen"], client_round.labels)}
 
 
 def _mask(classes: Sequence[int], size: int) -> Tensor:
-    mask = torch.zeros(size, dtype=torch.bool)
-    mask[list(classes)] = True
-    return mask
-
-
-def _padded(mask: Tensor, size: int) -> Tensor:
-    return F.pad(mask, (0, size - len(mask)))
+    return with_classes(torch.zeros(size, dtype=torch.bool), torch.tensor(classes, dtype=torch.long))

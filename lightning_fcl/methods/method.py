@@ -39,36 +39,31 @@ class Method(Declaration, Callback):
     _federated = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """See to it that a driver runs the Trainer's methods."""
         self._federated = federation_of(trainer) is not None
         if methods_of(trainer)[0] is self:
             driver_of(trainer).setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self.prepare(trainer, pl_module)
+
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before a fit: refuse what the method cannot work with, and look up what it needs."""
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the experiences of a plain Trainer: one `fit` each."""
         self.fits += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a plain Trainer's checkpoint keeps; a federation keeps the memories of all clients itself."""
         if self._federated:
             return {}
         return {"memory": self.memory, "fits": self.fits, "server": self.server_entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint's memory."""
         self.memory = state_dict.get("memory", {})
         self.fits = state_dict.get("fits", 0)
         self.server_entries = state_dict.get("server", {})
 
 
 def driver_of(trainer: L.Trainer) -> MethodDriver:
-    """The driver of a Trainer's methods; it is put behind the last of them if there is none.
-
-    Example:
-        >>> trainer = L.Trainer(barebones=True, accelerator="cpu", callbacks=[Method()])
-        >>> driver_of(trainer) is driver_of(trainer)
-        True
-    """
+    """The driver of a Trainer's methods; it is put behind the last of them if there is none."""
     callbacks = callbacks_of(trainer)
     for callback in callbacks:
         if isinstance(callback, MethodDriver):
@@ -81,13 +76,7 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
 
 
 def section(memory: Mapping[str, Tensor], prefix: str) -> State:
-    """The entries of a memory below ``prefix``, without it.
-
-    Example:
-        >>> import torch
-        >>> section({"own.w": torch.zeros(1), "count": torch.ones(1)}, "own")
-        {'w': tensor([0.])}
-    """
+    """The entries of a memory below ``prefix``, without it."""
     return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
 
 
@@ -97,14 +86,13 @@ def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:
-    """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it.
-
-    Example:
-        >>> import torch
-        >>> with_classes(torch.tensor([True, False]), torch.tensor([2]))
-        tensor([ True, False,  True])
-    """
+    """A mask of classes, shape (classes,), with those of some labels; longer where they ask for it."""
     size = max(len(seen), int(labels.max()) + 1 if len(labels) else 0)
-    more = F.pad(seen, (0, size - len(seen))).clone()
+    more = padded(seen, size).clone()
     more[labels] = True
     return more
+
+
+def padded(values: Tensor, size: int) -> Tensor:
+    """Values of classes, with zeros for those that a larger output has."""
+    return F.pad(values, (0, size - len(values)))

@@ -25,10 +25,9 @@ log = logging.getLogger(__name__)
 class IntrinsicPlasticity(Method):
     """Every batch: moves gain and bias so that activations become Gaussian (Schrauwen et al. 2008; De Caro et al.).
 
-    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the server
-    averages them; in the last one they send the statistics of the readout. Over several experiences it is FedCLIP,
-    with `Replay` or without; with one client that holds all data, IP and CLIP. In a plain Trainer all epochs of a fit
-    but the last adapt.
+    In a federation it is FedIP: in all rounds of an experience but the last, clients adapt gain and bias and the
+    server averages them; in the last one they send the statistics of the readout. Over several experiences it is
+    FedCLIP, with `Replay` or without; with one client that holds all data, IP and CLIP.
 
     Args:
         sigma: Standard deviation of the activations aimed at.
@@ -40,9 +39,6 @@ class IntrinsicPlasticity(Method):
         restart: Whether each experience begins with gain 1 and bias 0; ``"auto"``: where the stream's ``history``
             brings all earlier data back (joint training, from scratch).
         min_gain: Gains stay at least this large; where one is driven below, a warning says so.
-
-    Raises:
-        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
 
     Example:
         >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
@@ -76,11 +72,9 @@ class IntrinsicPlasticity(Method):
         self._warned = False
 
     def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Several passes to adapt, one for the readout."""
         return 1 if client_round.last_round else self.epochs
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse a module without a reservoir."""
         if not isinstance(pl_module, ReservoirTask):
             raise ValueError(
                 f"Expected a `ReservoirClassifier` or `ReservoirRegressor` for `IntrinsicPlasticity` but got a "
@@ -90,7 +84,6 @@ class IntrinsicPlasticity(Method):
         pl_module.plasticity = self
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse a stream in which the readout's rounds are not the same for all."""
         stream = stream_of(trainer)
         if stream is not None and len(set(stream.plan.experiences.values())) > 1:
             raise ValueError(
@@ -109,7 +102,6 @@ class IntrinsicPlasticity(Method):
             )
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Adapt in this epoch, or leave it to the readout."""
         if not isinstance(pl_module, ReservoirTask):
             return
         stream = stream_of(trainer)
@@ -129,7 +121,6 @@ class IntrinsicPlasticity(Method):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """Move gain and bias by one step, in a plain Trainer: by now the batch holds what any method rehearses."""
         if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or self.federation is not None:
             return
         reservoir = pl_module.reservoir
@@ -141,18 +132,15 @@ class IntrinsicPlasticity(Method):
             reservoir.bias.copy_(bias[0])
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A server optimizer, or what compression leaves over, may drive gains below the least one."""
         if isinstance(pl_module, ReservoirTask):
             with torch.no_grad():
                 pl_module.reservoir.gain.clamp_(min=self.min_gain)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the module as one that does not adapt, also where the fit ended before the readout's round."""
         super().on_fit_end(trainer, pl_module)
         self._leave(pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Likewise where the fit was cut short."""
         self._leave(pl_module)
 
     def _leave(self, module: L.LightningModule) -> None:

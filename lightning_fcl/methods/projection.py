@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.methods.gram import Matrix, device_of, gram
 
@@ -27,37 +26,17 @@ _FIRST = 0 if find_spec("quadprog") else 1  # of the two solvers
 
 @torch.no_grad()
 def project(gradient: Tensor, constraints: Tensor, margin: float = 0.0) -> Tensor:
-    """The gradient nearest to ``gradient`` that points away from no constraint gradient.
+    """The gradient nearest to ``gradient``, shape (p,), that points away from no constraint gradient, shape (k, p).
 
     It solves ``min_g' 1/2 ||g' - g||^2`` such that ``<g', g_i> >= 0`` for all rows ``g_i`` of G, through its dual with
     as many variables as constraints, ``min_v 1/2 v^T G G^T v + g^T G^T v`` such that ``v >= margin``, and
-    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9).
+    ``g' = G^T v + g`` (Lopez-Paz and Ranzato 2017, GEM, eq. 11 and 12; FedViT, eq. 7 to 9). Where no constraint is
+    violated it is ``gradient`` itself, whatever the margin, as in GEM's own code.
 
-    Products are taken in double precision, whatever the gradients' own, and of unit vectors, so that scales do not
-    matter: ``<g', g_i> / (||g|| ||g_i||)`` is at least -1e-8, but for the rounding of the result to its own precision.
-    Without a margin the result is never longer than ``gradient``.
-
-    Args:
-        gradient: g, shape (p,).
-        constraints: G, shape (k, p). Its rows may be zero, alike, or dependent on each other.
-        margin: Least weight of each constraint in the result. GEM's authors take 0.5, which favours the other tasks.
-
-    Returns:
-        Shape (p,); ``gradient`` itself where no constraint is violated, whatever the margin, as in GEM's own code.
-
-    Raises:
-        ValueError: If shapes do not fit, ``margin`` is negative, or a gradient is not finite.
-
-    Example:
-        >>> project(torch.tensor([1.0, -1.0]), torch.tensor([[0.0, 2.0]]))
-        tensor([1., 0.])
+    Products are taken in double precision and of unit vectors, so that scales do not matter: ``<g', g_i> / (||g||
+    ||g_i||)`` is at least -1e-8. Rows may be zero, alike, or dependent. Without a margin the result is never longer
+    than ``gradient``.
     """
-    if gradient.dim() != 1 or constraints.dim() != 2 or constraints.shape[1] != len(gradient):
-        raise ValueError(
-            f"Expected a gradient of shape (p,) and constraints of shape (k, p) but got {tuple(gradient.shape)} and "
-            f"{tuple(constraints.shape)}. `flatten` makes one vector of a module's gradients."
-        )
-    at_least(0, margin=margin)
     products = _gram(gradient, constraints)
     weights = _weights(products, margin)
     if weights is None:
@@ -72,26 +51,7 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
     """The gradient nearest to ``gradient`` that does not point away from one reference gradient.
 
     ``g - (g^T g_ref / g_ref^T g_ref) g_ref`` where ``g^T g_ref < 0`` (Chaudhry et al. 2019, A-GEM, eq. 11).
-
-    Args:
-        gradient: g, shape (p,).
-        reference: g_ref, shape (p,).
-
-    Returns:
-        Shape (p,); ``gradient`` itself where the two do not point away from each other.
-
-    Raises:
-        ValueError: If shapes do not fit, or a gradient is not finite.
-
-    Example:
-        >>> agem(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 2.0]))
-        tensor([1., 0.])
     """
-    if gradient.dim() != 1 or reference.shape != gradient.shape:
-        raise ValueError(
-            f"Expected two gradients of the same shape (p,) but got {tuple(gradient.shape)} and "
-            f"{tuple(reference.shape)}. `flatten` makes one vector of a module's gradients."
-        )
     products = _gram(gradient, reference[None])
     if products[0, 1] >= 0:
         return gradient
@@ -100,83 +60,41 @@ def agem(gradient: Tensor, reference: Tensor) -> Tensor:
 
 @torch.no_grad()
 def distance(gradient: Tensor, others: Tensor, kind: Kind = "wasserstein") -> Tensor:
-    """How far other gradients are from a gradient.
+    """How far other gradients, shape (k, p), are from a gradient: shape (k,), in double precision, on the CPU.
 
-    Args:
-        gradient: Shape (p,).
-        others: Shape (k, p).
-        kind: ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which
-            does not see in which coordinate a value stands; ``"cosine"``: 1 - the cosine of the angle between them, 1
-            for a zero gradient.
-
-    Returns:
-        Shape (k,), in double precision, on the CPU.
-
-    Raises:
-        ValueError: If ``kind`` is neither, or a gradient is not finite.
-
-    Example:
-        >>> others = torch.tensor([[2.0, 1.0], [-1.0, -2.0]])
-        >>> distance(torch.tensor([1.0, 2.0]), others), distance(torch.tensor([1.0, 2.0]), others, "cosine")
-        (tensor([0., 3.], dtype=torch.float64), tensor([0.2000, 2.0000], dtype=torch.float64))
+    ``"wasserstein"``: between the distributions of their coordinates, ``mean |sort(a) - sort(b)|``, which does not see
+    in which coordinate a value stands. ``"cosine"``: 1 - the cosine of the angle between them, 1 for a zero gradient.
     """
     if kind == "wasserstein":
         ordered = _sorted(gradient)
         values = [float((_sorted(other) - ordered).abs().mean(dtype=torch.float64)) for other in others]
-    elif kind == "cosine":
+    else:
         wide = _wide(gradient)
         length = float(wide.norm())
         products = [(float(row @ wide), float(row.norm()) * length) for row in map(_wide, others)]
         values = [1.0 - product / scale if scale else 1.0 + 0 * product for product, scale in products]
-    else:
-        raise ValueError(f'Expected `kind` to be "wasserstein" or "cosine" but got "{kind}".')
     if not np.isfinite(values).all():
         _refuse(bool(torch.isfinite(gradient).all()), [bool(torch.isfinite(other).all()) for other in others])
     return torch.tensor(values, dtype=torch.float64)
 
 
 def most_dissimilar(gradient: Tensor, others: Tensor, k: int, kind: Kind = "wasserstein") -> Tensor:
-    """Which of the other gradients are farthest from a gradient (FedViT's signature tasks, section 3.3).
-
-    Args:
-        gradient: Shape (p,).
-        others: Shape (n, p).
-        k: How many.
-        kind: See `distance`.
-
-    Returns:
-        Indices, the farthest first, shape (min(k, n),).
-
-    Example:
-        >>> most_dissimilar(torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [5.0, 4.0], [-1.0, 2.0]]), k=2)
-        tensor([1, 2])
-    """
+    """Which ``k`` gradients are farthest from a gradient, those first (FedViT's signature tasks, section 3.3)."""
     return distance(gradient, others, kind).argsort(descending=True, stable=True)[:k]
 
 
 def flatten(named: Mapping[str, Tensor]) -> Tensor:
-    """One vector of named tensors, in their order.
-
-    Example:
-        >>> flatten({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-        tensor([1., 1., 0.])
-    """
+    """One vector of named tensors, in their order."""
     return torch.cat([value.reshape(-1) for value in named.values()])
 
 
 def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> State:
-    """The named tensors of a vector that `flatten` made, in the shapes of ``like``.
-
-    Example:
-        >>> unflatten(torch.tensor([1.0, 2.0, 3.0]), {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
-        {'weight': tensor([[1., 2.]]), 'bias': tensor([3.])}
-    """
+    """The named tensors of a vector that `flatten` made, in the shapes of ``like``."""
     pieces = torch.split(flat, [value.numel() for value in like.values()])
     return {name: piece.view(value.shape) for (name, value), piece in zip(like.items(), pieces, strict=True)}
 
 
 def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
-    """Products of the constraints and, last, the gradient with each other, shape (k + 1, k + 1)."""
     result = gram(constraints, gradient)
     finite = np.isfinite(result.diagonal())
     if not finite.all():
@@ -185,7 +103,6 @@ def _gram(gradient: Tensor, constraints: Tensor) -> Matrix:
 
 
 def _combine(gradient: Tensor, constraints: Tensor, weights: Matrix, products: Matrix) -> Tensor:
-    """The gradient plus the weighted constraints, in double precision where it matters."""
     lengths = np.sqrt(products.diagonal())
     cancelling = weights @ lengths[:-1] > 10 * lengths[-1]
     whole = gradient.dtype == constraints.dtype and gradient.dtype in (torch.float32, torch.float64)
@@ -216,12 +133,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(device_of(tensor), torch.float64)
 
 
-def _piece(gradient: Tensor) -> int:
-    return _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE
-
-
 def _pieces(gradient: Tensor) -> Iterator[slice]:
-    size, length = _piece(gradient), len(gradient)
+    size, length = _PIECE if device_of(gradient).type == "cpu" else 128 * _PIECE, len(gradient)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -232,7 +145,6 @@ def _sorted(tensor: Tensor) -> Tensor:
 
 
 def _refuse(gradient: bool, others: list[bool]) -> None:
-    """Say which gradient is not finite."""
     where = [] if gradient else ["the gradient"]
     where += [f"row {row} of the others" for row, finite in enumerate(others) if not finite]
     raise ValueError(

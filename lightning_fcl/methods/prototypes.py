@@ -21,34 +21,20 @@ class ClassSums(SparseMean):
     Entries have the shape (classes, 1 + features): a count, and a sum of features. Their quotient is the mean over the
     samples of all clients, whatever the clients weigh elsewhere. A class that no client of the round has keeps the
     server's row; nothing is added up over rounds. Zeros do not travel.
-
-    Example:
-        >>> accumulator = ClassSums().accumulator()
-        >>> accumulator.add({"sums": torch.tensor([[[2.0, 6.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]])}, [1.0, 1.0])
-        >>> accumulator.result({"sums": torch.tensor([[1.0, 9.0], [4.0, 8.0]])})
-        {'sums': tensor([[3., 6.],
-                [4., 8.]])}
     """
 
     name = "class_sums"
 
     def accumulator(self) -> Accumulator:
-        """The sum of a round's uploads."""
         return _Sums()
 
 
 class SumOfSome(Sum):
-    """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte.
-
-    Example:
-        >>> SumOfSome().wire_bytes(torch.zeros(4)), SumOfSome().wire_bytes(torch.ones(4))
-        (0, 16)
-    """
+    """The reduction ``sum`` of what is often nothing: a client with zeros alone sends no byte."""
 
     name = "sum_of_some"
 
     def wire_bytes(self, value: Tensor) -> int:
-        """All numbers, or none."""
         return value.nbytes if bool(value.any()) else 0
 
 
@@ -68,23 +54,13 @@ class _Sums:
 
 
 def class_sums(module: L.LightningModule, features: Tensor, y: Tensor) -> Tensor:
-    """The count and the sum of the features of each class, shape (classes, 1 + features).
-
-    Args:
-        module: It tells the number of classes.
-        features: Shape (n, features).
-        y: Labels, shape (n,).
-    """
+    """The count and the sum of the features of each class, shape (classes, 1 + features)."""
     counted = torch.cat([torch.ones_like(features[:, :1]), features], dim=1)
     return no_sums(module).to(counted).index_add_(0, y.to(counted.device), counted)
 
 
 def no_sums(module: L.LightningModule) -> Tensor:
-    """The sums of no samples, shape (classes, 1 + features).
-
-    Raises:
-        ValueError: If the module does not tell how many classes and features there are.
-    """
+    """The sums of no samples, shape (classes, 1 + features)."""
     if not (isinstance(module, HasClasses) and isinstance(module, EmbedsInputs)):
         raise ValueError(
             f"Expected a module with `num_classes`, `embed(x)` and `features`, the number of its features, but got a "
@@ -94,30 +70,12 @@ def no_sums(module: L.LightningModule) -> Tensor:
 
 
 def class_means(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of each class, shape (classes, features), and which classes have one, shape (classes,).
-
-    Example:
-        >>> class_means(torch.tensor([[2.0, 6.0], [0.0, 0.0]]))
-        (tensor([[3.],
-                [0.]]), tensor([ True, False]))
-    """
+    """The mean of each class, shape (classes, features), and which classes have one, shape (classes,)."""
     return sums[:, 1:] / sums[:, :1].clamp(min=1), sums[:, 0] > 0
 
 
 def nearest_mean(features: Tensor, means: Tensor, known: Tensor, output: Tensor) -> Tensor:
-    """Scores of classes: minus the distance from each mean, -inf for classes that have none.
-
-    Args:
-        features: Shape (batch, features).
-        means: Shape (classes, features).
-        known: Which classes have a mean, shape (classes,).
-        output: The scores where no class has one, shape (batch, classes).
-
-    Example:
-        >>> means, known = torch.tensor([[3.0], [5.0], [0.0]]), torch.tensor([True, True, False])
-        >>> nearest_mean(torch.tensor([[1.0]]), means, known, torch.zeros(1, 3))
-        tensor([[-2., -4., -inf]])
-    """
+    """Scores of classes: minus the distance from each mean, -inf for unknown ones; ``output`` where none is known."""
     if not known.any():
         return output
     # Not by products of matrices, whose rounding depends on the number of samples.

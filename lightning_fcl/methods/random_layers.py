@@ -18,20 +18,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def uniform(key: Tensor, stream: int, shape: Sequence[int]) -> Tensor:
-    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone.
-
-    A longer first dimension has the same numbers, and more: padding changes no sample's.
-
-    Args:
-        key: A whole number, shape ().
-        stream: Which of the key's streams: one for each call of a random layer in a step.
-        shape: The shape.
-
-    Example:
-        >>> key = torch.tensor(7)
-        >>> torch.equal(uniform(key, 0, (3, 2))[:2], uniform(key, 0, (2, 2)))
-        True
-    """
+    """Numbers from 0 to below 1 that depend on a key, a stream and their own place alone: padding changes none."""
     counter = torch.arange(1, math.prod(shape) + 1, device=key.device) * _STEP
     value = _mixed(_mixed(key + stream) + counter)
     # 24 bits: as many as a float holds.
@@ -48,7 +35,6 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """A shift to the right that brings in zeros."""
     shifted: Tensor = (value >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
@@ -59,18 +45,6 @@ class KeyedRandomness(TorchFunctionMode):
     It covers ``dropout``, ``dropout1d`` to ``dropout3d``, ``alpha_dropout`` and ``feature_alpha_dropout`` of
     `torch.nn.functional`, which torch's layers call, the dropout of ``scaled_dot_product_attention``, and
     ``bernoulli``, ``rand_like`` and ``Tensor.bernoulli_``, by which others draw (timm's ``DropPath``, for example).
-
-    Args:
-        key: A whole number, shape ().
-
-    Example:
-        >>> layer, x = torch.nn.Dropout(0.5), torch.ones(2, 8)
-        >>> with KeyedRandomness(torch.tensor(7)):
-        ...     one = layer(x)
-        >>> with KeyedRandomness(torch.tensor(7)):
-        ...     other = layer(x)
-        >>> torch.equal(one, other) and 0 < one.mean() < 2
-        tensor(True)
     """
 
     def __init__(self, key: Tensor) -> None:
@@ -126,7 +100,6 @@ class KeyedRandomness(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Draw by the key, or do as torch does."""
         if function is _is_entered:
             return True
         own = _KEYED.get(function)
@@ -142,35 +115,31 @@ class KeyedRandomness(TorchFunctionMode):
         shape = x.shape[: x.dim() - spatial]
         return (self.uniform(shape) >= p).to(x.dtype).view(*shape, *[1] * spatial)
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.dropout`."""
+    def dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, spatial: int = 0
+    ) -> Tensor:
         if not training or p == 0:
             return input
-        return _given(input, input * (self._kept(input, p) / (1 - p) if p < 1 else 0.0), inplace)
+        return _given(input, input * (self._kept(input, p, spatial) / (1 - p) if p < 1 else 0.0), inplace)
 
     def channel_dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.dropout1d` to ``dropout3d``, with a dimension of samples."""
+        return self.dropout(input, p, training, inplace, input.dim() - 2)
+
+    def alpha_dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, spatial: int = 0
+    ) -> Tensor:
+        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
         if not training or p == 0:
             return input
-        return _given(input, input * (self._kept(input, p, input.dim() - 2) / (1 - p) if p < 1 else 0.0), inplace)
-
-    def alpha_dropout(self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
-        """As `torch.nn.functional.alpha_dropout`: what is dropped takes SELU's negative saturation."""
-        return self._alpha(input, p, training, inplace, 0)
+        alpha = 1.7580993408473766
+        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
+        kept = self._kept(input, p, spatial)
+        return _given(input, (input * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
 
     def channel_alpha_dropout(
         self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Tensor:
-        """As `torch.nn.functional.feature_alpha_dropout`."""
-        return self._alpha(input, p, training, inplace, input.dim() - 2)
-
-    def _alpha(self, x: Tensor, p: float, training: bool, inplace: bool, spatial: int) -> Tensor:
-        if not training or p == 0:
-            return x
-        alpha = 1.7580993408473766
-        scale = ((alpha * alpha * p + 1) * (1 - p)) ** -0.5 if p < 1 else 0.0
-        kept = self._kept(x, p, spatial)
-        return _given(x, (x * kept - alpha * (1 - kept)) * scale + alpha * p * scale, inplace)
+        return self.alpha_dropout(input, p, training, inplace, input.dim() - 2)
 
     def attention(
         self,
@@ -200,15 +169,12 @@ class KeyedRandomness(TorchFunctionMode):
         return self.dropout(scores.softmax(dim=-1), dropout_p) @ value
 
     def rand_like(self, input: Tensor, **kwargs: Any) -> Tensor:
-        """As `torch.rand_like`."""
         return self.uniform(input.shape).to(kwargs.get("dtype") or input.dtype)
 
     def bernoulli(self, input: Tensor, p: float | None = None, **kwargs: Any) -> Tensor:
-        """As `torch.bernoulli`."""
         return (self.uniform(input.shape) < (input if p is None else p)).to(input.dtype)
 
     def bernoulli_(self, input: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
-        """As `torch.Tensor.bernoulli_`."""
         return input.copy_(self.bernoulli(input, p))
 
 

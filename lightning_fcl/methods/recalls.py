@@ -17,13 +17,7 @@ from lightning_fcl.randomness import Keys, numbers
 
 
 class Recalls:
-    """Draws the remembered samples of each step, for the methods that recall some: the same one by one and in cohorts.
-
-    Args:
-        methods: The methods.
-        memories: For each client, what it remembers for each method.
-        keys: Tells what a section's draws depend on, one key a client; asked for where a method recalls any samples.
-    """
+    """Draws the remembered samples of each step, for methods that recall some: the same one by one and in cohorts."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ _SAMPLE = "sample."
 class Replay(Method):
     """Every batch: joins remembered samples, so that each is seen once per local epoch.
 
-    After a client's local training its buffer takes in the round's data. The buffers are Avalanche's; what
-    a client remembers never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
+    After a client's local training its buffer, one of Avalanche's, takes in the round's data; what a client remembers
+    never travels. Samples are pairs ``[x, y]``, or dicts of tensors in a federation.
 
     Args:
         max_size: Samples kept: an int is their number, a float a share of the client's samples in the whole stream (of
@@ -43,22 +43,14 @@ class Replay(Method):
         policy: ``"reservoir"`` (reservoir sampling over all that passed), ``"class-balanced"`` (equal shares of each
             class seen), or ``"refresh"`` (a random choice of the task's new data replaces its earlier one, as in
             Usmanova et al. 2021, section 5.3).
-        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``; the latter keeps
-            samples from coming in repeatedly where the rounds of an experience share their data.
-        repeat: Whether the remembered samples are repeated until they are as many as all those that the buffer has been
-            offered: the past then weighs what it would weigh if nothing had been dropped. For ``"reservoir"`` only,
-            whose samples stand for all alike.
-        base: Whether every client's buffer begins with the samples of the stream's base session, as far as they fit:
-            they were learnt in one place, before the clients, which get them along with the model.
-        clients: Who uses it. See `Method`.
+        update: Take in new data after every ``"round"``, or in the last round of an ``"experience"``, so that none
+            comes in repeatedly where the rounds of an experience share their data.
+        repeat: Whether the remembered samples are repeated until they are as many as the buffer has been offered: the
+            past weighs as if nothing had been dropped. For ``"reservoir"`` only.
+        base: Whether every client's buffer begins with the samples of the stream's base session.
         buffer: A buffer of Avalanche's in place of ``max_size`` and ``policy``: ``ReservoirSamplingBuffer``,
-            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (whatever is taken in at once is an experience) or
-            ``ParametricBuffer`` with any selection strategy, which gets the module, with the client's state, as
-            ``strategy.model``. Every client has one like it, kept as tensors.
-
-    Raises:
-        TypeError: If ``buffer`` wants Avalanche's own training loop.
-        ValueError: If an argument is out of range, or there is no base session to begin with.
+            ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
+            ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
 
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
@@ -85,11 +77,9 @@ class Replay(Method):
             raise ValueError(f'Expected `policy="reservoir"` to `repeat` remembered samples but got "{self.policy}".')
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, where a buffer is given with its kind."""
         return super().hparams() | ({"policy": type(self.buffer).__name__} if self.buffer is not None else {})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """In a federation, fill the buffers with the base session's samples, if they begin with these."""
         if not self.base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -108,7 +98,6 @@ class Replay(Method):
                 federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
-        """All remembered samples, perhaps repeated."""
         if not memory:
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
@@ -134,7 +123,6 @@ class Replay(Method):
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Take in the round's data, if it is time."""
         if self.update == "experience" and not client_round.last_round:
             return memory
         samples = _entries(data)
@@ -187,11 +175,6 @@ class Replay(Method):
 
 
 def _entries(data: Batch) -> Memory:
-    """Samples as entries of a memory.
-
-    Raises:
-        TypeError: If they are neither pairs nor dicts of tensors.
-    """
     if isinstance(data, Mapping):
         return {f"{_SAMPLE}{name}": value for name, value in data.items()}
     if len(data) != 2:
@@ -200,11 +183,9 @@ def _entries(data: Batch) -> Memory:
 
 
 def _nested(entries: Memory, index: int) -> Any:
-    """One sample, nested as the data set's items are."""
     names = [name for name in entries if name.startswith(_SAMPLE)]
     return {name.removeprefix(_SAMPLE): entries[name][index] for name in names} if names else entries["x"][index]
 
 
 def _are_classes(y: Tensor | None) -> bool:
-    """Whether targets are one class for each sample."""
     return y is not None and y.dim() == 1 and not y.is_floating_point()

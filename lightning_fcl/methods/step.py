@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.protocol import FederationView
@@ -29,17 +30,14 @@ class Step:
         server: The state that the client received at the start of the round.
         x: The batch's inputs, shape (batch, ...).
         output: The student's output on ``x``, shape (batch, classes).
-        predict: ``predict(state, x)`` is the output of the same module with another state, in evaluation mode and
-            without gradient: a teacher.
-        outputs: ``outputs(x)`` is the student's output on other samples, ``features(x)`` what the module's `embed`
-            makes of them; both are part of the graph.
-        features: See ``outputs``.
-        loss_of: ``loss_of(x, y)`` is the mean task loss on other samples, in the module's present mode; it changes no
-            buffer or state of a random number generator.
+        predict: ``predict(state, x)``: a teacher, the module with another state, in evaluation mode, without gradient.
+        outputs: ``outputs(x)``: the student's output on other samples, part of the graph.
+        features: ``features(x)``: what the module's `embed` makes of them, likewise.
+        loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
         recalled: Remembered samples that were drawn for this step, as `Declaration.recall` names them, each of shape
-            (recall_size, ...); empty where nothing is remembered yet. ``recalled_weight`` is then 0.
+            (recall_size, ...); empty where nothing is remembered yet.
         recalled_weight: 1 where there are recalled samples, else 0.
     """
 
@@ -58,17 +56,7 @@ class Step:
     _why: str = field(default="", repr=False)  # there is no batch
 
     def without_batch(self, why: str) -> Step:
-        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError.
-
-        Args:
-            why: Its message.
-
-        Example:
-            >>> step = Step({}, {}, None, Tensor(), _elsewhere).without_batch("Call `self(x)`.")
-            >>> step.output
-            Traceback (most recent call last):
-            RuntimeError: Call `self(x)`.
-        """
+        """The same step without ``x`` and ``output``; who asks for them all the same gets a RuntimeError."""
         other = copy.copy(self)
         del other.x, other.output
         other._why = why
@@ -88,12 +76,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of a module's entries, by a shell-style pattern, or all others.
-
-    Example:
-        >>> "head.weight" in Part("head.*"), "head.weight" in Part("head.*", inverse=True)
-        (True, False)
-    """
+    """Some of a module's entries, by a shell-style pattern, or all others."""
 
     pattern: str
     inverse: bool = False
@@ -102,16 +85,54 @@ class Part:
         return fnmatchcase(name, self.pattern) != self.inverse
 
 
+class Freezer:
+    """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
+
+    def __init__(self) -> None:
+        self._part: Part | None = None
+        self._trainable: set[str] = set()
+        self._resting: list[nn.Module] = []  # layers that were in training mode
+
+    def train(self, module: nn.Module, part: Part | None) -> None:
+        """Let a part learn, or all of what learnt before the first part did alone."""
+        if part == self._part:
+            return
+        if self._part is None:
+            self._trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._part = part
+        for name, parameter in module.named_parameters():
+            if name in self._trainable:
+                parameter.requires_grad_(part is None or name in part)
+        for layer in self._resting:
+            layer.training = True
+        self._resting = [] if part is None else _with_buffers(module, part)
+        for layer in self._resting:
+            layer.training = False
+
+
+def _with_buffers(module: nn.Module, part: Part) -> list[nn.Module]:
+    """The layers outside of a part that may keep statistics of what they see."""
+    return [
+        layer
+        for place, layer in module.named_modules()
+        if place
+        and layer.training
+        and (names := [name for name, _ in layer.named_buffers(place, recurse=False)])
+        and not any(name in part for name in names)
+    ]
+
+
+def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module that an optimizer's next step moves, by name."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None and id(p) in stepped
+    }
+
+
 @dataclass
 class Running:
-    """Where a method runs, while a Trainer does.
-
-    Args:
-        module: The module that the Trainer trains.
-        federation: The federation; None in a plain Trainer.
-        active: Whether the client that trains now uses the method.
-        batch: The batch at hand.
-    """
+    """Where a method runs, while a Trainer does; ``federation`` is None in a plain Trainer."""
 
     module: L.LightningModule
     federation: FederationView | None

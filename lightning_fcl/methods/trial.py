@@ -44,10 +44,7 @@ def aside(module: L.LightningModule, stream: FederatedStream, stage: RunningStag
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    """The attributes and buffers of a module and its parts are as before, with what lists and the like among them hold.
-
-    Tensors that are not buffers, such as the states of a metric that is reset, are expected not to change in place.
-    """
+    """The attributes of a module and its parts are as before, buffers and what lists and the like hold as well."""
     attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
     growing = [v for _, kept in attributes for v in kept.values() if isinstance(v, list | dict | set | deque)]
     contents = [(value, copy.copy(value)) for value in growing]
@@ -68,7 +65,6 @@ def as_handed(module: L.LightningModule, batch: Batch) -> Batch:
 
 
 def a_few(samples: IntArray) -> IntArray:
-    """Some samples from all over."""
     few: IntArray = samples[np.unique(np.linspace(0, len(samples) - 1, _FEW).astype(np.int64))]
     return few
 
@@ -76,14 +72,7 @@ def a_few(samples: IntArray) -> IntArray:
 def why_no_logits(
     module: L.LightningModule, stream: FederatedStream, samples: IntArray, exact: bool = False
 ) -> str | None:
-    """What is in the way of reading a module's output as the logits of a stream's classes, in words; None: nothing.
-
-    Args:
-        module: A module in a Trainer that begins.
-        stream: Its stream.
-        samples: Some of it.
-        exact: Whether they are to be as many as the classes, too.
-    """
+    """Why an output are no logits of a stream's classes (``exact``: as many as these), in words; None: they may be."""
     with aside(module, stream, RunningStage.TESTING):
         part = "validation" if samples is stream.plan.validation else "test"
         batch = as_handed(module, stream.samples.take(a_few(samples), part))
@@ -103,12 +92,7 @@ def why_no_logits(
 
 
 def why_not_logits(output: object, samples: int | None = None) -> str | None:
-    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be.
-
-    Example:
-        >>> why_not_logits(torch.zeros(3, 1)), why_not_logits(torch.zeros(3, 2))
-        ('the output has the shape (3, 1)', None)
-    """
+    """Why an output is none of logits, shape (samples, ..., at least 2 classes), in words; None: it may be."""
     if not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}"
     fits = output.dim() in (2, 3) and output.shape[-1] > 1 and len(output) == (samples or len(output))

@@ -26,8 +26,7 @@ class Unlearning(Method):
     """After a round: makes the server forget clients exactly, as if they had never taken part in its sums.
 
     Every client keeps the sum of what it has uploaded to entries with the reduction ``sum``. When it asks to be
-    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round. What has been
-    averaged cannot be taken apart like this: gain and bias that it has helped to adapt stay.
+    forgotten, it sends that sum once more, which the server subtracts; it takes part in no later round.
 
     Args:
         requests: For each client that leaves, the round (from 0) after which it does.
@@ -46,11 +45,7 @@ class Unlearning(Method):
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what has no sums to take away from."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
+    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         why = "call `RidgeReadout.remove` with the statistics that are to go"
         federation = need_federation(trainer, "Unlearning", why)
         if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":
@@ -62,7 +57,6 @@ class Unlearning(Method):
             federation.forget(client)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse unknown clients, rounds that this fit does not have, and clients that take part in none before."""
         plan = need_stream(trainer).plan
         of_clients("`requests`", self.requests, plan.clients)
         rounds = trainer.max_epochs or 0
@@ -74,19 +68,14 @@ class Unlearning(Method):
                     "`max_epochs`."
                 )
             if not any(client in current for current in plan.train[: round + 1]):
-                first = next((r for r, current in enumerate(plan.train) if client in current), None)
-                when = (
-                    f"before round {first}. Let it ask then or later" if first is not None else "at all. Leave it out"
-                )
                 raise ValueError(
                     f"Expected `requests` of clients that have taken part but client {client}, which asks after round "
-                    f"{round}, has no data {when}."
+                    f"{round}, has no data before. Let it ask later, or leave it out."
                 )
 
     def end_round(
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
-        """Keep what the client adds to the server's sums, beside what it has added to the same sums before."""
         federation = self.federation
         reductions = federation.reductions if federation is not None else {}
         sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
@@ -97,7 +86,6 @@ class Unlearning(Method):
         return {**kept, _TAG: own[_TAG].clone()}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget who asked for it."""
         federation = self.federation
         for client, round in self.requests.items():
             if federation is not None and round == federation.round and isinstance(pl_module, ReservoirTask):
@@ -117,15 +105,12 @@ class Unlearning(Method):
         self.forgotten.append(client)
 
     def hparams(self) -> dict[str, Any]:
-        """The requests: who is forgotten already is part of the run's state."""
         return {"requests": self.requests}
 
     def state_dict(self) -> dict[str, Any]:
-        """Who has been forgotten."""
         return {"forgotten": self.forgotten}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over who has been forgotten."""
         self.forgotten = list(state_dict["forgotten"])
         for client in self.forgotten if self.running is not None else []:
             if self.federation is not None:

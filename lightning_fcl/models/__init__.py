@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lightning_fcl.models.dsicnet import DSICNet as DSICNet
     from lightning_fcl.models.dytox import DyTox as DyTox
     from lightning_fcl.models.esn import EchoStateNetwork as EchoStateNetwork
-    from lightning_fcl.models.freezing import frozen as frozen
     from lightning_fcl.models.har_cnn import HARCNN as HARCNN
     from lightning_fcl.models.lvt import LVT as LVT
     from lightning_fcl.models.lvt import LVTBody as LVTBody
     from lightning_fcl.models.mlp import MLP as MLP
+    from lightning_fcl.models.quantization import frozen as frozen
     from lightning_fcl.models.readout import FeatureReadout as FeatureReadout
     from lightning_fcl.models.readout import ReservoirReadout as ReservoirReadout
     from lightning_fcl.models.ridge import RidgeReadout as RidgeReadout

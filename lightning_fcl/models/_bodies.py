@@ -16,8 +16,6 @@ from lightning_fcl.models._parts import check_blocks
 from lightning_fcl.models.cvt import CvTBody
 from lightning_fcl.models.t2t import T2TBody
 
-__all__ = ["FAMILIES", "VARIANTS", "make_body", "vit_body"]
-
 Body = tuple[nn.Module, int]
 """A module from images to features, and the number of features."""
 
@@ -60,10 +58,7 @@ def vit_body(
     mlp_ratio: float = 4.0,
     tokens: bool = False,
 ) -> Body:
-    """The body of `lightning_fcl.models.ViT`, whose arguments it has.
-
-    With ``tokens`` all patches come out, shape (batch, patches, width), without class token and last norm.
-    """
+    """The body of `lightning_fcl.models.ViT`, whose arguments it has; with ``tokens`` all patches, not normed."""
     check_blocks(width, heads, depth, mlp_ratio)
     _check_size("ViT", image_size, multiple=patch_size, least=2 * patch_size)
     bare: dict[str, Any] = {"global_pool": "", "class_token": False, "final_norm": False} if tokens else {}
@@ -160,13 +155,11 @@ def _t2t(image_size: int, channels: int, options: dict[str, Any]) -> Body:
 
 
 def _timm(path: str) -> Any:
-    """A class of timm's models."""
     module, name = path.split(".")
     return getattr(require(f"timm.models.{module}", "has this vision transformer"), name)
 
 
 def _of_timm(path: str, options: dict[str, Any], **sizes: int) -> tuple[Any, int]:
-    """A body of timm's, without classifier."""
     kind = _timm(path)
     body = kind(num_classes=0, **sizes, **_checked(kind, options))
     return body, body.num_features
@@ -188,7 +181,6 @@ def _check_size(name: str, image_size: int, multiple: int, least: int) -> None:
 
 
 def _checked(kind: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if the class or function takes them."""
     known = [name for name in inspect.signature(kind).parameters if name not in _OURS]
     for name in options:
         if name not in known:
@@ -226,13 +218,5 @@ VARIANTS: dict[str, tuple[Callable[[int, int, dict[str, Any]], Body], dict[str, 
     "t2t_14": (_t2t, {"width": 384, "depth": 14, "heads": 6, "mlp_ratio": 3.0}),
 }
 
-FAMILIES = {
-    "deit": "deit_tiny",
-    "cait": "cait_xxs24",
-    "pit": "pit_ti",
-    "pvt": "pvt_v2_b0",
-    "levit": "levit_128s",
-    "swin": "swin_tiny",
-    "cvt": "cvt_13",
-    "t2t": "t2t_7",
-}
+# Of each family the smallest, which stands first.
+FAMILIES = {name.partition("_")[0]: name for name in reversed(VARIANTS)}

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from lightning_fcl.models._parts import as_map, attend, initialise, margin, patches, perceptron, with_class_token
 from lightning_fcl.models.described import Described
 
-__all__ = ["ConvolutionalBlock", "ConvolutionalProjection", "CvTBody"]
-
 
 class CvTBody(Described):
     """The convolutional vision transformer without its classifier (Wu et al. 2021, "CvT", sections 3.1 to 3.3).
@@ -22,8 +20,7 @@ class CvTBody(Described):
 
     The defaults are the paper's CvT-13 (Table 2). With a classifier of 1000 classes there are 19,993,256 parameters
     where the paper has 20.0 M. Left out: the last block's convolution of queries, as none but the class token asks
-    there, which no convolution touches; stochastic depth. Scores are divided by the root of a head's width, as usual;
-    the authors' code takes that of all heads together.
+    there, which no convolution touches; stochastic depth.
 
     Args:
         image_size: Height and width of the images, in pixels.
@@ -34,10 +31,6 @@ class CvTBody(Described):
         kernels: Size of each stage's embedding convolution.
         strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
         mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
-
-    Raises:
-        ValueError: If the stages' arguments are not equally many, heads do not divide the width, or the image does
-            not fit the strides.
 
     Example:
         >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), heads=(1, 2), kernels=(3, 3), strides=(2, 2))
@@ -126,18 +119,7 @@ class _Stage(nn.Module):
 
 
 class ConvolutionalBlock(nn.Module):
-    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2).
-
-    Args:
-        width: Channels of the tokens.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptron over that of the tokens.
-        class_only: Whether nothing but the first token is computed, the class token.
-
-    Example:
-        >>> ConvolutionalBlock(8, heads=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
-        torch.Size([1, 17, 8])
-    """
+    """A transformer block with convolutional projections (Wu et al. 2021, section 3.2), of all tokens or the first."""
 
     def __init__(self, width: int, heads: int, mlp_ratio: float = 4.0, class_only: bool = False) -> None:
         super().__init__()
@@ -162,18 +144,7 @@ class ConvolutionalBlock(nn.Module):
 
 
 class ConvolutionalProjection(nn.Module):
-    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2).
-
-    Tokens before those of the map, such as the class token, pass by the convolution.
-
-    Args:
-        width: Channels of the tokens.
-        stride: Stride of the convolution: 2 leaves a quarter of the tokens ("squeezed", section 3.2.2).
-
-    Example:
-        >>> ConvolutionalProjection(8, stride=2)(torch.zeros(1, 1 + 4 * 4, 8), side=4).shape
-        torch.Size([1, 5, 8])
-    """
+    """A depthwise 3 x 3 convolution of the map, batch normalisation, and a linear layer (Wu et al. 2021, eq. 2)."""
 
     def __init__(self, width: int, stride: int = 1) -> None:
         super().__init__()

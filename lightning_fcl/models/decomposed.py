@@ -27,8 +27,7 @@ class Decomposed(Described):
     output unit of each weight, an adaptive A, and one attention alpha for each layer and each adaptive A_j of the
     knowledge base, as in the authors' code. The linear and convolutional weights that ``layers`` matches are
     decomposed; everything else (biases, normalisation, tokens, the head) is trained as it is and copied when a task
-    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``. All A, and
-    what is decomposed of B, are vectors over the decomposed weights one after the other, of length `size`.
+    ends, so that the output for a past task depends on nothing but B and what the client keeps in ``tasks``.
 
     In training mode the output is that of the present task. In evaluation mode a class's logit is that of the client's
     task that has the class, of the present task for other classes: one pass for each task, or one for each sample where
@@ -39,9 +38,6 @@ class Decomposed(Described):
         tasks: Most tasks that a client can have.
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
         threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
-
-    Raises:
-        ValueError: If a number is out of range, or ``net`` has no weights to decompose.
 
     Example:
         >>> from lightning_fcl.models import ViT
@@ -95,12 +91,7 @@ class Decomposed(Described):
         return logits
 
     def outputs_by_task(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task.
-
-        Args:
-            x: Inputs, shape (batch, ...).
-            y: Labels, shape (batch,).
-        """
+        """Logits of samples, each of its label's own task: of use in evaluation among the classes of the task."""
         begun = self.begun
         if self.training or begun < 2:
             return self.forward(x)
@@ -135,7 +126,7 @@ class Decomposed(Described):
             base = attrgetter(name)(self.net)
             if live:
                 piece = piece + own.attention[layer] @ self._base_of_others[layer]
-            weights[name] = torch.addcmul(piece.view_as(base), base, _broad(gate, base))
+            weights[name] = torch.addcmul(piece.view_as(base), base, gate.view(-1, *[1] * (base.dim() - 1)))
         return weights
 
     def _task(self, number: int) -> _Task:
@@ -159,12 +150,7 @@ class Decomposed(Described):
     def begin(self, classes: Tensor, adaptives: int = 0) -> None:
         """Begin the client's next task: A = B / 3, as the authors begin; m and alpha normal, of variance 1 / length.
 
-        Args:
-            classes: Classes of the task.
-            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
-
-        Raises:
-            ValueError: If all of `tasks` have begun.
+        ``adaptives`` is the number of those in the knowledge base that comes with `receive`.
         """
         begun = self.begun
         if begun == len(self.tasks):
@@ -177,12 +163,7 @@ class Decomposed(Described):
 
     @torch.no_grad()
     def go_on(self, classes: Tensor, adaptives: int = 0) -> None:
-        """Let the client's last task have further classes: its mask and A go on, alpha begins anew.
-
-        Args:
-            classes: The further classes.
-            adaptives: Number of adaptives in the knowledge base that comes with `receive`.
-        """
+        """Let the client's last task have further classes: its mask and A go on, alpha begins anew."""
         own = self._task(self.begun - 1)
         own.classes = torch.cat([own.classes, classes.to(own.classes.device)])
         self._attend(own, adaptives)
@@ -206,7 +187,6 @@ class Decomposed(Described):
         own.rest.copy_(self._flat())
 
     def _others(self) -> State:
-        """The network's numbers that are not decomposed."""
         state = self.net.state_dict().items()
         return {name: v for name, v in state if name not in self.names and v.is_floating_point()}
 
@@ -259,15 +239,5 @@ def decomposed_vit(
 
 
 def prune(adaptive: Tensor, threshold: float) -> Tensor:
-    """An adaptive without its numbers up to a magnitude.
-
-    Example:
-        >>> prune(torch.tensor([0.5, -0.5, 0.1]), threshold=0.2)
-        tensor([ 0.5000, -0.5000,  0.0000])
-    """
+    """An adaptive without its numbers up to a magnitude."""
     return adaptive * (adaptive.abs() > threshold)
-
-
-def _broad(units: Tensor, weight: Tensor) -> Tensor:
-    """One number for each output unit of a weight, in a shape that multiplies it."""
-    return units.view(-1, *[1] * (weight.dim() - 1))

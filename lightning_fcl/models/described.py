@@ -26,28 +26,17 @@ _MODELS, _OPTIMIZERS = "lightning_fcl.models", "torch.optim"
 
 
 class Described(nn.Module):
-    """A module that knows what it was made with.
-
-    Attributes:
-        described: ``class_path`` and ``init_args``, defaults among them, as plain data.
-
-    Example:
-        >>> from lightning_fcl.models import MLP
-        >>> MLP([64, 10]).described
-        {'class_path': 'lightning_fcl.models.MLP', 'init_args': {'sizes': [64, 10]}}
-    """
+    """A module that knows what it was made with: ``described`` is its class path and arguments, as plain data."""
 
     described: dict[str, Any]
     __signature__: inspect.Signature
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the signature that ``__init__`` has, where Python would show that of ``__new__``."""
         super().__init_subclass__(**kwargs)
         signature = inspect.signature(cls.__init__)
         cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __new__(cls, *args: object, **kwargs: object) -> Described:
-        """Note the arguments; a copy is made without any, and takes those of its original."""
         made = super().__new__(cls)
         object.__setattr__(made, "described", _description(cls, args, kwargs))
         return made
@@ -66,18 +55,7 @@ def described(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 
 
 def describe(value: object) -> Any:
-    """An argument as plain data; what cannot be made again is told by its class alone.
-
-    Args:
-        value: A number, text, a list or mapping, one of our networks, or what makes one of torch's optimizers: its
-            class, or a `functools.partial` of it.
-
-    Example:
-        >>> describe([1, partial(torch.optim.SGD, lr=0.1)])
-        [1, {'class_path': 'torch.optim.SGD', 'init_args': {'lr': 0.1}}]
-        >>> describe(nn.Linear(2, 3))
-        {'class_path': 'torch.nn.modules.linear.Linear'}
-    """
+    """An argument as plain data; what cannot be made again is told by its class alone."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Described):
@@ -98,22 +76,7 @@ def describe(value: object) -> Any:
 
 
 def rebuild(description: object, name: str) -> Any:
-    """An argument, made again from its description.
-
-    Args:
-        description: What `describe` gave, from a file that need not be trusted.
-        name: The argument's, for messages.
-
-    Raises:
-        ValueError: If it is of a class that is not made again here, or an argument does not fit.
-
-    Example:
-        >>> rebuild({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [4, 2]}}, "model")
-        MLP(
-          (0): Flatten(start_dim=1, end_dim=-1)
-          (1): Linear(in_features=4, out_features=2, bias=True)
-        )
-    """
+    """An argument, made again from what `describe` gave, from a file that need not be trusted."""
     if isinstance(description, list | tuple):
         return [rebuild(item, name) for item in description]
     if not isinstance(description, Mapping):
@@ -136,16 +99,7 @@ def rebuild(description: object, name: str) -> Any:
 
 
 def cast_arguments(make: Callable[..., object], arguments: Mapping[str, object], name: str) -> dict[str, object]:
-    """The arguments of a class or function from plain data, by their names and types, before it is called.
-
-    Raises:
-        ValueError: If there is one too many or too few, or of another type.
-
-    Example:
-        >>> cast_arguments(nn.Linear, {"in_features": 3, "out_features": "a command"}, "head")
-        Traceback (most recent call last):
-        ValueError: Expected `head.out_features` to be of type int but got 'a command'.
-    """
+    """The arguments of a class or function from plain data, by their names and types, before it is called."""
     known = inspect.signature(make).parameters
     open_ended = any(one.kind is one.VAR_KEYWORD for one in known.values())
     for key in arguments:
@@ -199,11 +153,7 @@ def _class_named(path: object) -> Callable[..., Any] | None:
 
 
 def _cast(value: Any, hint: Any) -> Any:
-    """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one.
-
-    Raises:
-        TypeError: If it is of another type.
-    """
+    """A value as an annotation has it, as far as that tells: a list where a tuple is wanted becomes one."""
     origin, within = get_origin(hint), get_args(hint)
     if origin is Literal:
         fits = value in within

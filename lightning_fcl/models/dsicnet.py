@@ -19,18 +19,15 @@ class DSICNet(Described):
 
     Kröger et al. name a DSICNet of 30,000 parameters whose last convolution and classifier (M_T, 24 kB in fp32) are
     trained and whose rest (M_F) is frozen int8. Its table of layers is published nowhere that we know: this is a
-    reconstruction from these numbers. Stem 3x3 of 16; pairs of a depthwise and a pointwise convolution to 32 and to 64,
-    four of 64; a depthwise of 64; the head is the last pointwise convolution, to 80, and a classifier. With ten
+    reconstruction from these numbers. Stem 3x3 of 16; pairs of a depthwise and a pointwise convolution to 32 and to
+    64, four of 64; a depthwise of 64; the head is the last pointwise convolution, to 80, and a classifier. With ten
     classes and batch normalisation there are 29,962 parameters; once the latter is folded, M_T has 6,010 (24,040
-    bytes). The last map has 4 x 3 positions, near the 29 kB of working memory that the paper has for the last layer.
+    bytes).
 
     Args:
         num_classes: Number of classes.
         image_size: Height and width of the images, in pixels.
         channels: Channels of the images.
-
-    Raises:
-        ValueError: If the images are smaller than 16 x 16, or a batch is of another size.
 
     Example:
         >>> import torch
@@ -78,7 +75,6 @@ class DSICNet(Described):
         return maps
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the classifier sees: shape (batch, 80)."""
         features: Tensor = self.head[:-1](self.latent(x))
         return features
 

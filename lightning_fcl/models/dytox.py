@@ -12,8 +12,6 @@ from lightning_fcl.models._bodies import vit_body
 from lightning_fcl.models._parts import check_images, fast_attention, heads_of, initialise, perceptron
 from lightning_fcl.models.described import Described
 
-__all__ = ["DyTox", "TaskAttention"]
-
 _ABSENT = -1e4  # not -inf: a sample whose own task is absent still has a finite loss
 
 
@@ -22,15 +20,6 @@ class TaskAttention(nn.Module):
 
     The class attention of CaiT with a token per task: ``z = [token, patches]``; only the token asks and changes. All
     tokens go through it at once, yet none sees another: the result is that of one pass for each.
-
-    Args:
-        width: Channels of the tokens.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptron over that of the tokens.
-
-    Example:
-        >>> TaskAttention(8, heads=2)(torch.zeros(3, 8), torch.zeros(5, 4, 8)).shape
-        torch.Size([5, 3, 8])
     """
 
     def __init__(self, width: int, heads: int = 12, mlp_ratio: float = 4.0) -> None:
@@ -46,12 +35,7 @@ class TaskAttention(nn.Module):
         self.apply(initialise)
 
     def forward(self, tokens: Tensor, patches: Tensor) -> Tensor:
-        """What each task sees in each image, shape (batch, tasks, width).
-
-        Args:
-            tokens: Shape (tasks, width).
-            patches: Shape (batch, patches, width).
-        """
+        """What each task sees, (batch, tasks, width), of tokens (tasks, width) and patches (batch, patches, width)."""
         tasks, batch = len(tokens), len(patches)
         own, seen = self.norm1(tokens), self.norm1(patches)
         query, *of_tokens = (
@@ -73,7 +57,7 @@ class DyTox(Described):
 
     Patches and positions go once through ``depth`` self-attention blocks, the ``body``; one `TaskAttention` block, the
     ``decoder``, then looks at them with each task's token, and the task's head (norm and linear layer) gives the logits
-    of the task's classes alone, eq. 7. Hence a task costs a token and a head, not a pass through the body.
+    of the task's classes alone, eq. 7.
 
     A token belongs to a block of classes, not to the number that a client's experience has: in a federation whose
     clients have the tasks in orders of their own, the clients that learn a block share its token and head. The paper's
@@ -81,27 +65,15 @@ class DyTox(Described):
     which are in use. The logits of a slot that is not are a constant that wins against nothing, and nothing of it gets
     a gradient. `lightning_fcl.callbacks.DyToxTraining` marks tasks as learnt; while none is, all are in use.
 
-    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones.
-    Training needs it, prediction does not.
-
-    At the defaults the body has 2,246,016 parameters, the decoder 444,864 (as a block of the body), and each of ten
-    tasks of ten classes a token of 192, a head of 2,314 and a divergence head of 2,507.
+    For each task there is also a divergence head, which has a logit for its classes and one for all earlier ones. At
+    the defaults the body has 2,246,016 parameters, the decoder 444,864, and each task a head of 2,314 and a divergence
+    head of 2,507.
 
     Args:
         tasks: The classes of each task; a number cuts ``num_classes`` into so many blocks of equal size, by number
             until a stream tells which (see `assign`).
         num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels, a multiple of the patches'.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens (384 in the DyTox paper).
-        depth: Self-attention blocks.
-        heads: Heads of the attention; they divide the width.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-        channels: Channels of the images.
-
-    Raises:
-        ValueError: If patches do not divide the image, heads the width or tasks the classes, if a class belongs to no
-            task or to two, or if a batch's images are of another size.
+        image_size: See `ViT`; and all else. The DyTox paper has a width of 384.
 
     Example:
         >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, heads=2)
@@ -155,11 +127,7 @@ class DyTox(Described):
         return tasks
 
     def assign(self, blocks: Sequence[Sequence[int]]) -> None:
-        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells.
-
-        Raises:
-            ValueError: If they do not fit the heads, or are not those that a task has been learnt with.
-        """
+        """Give the tasks, whose classes were cut by number, the blocks of classes that a stream tells."""
         if {frozenset(block) for block in blocks} == {frozenset(block) for block in self.blocks}:
             return
         if not self.cut or bool(self.learnt.any()) or [len(block) for block in blocks] != self.sizes:

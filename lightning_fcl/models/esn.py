@@ -37,9 +37,6 @@ class EchoStateNetwork(Described):
         washout: First steps of each sequence whose states are left out.
         seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
 
-    Raises:
-        ValueError: If an argument is out of range, or the recurrent weights have no cycle and so no spectral radius.
-
     Example:
         >>> reservoir = EchoStateNetwork(3, units=50, leaking_rate=0.5, seed=0)
         >>> reservoir(torch.zeros(2, 10, 3)).shape
@@ -95,11 +92,9 @@ class EchoStateNetwork(Described):
 
     @property
     def features(self) -> int:
-        """N_R: the size of the state, all layers together."""
         return self.layers * self.units
 
     def reset_plasticity(self) -> None:
-        """Set gain to 1 and bias to 0 again."""
         with torch.no_grad():
             self.gain.fill_(1)
             self.bias.zero_()
@@ -112,26 +107,15 @@ class EchoStateNetwork(Described):
         return int.from_bytes(digest.digest()[:7], "little")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features).
-
-        Raises:
-            ValueError: If the input has the wrong shape, is not finite, or is no longer than the washout.
-        """
+        """The states after the washout, shape (batch, time - washout, N_R), of inputs (batch, time, in_features)."""
         return torch.cat(list(self.blocks(x))).transpose(0, 1)
 
     @torch.no_grad()
     def blocks(self, x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Iterator[Tensor]:
         """The states of successive blocks of time steps, each of shape (steps, batch, N_R), after the washout.
 
-        Nothing but the current block is held.
-
-        Args:
-            x: Inputs, shape (batch, time, in_features).
-            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
-            bias: Biases, likewise.
-
-        Raises:
-            ValueError: As `forward` does.
+        Nothing but the current block is held. ``gain`` and ``bias``, where not the reservoir's own, have the shape
+        (N_R,), or (batch, N_R) for one set per sequence.
         """
         x = self.checked(x)
         gain = self.gain if gain is None else gain
@@ -158,7 +142,6 @@ class EchoStateNetwork(Described):
         return drive, recurrent, b + g * constant, g
 
     def _part(self, layer: int) -> slice:
-        """A layer's units among all."""
         return slice(layer * self.units, (layer + 1) * self.units)
 
     def weights(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -198,19 +181,9 @@ class EchoStateNetwork(Described):
     ) -> tuple[Tensor, Tensor]:
         """Each sequence's descent direction of KL(activations || N(mu, sigma)) (Schrauwen et al. 2008).
 
-        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed,
-        ``db = -(-mu/s2 + h/s2 (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro
-        et al., eq. 4, with what is lost in its printed form.
-
-        Args:
-            x: Inputs, shape (batch, time, in_features).
-            mu: Mean of the target distribution.
-            sigma: Its standard deviation.
-            gain: Gains other than the reservoir's own, shape (N_R,), or (batch, N_R) for one set per sequence.
-            bias: Biases, likewise.
-
-        Returns:
-            The directions of gain and bias, both of shape (batch, N_R), without a step size.
+        With ``h`` the activation before the leak and ``net`` the input of a unit, held fixed, ``db = -(-mu/s2 + h/s2
+        (2 s2 + 1 - h^2 + mu h))`` and ``dg = 1/g + db net``, summed over time. This is De Caro et al., eq. 4, with
+        what is lost in its printed form. Returns dg and db, shape (batch, N_R), without a step size.
         """
         x = self.checked(x)
         gain = self.gain.detach() if gain is None else gain
@@ -228,11 +201,7 @@ class EchoStateNetwork(Described):
         return dg, db
 
     def checked(self, x: Tensor) -> Tensor:
-        """The input in the reservoir's precision, if it is one.
-
-        Raises:
-            ValueError: As `forward` does.
-        """
+        """The input in the reservoir's precision, if it is one."""
         if x.dim() != 3 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Expected inputs of shape (batch, time, {self.in_features}) but got {tuple(x.shape)}. Set the "
@@ -254,15 +223,7 @@ class EchoStateNetwork(Described):
         return x
 
     def baked(self) -> EchoStateNetwork:
-        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal.
-
-        Example:
-            >>> reservoir = EchoStateNetwork(1, units=2, seed=0).requires_grad_(False)
-            >>> reservoir.gain += 0.5
-            >>> x = torch.ones(1, 3, 1)
-            >>> torch.allclose(reservoir(x), reservoir.baked()(x))
-            True
-        """
+        """The same reservoir with gain and bias worked into its weights: g is 1 and b is 0, the states are equal."""
         other = EchoStateNetwork(self.in_features, self.units, self.layers, washout=self.washout, seed=0)
         other = other.to(self.gain.device, self.gain.dtype)
         other.leaking_rate = self.leaking_rate
@@ -274,14 +235,7 @@ class EchoStateNetwork(Described):
                     target.copy_(value)
         return other
 
-    def spectral_radii(self) -> list[float]:
-        """The spectral radius of each layer's recurrent weights with the gains worked in; plasticity lets it drift."""
-        with torch.no_grad():
-            effective = [self._effective(layer, self.gain, self.bias)[1] for layer in range(self.layers)]
-        return [_radius(weight) for weight in effective]
-
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
         return f"{self.in_features}, units={self.units}, layers={self.layers}, leaking_rate={self.leaking_rate}"
 
 
@@ -299,12 +253,8 @@ def _mask(rows: int, columns: int, connectivity: int | float, name: str, generat
     return torch.zeros(rows, columns).scatter_(1, chosen, 1.0)
 
 
-def _radius(weight: Tensor) -> float:
-    return float(torch.linalg.eigvals(weight.double()).abs().max())
-
-
 def _rescaled(weight: Tensor, radius: float) -> Tensor:
-    current = _radius(weight)
+    current = float(torch.linalg.eigvals(weight.double()).abs().max())
     if current < 1e-9:
         raise ValueError(
             "Expected recurrent weights with a cycle, so that they have a spectral radius, but the drawn ones have "

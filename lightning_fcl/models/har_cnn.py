@@ -5,9 +5,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.models.described import Described
-
-__all__ = ["HARCNN"]
 
 _TOKEN = re.compile(r"(?P<filters>[1-9]\d*)-(?P<width>[1-9]\d*)C|(?P<pool>[1-9]\d*)M|(?P<units>[1-9]\d*)D", re.ASCII)
 
@@ -21,17 +20,9 @@ class HARCNN(Described):
     is a dense layer with 1024 units, then ReLU, then dropout. The classifier is not written. The paper gives a
     dropout rate but not its place: here it follows every dense layer but the classifier, and nothing else.
 
-    Sizes in Table 1 against 12 bytes a parameter, the ratio that its 67.8 MB give, for windows of 6 x 128:
-
-    ==============================  ==========  ==========  ==========================================================
-    notation                        parameters  at 12 B     Table 1
-    ==============================  ==========  ==========  ==========================================================
-    32-10C_256D_128D                 1,010,726  12.1 MB     3.3 MB: differs, also at 4 bytes (4.0 MB); it would match
-                                                            32-10C_4M_256D_128D, which has 273,446 parameters
-    64-9C_4M_32-9C_2M_16-9C_128D        33,654  404 KB      45 KB: differs, also at 4 bytes (135 KB)
-    196-16C_4M_1024D                 5,645,898  67.8 MB     67.8 MB: matches
-    196-16C_4M_1024D_512D            6,167,626  74.0 MB     74.1 MB: matches to 0.2 %
-    ==============================  ==========  ==========  ==========================================================
+    At 12 bytes a parameter, for windows of 6 x 128, ``196-16C_4M_1024D`` (5,645,898 parameters) and
+    ``196-16C_4M_1024D_512D`` (6,167,626) have the sizes of Table 1, 67.8 and 74.1 MB. ``32-10C_256D_128D`` (1,010,726)
+    and ``64-9C_4M_32-9C_2M_16-9C_128D`` (33,654) have 12.1 MB and 404 KB, where the table has 3.3 MB and 45 KB.
 
     The hidden layers are `body`, the classifier is `head`.
 
@@ -45,8 +36,7 @@ class HARCNN(Described):
             defaults of the library that the paper used.
 
     Raises:
-        ValueError: If the notation is wrong (the message names the token and its position), if the signal is too
-            short for the layers, or if another argument is out of range.
+        ValueError: If the notation is wrong (the message names the token and its position), or the signal too short.
 
     Example:
         >>> import torch
@@ -67,13 +57,10 @@ class HARCNN(Described):
         init: Literal["torch", "keras"] = "torch",
     ) -> None:
         super().__init__()
-        for name, size in {"in_channels": in_channels, "length": length, "num_classes": num_classes}.items():
-            if size < 1:
-                raise ValueError(f"Expected `{name}` to be at least 1 but got {size}. Read it from the data.")
+        at_least(1, in_channels=in_channels, length=length, num_classes=num_classes)
         if not 0 <= dropout < 1:
             raise ValueError(f"Expected `dropout` to be from 0 to below 1 but got {dropout}. 0 switches it off.")
-        if init not in ("torch", "keras"):
-            raise ValueError(f"Expected `init` to be 'torch' or 'keras' but got {init!r}. Choose one of these.")
+        one_of(("torch", "keras"), init=init)
         self.notation = notation
         self.in_channels = in_channels
         self.length = length
@@ -83,27 +70,11 @@ class HARCNN(Described):
             self.apply(_keras_init)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the classes' logits.
-
-        Args:
-            x: Windows, shape ``(batch, in_channels, length)``, or one window without the batch.
-
-        Returns:
-            Logits, shape ``(batch, num_classes)``, without softmax.
-
-        Raises:
-            ValueError: If the windows have another shape.
-
-        Example:
-            >>> import torch
-            >>> HARCNN("4-3C_2M_8D", in_channels=3, length=10, num_classes=2)(torch.zeros(5, 3, 10)).shape
-            torch.Size([5, 2])
-        """
+        """Logits, shape (batch, num_classes), of windows (batch, in_channels, length), or of one alone."""
         logits: Tensor = self.head(self.embed(x))
         return logits
 
     def embed(self, x: Tensor) -> Tensor:
-        """What the classifier sees: shape ``(batch, features)``."""
         if x.ndim not in (2, 3) or tuple(x.shape[-2:]) != (self.in_channels, self.length):
             raise ValueError(
                 f"Expected `x` to have shape (batch, {self.in_channels}, {self.length}) but got {tuple(x.shape)}. "
@@ -114,7 +85,6 @@ class HARCNN(Described):
 
 
 def _hidden(notation: str, in_channels: int, length: int, dropout: float) -> tuple[nn.Sequential, int]:
-    """The layers before the classifier, and the number of their features."""
     layers: list[nn.Module] = []
     channels, steps = in_channels, length
     features = 0  # of the last dense layer; 0 before the first

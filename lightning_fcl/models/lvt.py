@@ -10,37 +10,18 @@ from lightning_fcl.models._parts import Block, check_blocks, heads_of, initialis
 from lightning_fcl.models.described import Described
 from lightning_fcl.models.vit import SplitViT
 
-__all__ = ["LVT", "InterTaskAttention", "LVTBody"]
-
 
 class LVT(SplitViT):
-    """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes of `ViT`.
+    """The lifelong vision transformer (Wang et al. 2022, "LVT"), of the sizes and with the arguments of `ViT`.
 
-    It is that transformer with `InterTaskAttention` in each block. As in Zuo et al. 2024, who compare it with FedViT at
-    the same size: the paper's own has convolutions before it and between its three stages. And it has one classifier,
-    `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is trained on
-    both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
+    It is that transformer with `InterTaskAttention` in each block. As in Zuo et al. 2024, who compare it with FedViT
+    at the same size: the paper's own has convolutions before it and between its three stages. And it has one
+    classifier, `head`, where the paper has two: one that is trained on new tasks alone, and one that predicts and is
+    trained on both, which remains. The loss is `lightning_fcl.callbacks.LVTMethod`'s.
 
-    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT` but for
-
-    ===================  ====================================================  =================
-    six blocks           6 * 421,092                                                   2,526,552
-    - attention          3 * (192 * 192 + 192)                                 111,168 a block
-    - keys, biases       (8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)                   13,284 a block
-    ===================  ====================================================  =================
-
-    Args:
-        num_classes: Number of classes.
-        image_size: Height and width of the images, in pixels, a multiple of the patches'.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        heads: Heads of the attention; they divide the width.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-        channels: Channels of the images.
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width; and as `SplitViT` does.
+    The body has 2,549,016 parameters by default, 10.20 MB in one direction at 4 bytes each: those of `ViT`, but for
+    its six blocks of 421,092 (2,526,552), which have 111,168 of the attention (3 * (192 * 192 + 192)) and 13,284 keys
+    and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)) each.
 
     Example:
         >>> model = LVT(num_classes=10)
@@ -66,19 +47,9 @@ class LVT(SplitViT):
 
 
 class LVTBody(Described):
-    """The body of `LVT`: patches, a class token, learnt positions, pre-norm blocks. The output is the class token.
+    """The body of `LVT`, whose arguments it has: patches, a class token, learnt positions, pre-norm blocks.
 
-    Args:
-        image_size: Height and width of the images, in pixels.
-        channels: Channels of the images.
-        patch_size: Height and width of a patch, in pixels.
-        width: Channels of the tokens.
-        depth: Blocks.
-        heads: Heads of the attention.
-        mlp_ratio: Hidden width of the perceptrons over that of the tokens.
-
-    Raises:
-        ValueError: If patches do not divide the image, or heads the width.
+    The output is the class token.
 
     Example:
         >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, heads=2)(torch.zeros(2, 3, 32, 32)).shape
@@ -126,23 +97,9 @@ class InterTaskAttention(nn.Module):
     """Attention whose keys are learnt, not computed from the input (Wang et al. 2022, section 3, inter-task attention).
 
     ``softmax(q K^T / sqrt(d) + B) v`` in each head: queries q and values v come from the tokens, the key K of each
-    token and the biases B are parameters, `external_key` and `external_bias`. What a later task changes in them is
-    what it changes in the attention of earlier ones. B has a number for each distance of two patches, as in LeViT, and
-    three more: for the class token's attention to patches, theirs to it, and its own to itself; it begins at 0.
-    K begins with the variance of keys that a layer of 0.02 computes from normalised tokens.
-
-    Args:
-        width: Channels of the tokens.
-        heads: Heads; they divide the width.
-        side: Patches along one side of the image.
-
-    Raises:
-        ValueError: If heads do not divide the width.
-
-    Example:
-        >>> layer = InterTaskAttention(width=6, heads=2, side=2)
-        >>> layer.external_key.shape, layer.external_bias.shape, layer(torch.zeros(1, 5, 6)).shape
-        (torch.Size([2, 5, 3]), torch.Size([2, 7]), torch.Size([1, 5, 6]))
+    token and the biases B are parameters, `external_key` and `external_bias`. B has a number for each distance of two
+    patches, as in LeViT, and three more: for the class token's attention to patches, theirs to it, and its own to
+    itself; it begins at 0, K with the variance of keys that a layer of 0.02 computes from normalised tokens.
     """
 
     offsets: Tensor

@@ -14,23 +14,6 @@ class PlasticityOfLayer:
     """The sums over time of one layer's descent directions: each step is worked off while it is in the cache.
 
     See `lightning_fcl.models.EchoStateNetwork.plasticity` for the formula.
-
-    Args:
-        drive: Input weights, shape (units, inputs).
-        recurrent: Recurrent weights, shape (units, units).
-        gain: Shape (units,), or (batch, units) for one set per sequence.
-        bias: Likewise.
-        constant: The constant input of each unit, shape (units,).
-        leak: Leaking rate.
-        state: State before the first step, shape (batch, units).
-        mu: Mean of the target distribution.
-        sigma: Its standard deviation.
-
-    Example:
-        >>> weight, gain, bias = torch.ones(1, 1), torch.ones(1), torch.zeros(1)
-        >>> layer = PlasticityOfLayer(weight, weight, gain, bias, bias, 1.0, torch.zeros(1, 1), mu=0.0, sigma=1.0)
-        >>> layer.run(torch.zeros(2, 1, 1), skip=0).shape, [direction.tolist() for direction in layer.directions()]
-        (torch.Size([2, 1, 1]), [[[2.0]], [[-0.0]]])
     """
 
     drive: Tensor

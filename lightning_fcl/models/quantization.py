@@ -1,4 +1,4 @@
-"""Int8 for the part of a model that does not learn: fold the normalisation, then quantise the backbone."""
+"""Networks whose backbone has learnt all that it will: its normalisation folded, its weights fixed, perhaps in int8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,26 +16,47 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from lightning_fcl.errors import require
+from lightning_fcl.models.described import Described
+
+Precision = Literal["int8", "float"]
+
+
+def frozen(network: Described, backbone: Precision = "int8") -> Described:
+    """A network with a frozen backbone, for a state that is loaded afterwards; it is changed.
+
+    Args:
+        network: A network with a ``backbone`` and a ``head``.
+        backbone: ``"int8"`` or ``"float"``.
+
+    Example:
+        >>> from lightning_fcl.models import DSICNet
+        >>> network = frozen(DSICNet())
+        >>> type(network.backbone).__name__, network.described["init_args"]["backbone"]
+        ('Int8Backbone', 'int8')
+    """
+    freeze(network, backbone)
+    return network
+
+
+def freeze(network: nn.Module, backbone: Precision, images: Tensor | None = None) -> None:
+    """Fold a network's normalisation and freeze its backbone, in place; int8 is calibrated on images, if given."""
+    network.eval()
+    fold_batchnorm(network)
+    if backbone == "int8":
+        quantize_backbone(network, images)
+    network.get_submodule("backbone").requires_grad_(False)
+    network.frozen = True  # type: ignore[assignment]
+    if isinstance(network, Described):
+        arguments = {"network": network.described, "backbone": backbone}
+        network.described = {"class_path": f"{__package__}.{frozen.__name__}", "init_args": arguments}
+    network.train()
 
 
 def fold_batchnorm(module: nn.Module) -> None:
     """Fold every `BatchNorm2d` that follows a `Conv2d` in an `nn.Sequential` into the convolution, in place.
 
     The outputs in evaluation mode stay the same up to rounding. The normalisation gives way to an `nn.Identity`, so
-    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was. Make the
-    optimizer after folding.
-
-    Args:
-        module: The module, searched at all depths.
-
-    Raises:
-        ValueError: If a normalisation keeps no running statistics: there is nothing constant to fold.
-
-    Example:
-        >>> block = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
-        >>> fold_batchnorm(block)
-        >>> block[0].bias.shape, block[1]
-        (torch.Size([2]), Identity())
+    that all other layers keep their names; the convolution is a new one with a bias, and trainable if it was.
     """
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
@@ -62,16 +83,6 @@ class Int8Convolution(nn.Module):
     A real number is ``scale * (level - zero_point)``. Weights have symmetric levels in [-127, 127] and one scale per
     output channel; the bias is in units of ``input scale * weight scale``, as on integer hardware. A ReLU that
     follows is implied: then the output's zero point is 0, and no level lies below it.
-
-    Args:
-        convolution: The convolution whose geometry this one takes over; the state is left at zero.
-
-    Example:
-        >>> layer = Int8Convolution(nn.Conv2d(3, 4, 3))
-        >>> {name: (str(value.dtype)[6:], tuple(value.shape)) for name, value in layer.state_dict().items()}
-        ... # doctest: +NORMALIZE_WHITESPACE
-        {'weight': ('int8', (4, 3, 3, 3)), 'weight_scale': ('float32', (4,)), 'bias': ('int32', (4,)),
-         'scale': ('float32', ()), 'zero_point': ('int32', ())}
     """
 
     weight: Tensor
@@ -107,16 +118,6 @@ class Int8Backbone(nn.Module):
 
     Nothing in it is trainable, and training mode changes nothing. Its state is its `state_dict`: a model that was
     prepared with ``quantize_backbone(model, None)`` takes another's state and gives the same outputs to the bit.
-
-    Args:
-        convolutions: The convolutions by name, in their order, whose geometry is taken over.
-
-    Example:
-        >>> backbone = Int8Backbone({"stem": nn.Conv2d(1, 2, 3)})
-        >>> backbone(torch.zeros(5, 1, 8, 8)).shape, backbone.levels(torch.zeros(5, 1, 8, 8)).dtype
-        (torch.Size([5, 2, 6, 6]), torch.uint8)
-        >>> backbone.int8_bytes  # 18 weights; 2 scales and 2 biases; scale and zero point of input and output
-        50
     """
 
     input_scale: Tensor
@@ -131,7 +132,6 @@ class Int8Backbone(nn.Module):
 
     @property
     def layers(self) -> list[Int8Convolution]:
-        """The convolutions, in their order."""
         return cast(list[Int8Convolution], list(self.children()))
 
     @property
@@ -144,13 +144,8 @@ class Int8Backbone(nn.Module):
         return (self._run(x) * self.layers[-1].scale.float()).to(x.dtype)
 
     def levels(self, x: Tensor) -> Tensor:
-        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape. `dequantize` gives the maps back."""
+        """The maps' levels of 8 bits each, to be stored: uint8 of the maps' shape."""
         return (self._run(x) + self.layers[-1].zero_point).to(torch.uint8)
-
-    def dequantize(self, levels: Tensor) -> Tensor:
-        """The maps of stored levels, equal to the bit to those that `forward` gives."""
-        last = self.layers[-1]
-        return (levels.float() - last.zero_point) * last.scale.float()
 
     def _run(self, x: Tensor) -> Tensor:
         """The last layer's levels minus its zero point, in float32 whatever the type of the images."""
@@ -168,26 +163,9 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
     """Replace ``model.backbone``, a chain of convolutions, by an `Int8Backbone`, in place.
 
     Post-training and static: batch normalisation is folded, weights are symmetric per output channel, activations
-    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images. The maps that
-    come out are quantised too. The rest of the model stays as it is; make the optimizer afterwards.
-
-    Args:
-        model: A module with a `backbone`: an `nn.Sequential`, of any depth, of `Conv2d`, `BatchNorm2d` and `ReLU`.
-        calibration: Images as the backbone will see them, shape (images, channels, height, width); a hundred will do.
-            None builds the structure alone, without torchao, for a state that is loaded afterwards.
-        batch_size: Images per step of the calibration.
-
-    Raises:
-        ValueError: If there is no such `backbone`, if it is quantised already, or if the images are none, of the wrong
-            shape or not finite.
-        ModuleNotFoundError: If there are images but no torchao.
-
-    Example:
-        >>> from lightning_fcl.models import DSICNet
-        >>> net = DSICNet()
-        >>> quantize_backbone(net, None)
-        >>> net(torch.zeros(2, 1, 64, 48)).shape, net.backbone.int8_bytes
-        (torch.Size([2, 10]), 28408)
+    unsigned per tensor with the ranges that torchao's PT2E observers see on the calibration images, a hundred or so,
+    as the backbone will see them. None builds the structure alone, without torchao, for a state that is loaded
+    afterwards. The maps that come out are quantised too. Make the optimizer afterwards.
     """
     backbone = _float_backbone(model)
     convolutions = _chain(backbone)
@@ -200,7 +178,6 @@ def quantize_backbone(model: nn.Module, calibration: Tensor | None, batch_size: 
 
 
 def _float_backbone(model: nn.Module) -> nn.Module:
-    """A folded copy of the model's backbone, in evaluation mode on the CPU."""
     backbone = getattr(model, "backbone", None)
     if not isinstance(backbone, nn.Module):
         raise ValueError(
@@ -326,12 +303,7 @@ class _ChainQuantizer:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend.
-
-    Example:
-        >>> with quietly():
-        ...     warnings.warn("a deprecation", stacklevel=1)
-    """
+    """Without the warnings of export and torchao, about deprecations inside of them that no user can mend."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -39,7 +39,6 @@ class _Readout(Described):
 
     @property
     def features(self) -> int:
-        """The number of features."""
         return int(self.weight.shape[1])
 
     def embed(self, x: Tensor) -> Tensor:
@@ -59,9 +58,6 @@ class ReservoirReadout(_Readout):
         outputs: Size of the output.
         readout: What it reads: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
-
-    Raises:
-        ValueError: If an argument is out of range.
 
     Example:
         >>> network = ReservoirReadout(EchoStateNetwork(3, units=20, seed=0), outputs=2, readout="last")
@@ -88,9 +84,6 @@ class FeatureReadout(_Readout):
         network: A network with ``embed(x)`` and ``features``, their number; its own head is not asked.
         outputs: Size of the output.
 
-    Raises:
-        ValueError: If the number of outputs is below 1.
-
     Example:
         >>> from lightning_fcl.models import MLP
         >>> FeatureReadout(MLP([6, 5, 4]), outputs=2)(torch.zeros(3, 6)).shape
@@ -107,20 +100,7 @@ class FeatureReadout(_Readout):
 
 
 def pooled(reservoir: EchoStateNetwork, x: Tensor, readout: Features) -> Iterator[Tensor]:
-    """What a readout sees of sequences.
-
-    Args:
-        reservoir: The reservoir.
-        x: Shape (batch, time, features).
-        readout: As `ReservoirReadout` has it.
-
-    Returns:
-        Blocks of states (steps, batch, N_R), or one tensor of shape (1, batch, N_R).
-
-    Example:
-        >>> [block.shape for block in pooled(EchoStateNetwork(1, units=4, seed=0), torch.zeros(2, 70, 1), "steps")]
-        [torch.Size([64, 2, 4]), torch.Size([6, 2, 4])]
-    """
+    """What a readout sees of sequences: blocks of states (steps, batch, N_R), or one of a single step."""
     blocks = reservoir.blocks(x)
     if readout == "steps":
         yield from blocks

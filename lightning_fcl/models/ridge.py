@@ -25,17 +25,14 @@ STRIPE = 128
 class RidgeStatistics:
     """What a readout must know of its data: ``A = Y S^T``, ``B = S S^T`` and the number of samples.
 
-    Bacciu et al. 2021, eq. 6-9 and 11-12, with the regulariser left out: it is added once, in the solution. Two of them
-    add up to those of their data together, and one can be taken away again.
+    Bacciu et al. 2021, eq. 6-9 and 11-12, with the regulariser left out: it is added once, in the solution. Two of one
+    reservoir and shape add up to those of their data together, and one can be taken away again.
 
     Args:
         A: Shape (outputs, features), float64.
         B: Shape (features, features), or its upper triangle, row by row: (features * (features + 1) / 2,); float64.
         n: Number of samples.
         tag: Number of the reservoir whose states they are (`EchoStateNetwork.tag`).
-
-    Raises:
-        ValueError: On adding or taking away statistics of another reservoir or shape.
 
     Example:
         >>> one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), n=3, tag=7)
@@ -83,9 +80,6 @@ class RidgeReadout(Described):
             paper's eq. 7 and 9, it would count once per client.
         symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
 
-    Raises:
-        ValueError: If ``beta`` is below 0.
-
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)
         >>> states = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -130,7 +124,6 @@ class RidgeReadout(Described):
 
     @property
     def statistics(self) -> RidgeStatistics:
-        """A copy of what has been added up so far."""
         return RidgeStatistics(self.A.clone(), self.B.clone(), int(self.n), int(self.tag))
 
     def reset(self, tag: int = 0) -> None:
@@ -144,60 +137,28 @@ class RidgeReadout(Described):
         accumulate(self.A, self.B, states, targets)
         self.n += len(states)
 
-    def merge(self, statistics: RidgeStatistics) -> None:
-        """Add another's statistics.
-
-        Raises:
-            ValueError: If they are another reservoir's, or of another shape.
-        """
-        self._take(self.statistics + statistics)
-
     def remove(self, statistics: RidgeStatistics) -> None:
-        """Take statistics away that were added before: unlearning.
-
-        Raises:
-            ValueError: As `merge` does, or if they are of more samples than there are.
-        """
-        self._take(self.statistics - statistics)
-
-    def _take(self, statistics: RidgeStatistics) -> None:
-        self.A.copy_(statistics.A)
-        self.B.copy_(statistics.B)
-        self.n.fill_(statistics.n)
+        """Take statistics away that were added before: unlearning."""
+        rest = self.statistics - statistics
+        self.A.copy_(rest.A)
+        self.B.copy_(rest.B)
+        self.n.fill_(rest.n)
 
     def solve(self) -> None:
         """Set the weights from the statistics."""
         self.weight.copy_(solve(self.A, square(self.B, self.in_features), self.beta))
 
     def solutions(self, betas: Sequence[float]) -> Tensor:
-        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition.
-
-        Raises:
-            ValueError: If a number is not finite.
-        """
+        """The weights for each of several regularisers, shape (betas, outputs, features), by one eigendecomposition."""
         _check_finite(self.A, self.B)
         return _by_eigenvalues(self.A, square(self.B, self.in_features), betas)[0]
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
         return f"{self.in_features}, {self.out_features}, beta={self.beta}, symmetric={self.symmetric}"
 
 
 def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
-    """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision.
-
-    Args:
-        a: Shape (outputs, features), float64.
-        b: Shape (features, features), symmetric, or packed (features * (features + 1) / 2,), float64.
-        states: Shape (n, features).
-        targets: Shape (n, outputs).
-
-    Example:
-        >>> a, b = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-        >>> accumulate(a, b, torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
-        >>> a.tolist(), b.tolist()
-        ([[3.0, 6.0]], [1.0, 2.0, 4.0])
-    """
+    """Add ``targets^T states`` to ``a`` and ``states^T states`` to ``b`` (square or packed), in double precision."""
     full = b if b.dim() == 2 else torch.zeros(states.shape[1], states.shape[1], dtype=b.dtype, device=b.device)
     for part, wanted in zip(torch.split(states, PIECE), torch.split(targets, PIECE), strict=True):
         wide = part.double()
@@ -213,12 +174,7 @@ def accumulate(a: Tensor, b: Tensor, states: Tensor, targets: Tensor) -> None:
 
 
 def square(b: Tensor, size: int) -> Tensor:
-    """A symmetric matrix from its packed upper triangle; a square one is returned as it is.
-
-    Example:
-        >>> square(torch.tensor([1.0, 2.0, 4.0]), size=2).tolist()
-        [[1.0, 2.0], [2.0, 4.0]]
-    """
+    """A symmetric matrix from its packed upper triangle; a square one is returned as it is."""
     if b.dim() == 2:
         return b
     full = b.new_zeros(size, size)
@@ -229,20 +185,7 @@ def square(b: Tensor, size: int) -> Tensor:
 
 
 def solve(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """``a (b + beta I)^-1`` in double precision: by Cholesky, or by eigenvalues where ``beta`` is lost in rounding.
-
-    Args:
-        a: Shape (outputs, features).
-        b: Shape (features, features), symmetric, positive semi-definite.
-        beta: Regulariser.
-
-    Raises:
-        ValueError: If a number is not finite.
-
-    Example:
-        >>> solve(torch.tensor([[2.0, 8.0]]), torch.diag(torch.tensor([0.0, 3.0])), beta=1.0)
-        tensor([[2., 2.]], dtype=torch.float64)
-    """
+    """``a (b + beta I)^-1`` in double precision: by Cholesky, or by eigenvalues where ``beta`` is lost in rounding."""
     a, b = a.double(), b.double()
     _check_finite(a, b)
     # Rounding may leave a singular matrix positive: only a regulariser above all rounding errors says that it is none.

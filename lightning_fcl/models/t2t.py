@@ -21,16 +21,14 @@ from lightning_fcl.models._parts import (
 )
 from lightning_fcl.models.described import Described
 
-__all__ = ["T2TBody", "TokenTransformer"]
-
 
 class T2TBody(Described):
     """The tokens-to-token vision transformer without its classifier (Yuan et al. 2021, "T2T-ViT", section 3).
 
     The T2T module (section 3.1, eq. 1 to 4) splits the image softly, that is into patches that overlap, transforms
-    these (`TokenTransformer`), lays them out as a map again, and splits that; a linear layer follows the last split.
-    Then a deep and narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of
-    pre-norm attention without biases of queries, keys and values. The output is the class token.
+    these , lays them out as a map again, and splits that; a linear layer follows the last split. Then a deep and
+    narrow backbone (section 3.2, eq. 5): a class token, fixed sinusoidal positions, and blocks of pre-norm attention
+    without biases of queries, keys and values. The output is the class token.
 
     The defaults are T2T-ViT-7 (Table 1). With a classifier of 1000 classes there are 4,255,310 parameters, and
     50,432 fixed numbers in the positions; the paper has 4.3 M. Left out: the Performer of the T2T module, for which
@@ -45,9 +43,6 @@ class T2TBody(Described):
         mlp_ratio: Hidden width of the backbone's perceptrons over that of the tokens.
         splits: Size and stride of the patches in each soft split.
         token_width: Channels of the tokens in the T2T module.
-
-    Raises:
-        ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
 
     Example:
         >>> body = T2TBody(32, width=16, depth=1, heads=2, splits=((3, 2), (3, 2)), token_width=8)
@@ -112,14 +107,6 @@ class TokenTransformer(nn.Module):
     """Attention and a perceptron that make narrow tokens of wide ones (Yuan et al. 2021, eq. 1).
 
     One head. As the widths differ, the values stand in the residual connection, as in the authors' code.
-
-    Args:
-        inputs: Channels of the tokens that come in.
-        width: Channels of the tokens that go out.
-
-    Example:
-        >>> TokenTransformer(27, 8)(torch.zeros(1, 16, 27)).shape
-        torch.Size([1, 16, 8])
     """
 
     def __init__(self, inputs: int, width: int) -> None:

@@ -71,7 +71,6 @@ class Classifier(NetworkTask):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Take the tasks' classes from the stream; predictions need none, and later stages may have those of a fit."""
         if not self.task_incremental or stage == "predict":
             return
         stream = stream_of(self.trainer)
@@ -102,11 +101,7 @@ class Classifier(NetworkTask):
         return output.masked_fill(~self._blocks.to(output.device)[y], -torch.inf)
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of every sample, shape (batch,).
-
-        Raises:
-            ValueError: If the network's outputs are not as many as the classes.
-        """
+        """Cross-entropy of every sample, shape (batch,)."""
         if output.shape[-1] != self.num_classes:
             raise ValueError(
                 f"Expected a `model` with one output for each of `num_classes`={self.num_classes} but got "
@@ -115,20 +110,11 @@ class Classifier(NetworkTask):
         return F.cross_entropy(self.mask_logits(output, y), y, reduction="none")
 
     def embed(self, x: Tensor) -> Tensor:
-        """Features of samples, shape (batch, features): what the network's own ``embed`` gives.
-
-        Raises:
-            ValueError: If the network has none.
-        """
+        """Features of samples, shape (batch, features): what the network's own ``embed`` gives."""
         return self._body.embed(x)
 
     @property
     def features(self) -> int:
-        """How many features the network has.
-
-        Raises:
-            ValueError: If it has none.
-        """
         return self._body.features
 
     @property
@@ -141,7 +127,6 @@ class Classifier(NetworkTask):
         return self.model
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
-        """Log loss and accuracy."""
         metric = self.val_accuracy if stage == "val" else self.test_accuracy
         x, y = batch
         output = self.outputs_by_task(x, y)
@@ -205,7 +190,6 @@ class MajorityClassifier(Classifier):
         return self.met.expand(len(x), -1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Count the classes."""
         self.met += torch.bincount(batch[1], minlength=self.num_classes)
 
     def configure_optimizers(self) -> None:  # type: ignore[override]

@@ -23,12 +23,7 @@ class _EpochLoss:
 
 
 class NetworkTask(Task):
-    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it.
-
-    Args:
-        model: The network.
-        optimizer: Makes the clients' optimizer from the parameters; None: SGD with a learning rate of 0.01.
-    """
+    """A network trained by the mean of its samples' losses; it states that loss apart, so that cohorts can train it."""
 
     def __init__(self, model: nn.Module, optimizer: OptimizerFactory | None) -> None:
         super().__init__()
@@ -37,11 +32,6 @@ class NetworkTask(Task):
         self._loss = _EpochLoss()
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the network makes of samples.
-
-        Raises:
-            ValueError: If the network does not take such samples.
-        """
         try:
             output: Tensor = self.model(x)
         except RuntimeError as error:
@@ -69,7 +59,6 @@ class NetworkTask(Task):
         return None if self.automatic_optimization else f"`{type(self).__name__}` optimises by hand"
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean loss of a batch."""
         x, y = batch
         loss = self.sample_loss(self(x), y).mean()
         self.count_loss(loss.detach() * len(y), len(y))
@@ -81,7 +70,6 @@ class NetworkTask(Task):
         self._loss.samples += samples
 
     def on_train_epoch_end(self) -> None:
-        """Log the mean training loss of the epoch (in a federation: of all clients' steps in the round)."""
         found = ranks_of(self.trainer).share((self._loss.total, self._loss.samples))
         total, samples = (sum(column[1:], column[0]) for column in zip(*found, strict=True))
         if samples:
@@ -89,11 +77,9 @@ class NetworkTask(Task):
         self._loss = _EpochLoss()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log what predictions are measured by."""
         self.evaluate(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log what predictions are measured by."""
         self.evaluate(batch, "test")
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
@@ -101,12 +87,10 @@ class NetworkTask(Task):
         raise NotImplementedError
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The network's outputs for a batch: of samples, or of samples and their targets."""
         output: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
         return output
 
     def configure_optimizers(self) -> Optimizer:
-        """The optimizer that was given, or SGD with a learning rate of 0.01."""
         if self.optimizer is None:
             return torch.optim.SGD(self.parameters(), lr=0.01)
         return make_optimizer(self.optimizer, self.parameters())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, R2Score
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import at_least
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.tasks.network import NetworkTask
 
@@ -25,9 +26,6 @@ class Regressor(NetworkTask):
         outputs: How many numbers a sample's target has.
         optimizer: Makes the clients' optimizer from the parameters; default: SGD with a learning rate of 0.01.
 
-    Raises:
-        ValueError: If `outputs` is below 1; in a step, if outputs or targets have another shape.
-
     Example:
         >>> import torch
         >>> task = Regressor(nn.Linear(4, 2), outputs=2)
@@ -37,8 +35,7 @@ class Regressor(NetworkTask):
 
     def __init__(self, model: nn.Module, outputs: int = 1, optimizer: OptimizerFactory | None = None) -> None:
         super().__init__(model, optimizer)
-        if outputs < 1:
-            raise ValueError(f"Expected `outputs` to be at least 1 but got {outputs}.")
+        at_least(1, outputs=outputs)
         self.outputs = outputs
         self.val_measures = MetricCollection(dict(self.measures()))
         self.test_measures = MetricCollection(dict(self.measures()))
@@ -48,11 +45,7 @@ class Regressor(NetworkTask):
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def sample_loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Squared error of every sample, mean over its outputs, shape (batch,).
-
-        Raises:
-            ValueError: If outputs or targets have another shape.
-        """
+        """Squared error of every sample, mean over its outputs, shape (batch,)."""
         return F.mse_loss(output, self._wanted(output, y), reduction="none").mean(dim=1)
 
     def _wanted(self, output: Tensor, y: Tensor) -> Tensor:
@@ -67,7 +60,6 @@ class Regressor(NetworkTask):
         return y.to(output.dtype)
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
-        """Log loss and measures."""
         measures = self.val_measures if stage == "val" else self.test_measures
         x, y = batch
         output = self(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -15,15 +15,17 @@ from torchmetrics import Metric
 
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
 from lightning_fcl.models.ridge import RidgeReadout, accumulate
-from lightning_fcl.tasks.reservoir_trainer import Plasticity, ReservoirTrainer, Share
+from lightning_fcl.tasks.reservoir_trainer import ReservoirTrainer, Share
 from lightning_fcl.tasks.task import Task, one_local_epoch
+
+if TYPE_CHECKING:
+    from lightning_fcl.methods.plasticity import IntrinsicPlasticity
 
 log = logging.getLogger(__name__)
 
@@ -32,29 +34,15 @@ class ReservoirTask(Task):
     """An echo state network with a ridge readout: local training is one pass that adds up statistics.
 
     In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
-    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. Rounds with new data
-    or new clients are added without looking at the old ones again; the same data in two rounds count twice. With
-    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain Trainer
-    the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
+    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
+    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
+    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
 
     `lightning_fcl.callbacks.IntrinsicPlasticity` adapts the reservoir in the rounds before.
 
     What (A, B) reveals: of a client with fewer samples than the reservoir has units, the span of its states, and of one
     with a single sample that sample itself. Hence ``min_samples``; adding up under secure aggregation is the remedy.
-
-    Args:
-        reservoir: The network whose states the readout sees.
-        outputs: Size of the output.
-        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round
-            (all of them from one eigendecomposition); just one with ``share="weights"``.
-        readout: What the readout sees: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
-            ``"mean"``.
-        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
-
-    Raises:
-        ValueError: If an argument is out of range.
+    The arguments are those of `lightning_fcl.ReservoirClassifier`.
     """
 
     quantity: str  # what is logged in evaluation
@@ -72,8 +60,7 @@ class ReservoirTask(Task):
         super().__init__()
         one_of(get_args(Features), readout=readout)
         one_of(get_args(Share), share=share)
-        if outputs < 1:
-            raise ValueError(f"Expected the number of outputs to be at least 1 but got {outputs}.")
+        at_least(1, outputs=outputs)
         self.betas = [beta] if isinstance(beta, int | float) else list(beta)
         if not self.betas:
             raise ValueError("Expected `beta` to be a number or several but got an empty list.")
@@ -90,7 +77,7 @@ class ReservoirTask(Task):
         self.share = share
         self.min_samples = reservoir.features if min_samples is None else min_samples
         self.adapting = False
-        self.plasticity: Plasticity | None = None
+        self.plasticity: IntrinsicPlasticity | None = None
         self._warned: set[str] = set()
         self.val_metric, self.test_metric = self.metric(), self.metric()
 
@@ -148,18 +135,7 @@ class ReservoirTask(Task):
             start += len(states)
 
     def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add several clients' sequences to their statistics.
-
-        Args:
-            a: A of each client, shape (clients, outputs, N_R).
-            b: B of each client: (clients, N_R, N_R), or packed.
-            x: All sequences, client after client: (batch, time, features).
-            y: Their labels.
-            sizes: How many sequences each client has.
-
-        Returns:
-            The number of samples (steps, or sequences) of each client.
-        """
+        """Add sequences, so many of each client after the other, to the clients' A and B; the samples of each."""
         samples = 0
         for states, wanted in self.pairs(x, y):
             samples += len(states)
@@ -170,7 +146,6 @@ class ReservoirTask(Task):
         return [samples * size for size in sizes]
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a batch to the statistics."""
         if self._counts():
             x, y = batch
             self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
@@ -181,7 +156,6 @@ class ReservoirTask(Task):
         self.optimizers().step()  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """Refuse to count data more than once."""
         one_local_epoch(self, " The passes of plasticity are `IntrinsicPlasticity(local_epochs=...)`.")
         if self.trainer.max_epochs == -1:
             raise ValueError(
@@ -193,7 +167,6 @@ class ReservoirTask(Task):
             )
 
     def on_train_epoch_start(self) -> None:
-        """Begin anew with the statistics if they are another reservoir's."""
         if self.adapting:
             return
         tag = self.reservoir.tag()
@@ -201,7 +174,6 @@ class ReservoirTask(Task):
             self.readout.reset(tag)
 
     def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
-        """Solve after an epoch's last batch, before validation, in a plain Trainer; a federation does per round."""
         trainer = self.trainer
         if trainer.is_last_batch and self._counts() and federation_of(trainer) is None:
             self.solve()
@@ -213,7 +185,6 @@ class ReservoirTask(Task):
         return not self.adapting and (last or stream_of(trainer) is not None)
 
     def on_after_aggregation(self) -> None:
-        """Solve for the server's readout from the sums."""
         if not self.adapting and self.share == "statistics":
             self.solve()
 
@@ -226,7 +197,6 @@ class ReservoirTask(Task):
 
     @torch.no_grad()
     def _choose_beta(self) -> None:
-        """Take the regulariser whose readout is right most often on the validation samples."""
         trainer, stream = self.trainer, stream_of(self.trainer)
         loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
         if not loader:
@@ -249,19 +219,15 @@ class ReservoirTask(Task):
         raise NotImplementedError
 
     def metric(self) -> Metric:
-        """What measures the readout in evaluation."""
         raise NotImplementedError
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the readout is."""
         self._evaluate(batch, f"val/{self.quantity}", self.val_metric)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the readout is."""
         self._evaluate(batch, f"test/{self.quantity}", self.test_metric)
 
     def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
-        """Log a metric of what the readout says and should say."""
         x, y = batch
         for states, wanted in self.pairs(x, y):
             metric.update(*self.to_predictions(self.readout(states), wanted))
@@ -272,22 +238,11 @@ class ReservoirTask(Task):
         raise NotImplementedError
 
     def configure_optimizers(self) -> Optimizer:
-        """One that moves nothing. See `count_step`."""
         return torch.optim.SGD([self.reservoir.gain, self.reservoir.bias], lr=0.0)
 
     # What a federation asks for.
 
-    def entries(self) -> State:
-        """The live tensors of the task's state by name."""
-        return entries(self)
-
     def local_trainer(self, request: TrainerRequest) -> ReservoirTrainer:
-        """What trains many clients at once, which share the reservoir.
-
-        Raises:
-            ValueError: If the federation asks for what it would pass over in silence: a method that adds to a loss, a
-                training step of a subclass, other reductions, or clients that miss a synchronisation.
-        """
         name = type(self).__name__
         if request.rules:
             raise ValueError(
@@ -317,7 +272,6 @@ class ReservoirTask(Task):
         return self.share == "weights" and not self.adapting
 
     def fingerprint(self) -> dict[str, Any]:
-        """What makes this task the one that it is, for checkpoints."""
         reservoir = self.reservoir
         plain = {"betas": self.betas, "readout": self.features, "share": self.share}
         return {**plain, "leaking_rate": reservoir.leaking_rate, "washout": reservoir.washout}
@@ -330,10 +284,8 @@ class ReservoirTask(Task):
             log.warning("The statistics %s: they can reveal its data. Wait for more, or use secure aggregation.", what)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the regulariser that was chosen."""
         checkpoint["beta"] = self.readout.beta
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the regulariser that was chosen."""
         if len(self.betas) > 1:
             self.readout.beta = checkpoint.get("beta", self.readout.beta)

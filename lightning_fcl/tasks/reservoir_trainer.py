@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
-from lightning_fcl.models.esn import EchoStateNetwork
-from lightning_fcl.models.ridge import RidgeReadout, solve, square
+from lightning_fcl.models.ridge import solve, square
+
+if TYPE_CHECKING:
+    from lightning_fcl.tasks.reservoir import ReservoirTask
 
 Share = Literal["statistics", "weights"]
 """What a client sends."""
@@ -23,50 +25,13 @@ Share = Literal["statistics", "weights"]
 COHORT_BYTES = 128 * 2**20
 
 
-class Plasticity(Protocol):
-    """A rule that adapts gain and bias: see `lightning_fcl.callbacks.IntrinsicPlasticity`."""
-
-    mu: float
-    sigma: float
-
-    def step(self, gain: Tensor, bias: Tensor, dg: Tensor, db: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
-        """Gain and bias of several clients after one step along their directions, all of shape (clients, N_R)."""
-
-
-class SharedReservoir(Protocol):
-    """A task whose clients run through one reservoir: see `lightning_fcl.tasks.reservoir.ReservoirTask`."""
-
-    adapting: bool
-    share: Share
-    plasticity: Plasticity | None
-    reservoir: EchoStateNetwork
-    readout: RidgeReadout
-
-    def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
-        """Add several clients' sequences to their statistics; the number of samples of each."""
-
-    def count_step(self) -> None:
-        """Move nothing: checkpoints count optimizer steps."""
-
-    def warn_of_few(self, client: str, samples: int) -> None:
-        """Warn of statistics that may reveal a client's data."""
-
-    def entries(self) -> State:
-        """The live tensors of the task's state by name."""
-
-
 class ReservoirTrainer:
-    """Runs several clients' sequences through one reservoir: one product with its weights serves them all.
-
-    Args:
-        module: The task.
-        clients_at_once: How many clients run side by side; None: as many as leave their statistics in little memory.
-    """
+    """Runs several clients' sequences through one reservoir: one product with its weights serves them all."""
 
     stacked = True
     optimizer = None
 
-    def __init__(self, module: SharedReservoir, clients_at_once: int | None = None) -> None:
+    def __init__(self, module: ReservoirTask, clients_at_once: int | None = None) -> None:
         self.module = module
         fitting = int(max(1, min(256, COHORT_BYTES // module.readout.B.nbytes)))
         self.clients_at_once = clients_at_once or fitting
@@ -77,7 +42,6 @@ class ReservoirTrainer:
         self._memories: Sequence[Sequence[Memory]] = ()
 
     def begin(self, start: Start) -> None:
-        """Stack the clients' gains and biases, or begin their sums."""
         self.client_rounds, self._memories = start.client_rounds, start.memories
         self._received = received = start.states
         if self.module.adapting:
@@ -89,7 +53,6 @@ class ReservoirTrainer:
             self.n = [self._earlier(state) for state in received]
 
     def _own(self, name: str, server: Tensor) -> Tensor:
-        """Where each client's statistics are added up: from nothing, or from its own earlier ones."""
         started = torch.zeros(len(self._received), *server.shape, dtype=server.dtype, device=server.device)
         for row, state in enumerate(self._received):
             if self._earlier(state):
@@ -102,9 +65,7 @@ class ReservoirTrainer:
         return int(state["readout.n"]) if same else 0
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
-        """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
-        if weight is None:
-            raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
+        assert weight is not None  # as batches of several clients have it
         x, y = batch
         real = weight > 0
         if self.module.adapting:
@@ -115,7 +76,6 @@ class ReservoirTrainer:
         self.module.count_step()
 
     def _adapt(self, x: Tensor, real: Tensor) -> None:
-        """Move the clients' gain and bias by one step."""
         rule, reservoir = self.module.plasticity, self.module.reservoir
         if rule is None:
             return
@@ -127,13 +87,11 @@ class ReservoirTrainer:
         self.gain[active], self.bias[active] = rule.step(self.gain[active], self.bias[active], dg, db, reservoir.layers)
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """Nothing moves but Lightning's counter."""
         return step()
 
     def finish(self) -> Trained:
-        """The clients' gains and biases, or their sums."""
         module, clients = self.module, len(self.client_rounds)
-        states = {name: value.expand(clients, *value.shape) for name, value in module.entries().items()}
+        states = {name: value.expand(clients, *value.shape) for name, value in entries(module).items()}
         if module.adapting:
             return Trained({**states, "reservoir.gain": self.gain, "reservoir.bias": self.bias}, self._memories)
         for client_round, n in zip(self.client_rounds, self.n, strict=True):
@@ -146,5 +104,4 @@ class ReservoirTrainer:
         return Trained(states, self._memories)
 
     def abort(self) -> None:
-        """Forget the clients."""
         self.client_rounds, self._received, self._memories = (), (), ()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +13,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.models.readout import FeatureReadout
 from lightning_fcl.models.ridge import RidgeReadout
 from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.tasks.task import one_local_epoch
+from lightning_fcl.tasks.task import one_hot, one_local_epoch
 
 
 class RidgeClassifier(Classifier):
@@ -22,17 +21,13 @@ class RidgeClassifier(Classifier):
 
     Clients add up ``A = Y S^T`` and ``B = S S^T`` of their samples' features, the server adds these up and solves:
     after each session the readout is that of ridge regression on all samples so far, in one pass and one
-    synchronisation. The same data in two rounds count twice: one round is enough.
-    `lightning_fcl.callbacks.BaseSession` trains the network and adds the base session's samples.
+    synchronisation. `lightning_fcl.callbacks.BaseSession` trains the network and adds the base session's samples.
 
     Args:
         model: The network. Its ``embed(x)`` gives the features, shape (batch, ``features``).
         num_classes: Number of classes.
         beta: Regulariser, at least 0.
         symmetric: Whether only the upper triangle of B is kept and sent.
-
-    Raises:
-        ValueError: If the network has no such features.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -45,63 +40,43 @@ class RidgeClassifier(Classifier):
 
     def __init__(self, model: nn.Module, num_classes: int, beta: float = 1.0, symmetric: bool = True) -> None:
         super().__init__(model, num_classes)
-        features = getattr(model, "features", None)
-        if not isinstance(features, int) or not callable(getattr(model, "embed", None)):
-            raise ValueError(
-                f"Expected `model` to have `features`, a number, and `embed(x)` but got a `{type(model).__name__}`. "
-                "Use DSICNet, or give your network both."
-            )
         self.automatic_optimization = False
-        self.readout = RidgeReadout(features, num_classes, beta, symmetric)
+        self.readout = RidgeReadout(self.features, num_classes, beta, symmetric)
         sums = dict.fromkeys(("readout.A", "readout.B", "readout.n"), "sum")
         self.reductions = {"*": "fixed", **sums, "readout.weight": "download"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs near 1 for the right class and near 0 for the others, shape (batch, num_classes)."""
-        outputs: Tensor = self.readout(self._embedded(x)).to(x.dtype)
+        outputs: Tensor = self.readout(self.embed(x)).to(x.dtype)
         return outputs
 
     def network(self) -> FeatureReadout:
-        """A plain network that predicts as this task does now."""
-        network = FeatureReadout(copy.deepcopy(self.model), self.num_classes)  # type: ignore[arg-type]  # it was looked at
+        network = FeatureReadout(copy.deepcopy(self._body), self.num_classes)
         network.weight.copy_(self.readout.weight)
         return network
 
     @torch.no_grad()
-    def _embedded(self, x: Tensor) -> Tensor:
-        network: Any = self.model
-        features: Tensor = network.embed(x)
-        return features
+    def embed(self, x: Tensor) -> Tensor:
+        return super().embed(x)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        """Add a batch to the sums."""
         x, y = batch
         self.add(x, y)
         self.optimizers().step()  # type: ignore[union-attr] # nothing moves: checkpoints count steps
 
     def on_train_start(self) -> None:
-        """Refuse to count samples more than once."""
         one_local_epoch(self)
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add samples, shape (batch, ...), and their labels to the sums."""
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            wrong = int(y[(y < 0) | (y >= self.num_classes)][0])
-            raise ValueError(
-                f"Expected labels between 0 and {self.num_classes - 1} but got {wrong}. Set `num_classes` to the "
-                "data's number of classes."
-            )
-        self.readout.partial_fit(self._embedded(x), F.one_hot(y, self.num_classes).double())
+        self.readout.partial_fit(self.embed(x), one_hot(y, self.num_classes))
 
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
-        """Begin with the base session's samples."""
         self.add(x, y)
         self.readout.solve()
 
     def on_after_aggregation(self) -> None:
-        """Solve for the server's readout from the sums."""
         self.readout.solve()
 
     def configure_optimizers(self) -> Optimizer:
-        """One that moves nothing."""
         return torch.optim.SGD(self.parameters(), lr=0.0)

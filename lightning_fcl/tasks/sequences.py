@@ -6,32 +6,31 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import MeanSquaredError, Metric, R2Score
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fcl.errors import one_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features
 from lightning_fcl.tasks.reservoir import ReservoirTask
 from lightning_fcl.tasks.reservoir_trainer import Share
+from lightning_fcl.tasks.task import one_hot
 
 
 class ReservoirClassifier(ReservoirTask):
-    """Classification of sequences: one-hot targets, the largest output wins.
+    """Classification of sequences: one-hot targets, the largest output wins. See `ReservoirTask` for what it does.
 
     Args:
         reservoir: The network whose states the readout sees.
         num_classes: Number of classes.
+        beta: Regulariser of the readout; of several, the one that does best on the validation samples after each round.
+        readout: What the readout sees: each step's state (``"steps"``), each sequence's ``"last"`` one, or their
+            ``"mean"``.
+        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
         targets: One-hot as ``"0/1"`` (the papers') or ``"-1/1"``.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
         symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
-
-    Raises:
-        ValueError: If an argument is out of range, or, in a step, a label is.
+        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
 
     Example:
         >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
@@ -53,42 +52,30 @@ class ReservoirClassifier(ReservoirTask):
         min_samples: int | None = None,
     ) -> None:
         super().__init__(reservoir, num_classes, beta, readout, share, symmetric, min_samples)
-        if targets not in ("0/1", "-1/1"):
-            raise ValueError(f'Expected `targets` to be "0/1" or "-1/1" but got "{targets}".')
+        one_of(("0/1", "-1/1"), targets=targets)
         self.num_classes = num_classes
         self.signed = targets == "-1/1"
 
     @property
     def gives(self) -> str:
-        """What the outputs are: estimates of 0 and 1, or of -1 and 1."""
         return "-1/1" if self.signed else "0/1"
 
     def metric(self) -> Metric:
-        """The share of right predictions."""
         return MulticlassAccuracy(self.readout.out_features, average="micro")
 
     def targets(self, y: Tensor) -> Tensor:
-        """One-hot of labels of sequences, shape (batch,), or of steps, shape (batch, time)."""
         if y.is_floating_point():
             raise ValueError(
                 f"Expected whole numbers as labels but got {y.dtype}. `ReservoirRegressor` takes such targets."
             )
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
-            wrong = y[(y < 0) | (y >= self.num_classes)][0]
-            raise ValueError(
-                f"Expected labels between 0 and {self.num_classes - 1} but got {int(wrong)}. Set `num_classes` to the "
-                "data's number of classes."
-            )
-        one_hot = F.one_hot(y.long(), self.num_classes).double()
-        return one_hot * 2 - 1 if self.signed else one_hot
+        targets = one_hot(y, self.num_classes)
+        return targets * 2 - 1 if self.signed else targets
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Number of right answers of each readout."""
         right = outputs.argmax(dim=-1) == wanted.argmax(dim=-1)[..., None]
         return right.double().flatten(0, -2).sum(dim=0)
 
     def to_predictions(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes."""
         return outputs.argmax(dim=-1).flatten(), wanted.argmax(dim=-1).flatten()
 
 
@@ -98,11 +85,7 @@ class ReservoirRegressor(ReservoirTask):
     Args:
         reservoir: The network whose states the readout sees.
         outputs: Size of the target.
-        beta: See `ReservoirTask`; and all else.
-        readout: What the readout sees.
-        share: What a client sends.
-        symmetric: Whether only one half of B is kept and sent.
-        min_samples: Clients whose statistics are of fewer samples are warned of.
+        beta: See `ReservoirClassifier`; and all else.
 
     Example:
         >>> task = ReservoirRegressor(EchoStateNetwork(1, units=20, seed=0), outputs=1)
@@ -113,7 +96,6 @@ class ReservoirRegressor(ReservoirTask):
     quantity = "error"
 
     def metric(self) -> Metric:
-        """The mean squared error."""
         return MeanSquaredError()
 
     def measures(self) -> Mapping[str, Metric]:
@@ -121,11 +103,6 @@ class ReservoirRegressor(ReservoirTask):
         return {"MSE": MeanSquaredError(), "R2": R2Score()}
 
     def targets(self, y: Tensor) -> Tensor:
-        """The targets as they are.
-
-        Raises:
-            ValueError: If they are not finite, or not of the output's size.
-        """
         if y.dim() not in (2, 3) or y.shape[-1] != self.readout.out_features:
             raise ValueError(
                 f"Expected targets of shape (batch, {self.readout.out_features}), or (batch, time, "
@@ -136,9 +113,7 @@ class ReservoirRegressor(ReservoirTask):
         return y.double()
 
     def score(self, outputs: Tensor, wanted: Tensor) -> Tensor:
-        """Minus the squared error of each readout."""
         return -(outputs - wanted[..., None, :]).square().sum(dim=-1).flatten(0, -2).sum(dim=0)
 
     def to_predictions(self, outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers."""
         return outputs.float().flatten(), wanted.float().flatten()

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 import lightning.pytorch as L
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_fcl.federation.aggregation import check_state, entries, load_entries, reductions_of
 from lightning_fcl.federation.protocol import federation_of
@@ -29,33 +31,10 @@ class Task(Described, L.LightningModule):
     def load_from_checkpoint(  # type: ignore[override] # Lightning hides a class method behind a descriptor
         cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool | None = None, **arguments: object
     ) -> Self:
-        """A task with the weights of a checkpoint.
+        """A task with the weights of a checkpoint, a file or ``https://host/name.ckpt#sha256=...``.
 
-        The checkpoint's hyperparameters are data: networks of `lightning_fcl.models` and optimizers of `torch.optim`
-        are made again from them, each checked before it is called; anything else must be handed in.
-
-        Args:
-            checkpoint_path: A file, or ``https://host/name.ckpt#sha256=...``.
-            map_location: Where tensors go, as in `torch.load`.
-            strict: Whether the checkpoint must have every entry of the state and no other.
-            arguments: Arguments of the task in place of the checkpoint's, such as ``model=MyNetwork()``.
-
-        Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If it is damaged or holds other objects, an argument must be handed in or does not fit, or the
-                state is not that of the task.
-
-        Example:
-            >>> from lightning_fcl import Classifier
-            >>> from lightning_fcl.models import MLP
-            >>> file, trainer = getfixture("tmp_path") / "last.ckpt", L.Trainer(logger=False)
-            >>> trainer.strategy.connect(Classifier(MLP([64, 10]), num_classes=10))
-            >>> trainer.save_checkpoint(file)
-            >>> Classifier.load_from_checkpoint(file).model
-            MLP(
-              (0): Flatten(start_dim=1, end_dim=-1)
-              (1): Linear(in_features=64, out_features=10, bias=True)
-            )
+        Networks of `lightning_fcl.models` and optimizers of `torch.optim` are made again from the hyperparameters, each
+        checked before it is called; anything else is handed in as one of ``arguments``, such as ``model=MyNetwork()``.
         """
         read = partial(torch.load, map_location=map_location, weights_only=True)
         checkpoint = read_checkpoint(read, checkpoint_path)
@@ -75,16 +54,19 @@ class Task(Described, L.LightningModule):
         return task
 
 
+def one_hot(y: Tensor, num_classes: int) -> Tensor:
+    """Labels as vectors of 0 and 1, in double precision."""
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
+        wrong = int(y[(y < 0) | (y >= num_classes)][0])
+        raise ValueError(
+            f"Expected labels between 0 and {num_classes - 1} but got {wrong}. Set `num_classes` to the data's number "
+            "of classes."
+        )
+    return F.one_hot(y.long(), num_classes).double()
+
+
 def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
-    """Refuse several local epochs for a module whose readout adds up samples: they would count several times.
-
-    Args:
-        module: The module, of a Trainer that begins.
-        more: A sentence for the message.
-
-    Raises:
-        ValueError: If the strategy's ``local_epochs`` is not 1.
-    """
+    """Refuse several local epochs for a module whose readout adds up samples: they would count several times."""
     federation = federation_of(module.trainer)
     epochs = federation.local_epochs if federation is not None else 1
     if epochs != 1:

@@ -425,20 +425,11 @@ def test_a_stream_without_base_session(fit, make_stream):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epochs": 0}, "Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got 0 and 40."),
-        (
-            {"pretrain_epochs": -1},
-            "Expected `epochs` to be at least 1 and `pretrain_epochs` at least 0 but got 60 and -1.",
-        ),
-        ({"backbone": "int4"}, 'Expected `backbone` to be "int8" or "float" but got "int4".'),
-        (
-            {"lr": 0.0},
-            "Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got 0.0 and 32.",
-        ),
-        (
-            {"batch_size": 1},
-            "Expected `lr` above 0 and `batch_size` of at least 2, for batch normalisation, but got 0.002 and 1.",
-        ),
+        ({"epochs": 0}, "Expected `epochs` to be at least 1 but got 0."),
+        ({"pretrain_epochs": -1}, "Expected `pretrain_epochs` to be at least 0 but got -1."),
+        ({"backbone": "int4"}, 'Expected `backbone` to be "int8" or "float" but got "int4". Did you mean int8?'),
+        ({"lr": 0.0}, "Expected `lr` to be above 0 but got 0.0."),
+        ({"batch_size": 1}, "Expected `batch_size` to be at least 2 but got 1."),
     ],
 )
 def test_wrong_arguments(arguments, message):

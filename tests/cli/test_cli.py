@@ -300,7 +300,7 @@ model:
 trainer:
   strategy: {class_path: lightning_fcl.FederatedStrategy}
   callbacks:
-    - {class_path: lightning_fcl.callbacks.ActivationDensity, init_args: {bins: 10}}
+    - {class_path: lightning_fcl.callbacks.ActivationDensity}
   enable_progress_bar: false
   enable_checkpointing: false
   logger: false
@@ -337,7 +337,7 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, e
     assert "Figure both.png is left out: not run: two." in said.err
     assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png", "against-paper.png"}
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
-    assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 10
+    assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 100
     assert (out / "one" / "seed-1" / "report.html").exists()
     (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
     message = "Expected the rows of figure both.png to be among one, two but got three."

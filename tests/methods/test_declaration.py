@@ -18,10 +18,9 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.freezing import Freezer
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.methods.step import Part, Step
+from lightning_fcl.methods.step import Freezer, Part, Step
 from lightning_fcl.randomness import keys_of, numbers
 
 

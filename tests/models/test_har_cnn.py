@@ -145,7 +145,7 @@ ARGUMENTS = {
     "num_classes": ({"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0."),
     "dropout 1": ({"dropout": 1.0}, "Expected `dropout` to be from 0 to below 1 but got 1.0."),
     "dropout -0.1": ({"dropout": -0.1}, "Expected `dropout` to be from 0 to below 1 but got -0.1."),
-    "init": ({"init": "jax"}, "Expected `init` to be 'torch' or 'keras' but got 'jax'."),
+    "init": ({"init": "jax"}, 'Expected `init` to be "torch" or "keras" but got "jax".'),
 }
 
 

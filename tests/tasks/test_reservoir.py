@@ -567,8 +567,8 @@ def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, me
     [
         ({"readout": "first"}, 'Expected `readout` to be "steps", "last" or "mean" but got "first".'),
         ({"share": "data"}, 'Expected `share` to be "statistics" or "weights" but got "data".'),
-        ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2".'),
-        ({"num_classes": 0}, "Expected the number of outputs to be at least 1 but got 0."),
+        ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2". Did you mean 0/1?'),
+        ({"num_classes": 0}, "Expected `outputs` to be at least 1 but got 0."),
         ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
         (
             {"beta": [1.0, 2.0], "share": "weights"},

@@ -183,8 +183,8 @@ def test_labels_out_of_range():
 @pytest.mark.seconds
 def test_a_network_without_features_is_refused():
     message = (
-        "Expected `model` to have `features`, a number, and `embed(x)` but got a `Linear`. Use DSICNet, or give your "
-        "network both."
+        "Expected a `model` with `embed(x)` and `features`, their number, but got a `Linear`. Use one of "
+        "`lightning_fcl.models`, or define them."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         RidgeClassifier(torch.nn.Linear(6, 4), 4)
