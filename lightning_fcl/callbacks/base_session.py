@@ -59,6 +59,9 @@ class BaseSession(Callback):
             the same, and `Replay` remembers maps.
         cache: Folder where trained networks are kept for other runs that begin in the same way; None: none.
 
+    Raises:
+        ValueError: If an argument is out of range, the stream has no base session, or the network no two parts.
+
     Example:
         >>> BaseSession(epochs=60, backbone="int8").backbone
         'int8'

@@ -30,6 +30,9 @@ class ActivationDensity(Callback):
     ``test`` names them). ``record`` holds the densities, as in figures 3 and 5 of De Caro et al. 2023,
     "Decentralized plasticity in reservoir dynamical networks for pervasive environments".
 
+    Raises:
+        ValueError: If the module has no reservoir, or there is no stream with test samples.
+
     Example:
         >>> ActivationDensity().record
         {}

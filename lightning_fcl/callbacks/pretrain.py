@@ -25,6 +25,9 @@ class Pretrain(Callback):
     Args:
         epochs: Passes over the samples, at least 1.
 
+    Raises:
+        ValueError: If ``epochs`` is below 1, or the stream has no samples for pre-training.
+
     Example:
         >>> Pretrain(epochs=50).epochs
         50

@@ -47,6 +47,10 @@ class APFL(Method):
         alpha0: What ``alpha`` begins with, from 0 to 1.
         alpha_lr: Step size of ``alpha``; None: the optimizer's learning rate, as in the paper; 0: ``alpha`` is fixed.
 
+    Raises:
+        ValueError: If an argument is out of range, the Trainer is no federation's, or the module does not state its
+            loss apart.
+
     Example:
         >>> APFL(alpha0=0.5).alpha0
         0.5

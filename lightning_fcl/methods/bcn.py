@@ -68,6 +68,10 @@ class BCN(Episodic):
         inner_lr: Learning rate of the second player, above 0.
         batch_size: Samples drawn at each step.
 
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        TypeError: If inputs that are to be moved are no floating-point numbers.
+
     Example:
         >>> BCN(eps=0.0, theta_steps=0).beta
         0.99

@@ -38,6 +38,10 @@ class DERpp(Method):
         beta: Weight of the remembered samples' task loss, at least 0.
         batch_size: Samples in each of the two draws of a step, at least 1.
 
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
     Example:
         >>> DERpp(batch_size=16).recall_size
         32

@@ -43,6 +43,9 @@ class FLwF2T(Method):
             in training, as in a program that forgot to copy; it teaches itself nothing, and the term vanishes.
         clients: Who distils; the others fine-tune. See `Method`.
 
+    Raises:
+        ValueError: If an argument is outside its range.
+
     Example:
         >>> FLwF2T(alpha=0.001, beta=0.7).task_weight({})
         0.001
@@ -121,6 +124,9 @@ class LwF(Method):
         strength: Weight (lambda) of the distillation, at least 0.
         temperature: Softens both sides, above 0.
         clients: Who distils; the others fine-tune. See `Method`.
+
+    Raises:
+        ValueError: If ``strength`` or ``temperature`` is outside its range.
 
     Example:
         >>> LwF(strength=0.0).task_weight({})

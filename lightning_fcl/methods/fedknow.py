@@ -43,6 +43,9 @@ class FedKNOW(FedViT):
         tune_rate: Learning rate (of Adam) of the tuning, above 0.
         k: Past tasks that constrain a step. See `FedViT`; and all else.
 
+    Raises:
+        ValueError: If an argument is out of range, the body has no layer to keep weights of; or as `FedViT` does.
+
     Example:
         >>> FedKNOW(rho=0.1, k=10).tune_epochs
         5

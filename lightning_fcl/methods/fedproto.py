@@ -37,6 +37,10 @@ class FedProto(Method):
         strength: Weight (lambda) of the distance, at least 0.
         predict: Whether the ``"nearest"`` prototype tells the class, or the module's own ``"head"``.
 
+    Raises:
+        ValueError: If an argument is out of range, or the module does not tell its features.
+        TypeError: If the samples are no pairs.
+
     Example:
         >>> from lightning_fcl import Classifier
         >>> from lightning_fcl.models import MLP

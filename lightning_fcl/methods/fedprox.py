@@ -28,6 +28,9 @@ class FedProx(Method):
         mu: Weight of the proximal term, at least 0; 0 is FedAvg.
         part: Shell-style pattern of the parameters that it holds, as in ``"head.*"``.
 
+    Raises:
+        ValueError: If ``mu`` is negative or ``part`` matches no trainable parameter.
+
     Example:
         >>> FedProx(mu=0.1).mu
         0.1

@@ -58,6 +58,9 @@ class FedViT(Method):
         margin: Least weight of each constraint in a gradient that violates one, of integration too, at least 0; 0: the
             paper's eq. 8; GEM's authors take 0.5.
 
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart; or as `FedRep` does.
+
     Example:
         >>> FedViT(rho=0.1, k=10).head_epochs
         2

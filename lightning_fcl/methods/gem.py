@@ -29,6 +29,9 @@ class GEM(Episodic):
         max_size: Samples kept of each task: an int is their number, a float a share of the client's data in a round.
         margin: Least weight of each past gradient once one is violated (the authors' memory strength); 0: eq. 11.
 
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
+
     Example:
         >>> GEM(max_size=0.1, margin=0.5).margin
         0.5
@@ -57,6 +60,9 @@ class AGEM(Episodic):
         max_size: Samples kept of each task. See `GEM`.
         batch_size: Samples of the reference, drawn anew at each step from torch's global generator, as in the paper;
             None: all that are remembered.
+
+    Raises:
+        ValueError: If an argument is out of range, or the module does not state its loss apart.
 
     Example:
         >>> AGEM(max_size=20, batch_size=256).batch_size

@@ -55,6 +55,10 @@ class ICaRL(LwF):
         strength: Weight of the distillation, at least 0.
         temperature: Softens both sides of it, above 0.
 
+    Raises:
+        ValueError: If an argument is out of range, or the module does not tell its features.
+        TypeError: If the samples are no pairs.
+
     Example:
         >>> ICaRL(max_size=100).ends_undrawn
         True

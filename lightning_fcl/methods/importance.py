@@ -175,6 +175,10 @@ class EWC(_Consolidation):
             adds its own curvature. False: the paper's F as it is; the strengths of papers, 40,000 in Zuo et al. 2024,
             belong to it, and blow up many a small network.
 
+    Raises:
+        ValueError: If ``strength`` or ``decay`` is outside its range, or the module does not state its loss apart.
+        TypeError: If the samples are no pairs.
+
     Example:
         >>> EWC(strength=10.0).strength
         10.0
@@ -201,6 +205,10 @@ class MAS(_Consolidation):
         decay: What remains of the earlier experiences' Omega when an experience ends, 0 to 1; 1 sums them.
         normalize: Whether Omega is divided by its greatest entry, with what this promises: see `EWC`. Zuo et al. 2024
             have a strength of 100 without.
+
+    Raises:
+        ValueError: If ``strength`` or ``decay`` is outside its range.
+        TypeError: If the module's output is no tensor, or the samples are no pairs.
 
     Example:
         >>> MAS(strength=2.0).strength

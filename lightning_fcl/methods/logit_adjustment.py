@@ -66,6 +66,9 @@ class LogitAdjustment(Method):
             without a `FederatedStream`, of the epoch before), or those of the ``"federation"``: of all clients so far
             and of the base session. Clients then send their counts, once for each experience.
 
+    Raises:
+        ValueError: If an argument is out of range, a batch has no labels, or the module does not tell its classes.
+
     Example:
         >>> LogitAdjustment(tau=1.0, prior="federation").prior
         'federation'

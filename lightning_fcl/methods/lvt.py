@@ -68,6 +68,10 @@ class LVTMethod(Method):
         batch_size: Remembered samples in a step; None: as many as the batch has.
         keys: Shell-style pattern of K's entries.
 
+    Raises:
+        ValueError: If an argument is out of range, the module does not state its loss apart, or there is no K.
+        TypeError: If the samples are no pairs.
+
     Example:
         >>> LVTMethod(gamma=1.0, alpha=1.0, beta=0.5).keys
         '*.external_*'

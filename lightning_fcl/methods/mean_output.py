@@ -75,6 +75,9 @@ class MeanOutputLoss(Method):
         cross_entropy: The classes that the task's cross-entropy is over: those of the ``"session"``, all ``"seen"``,
             or ``"all"`` outputs. The first two presume that the task's loss is cross-entropy, as `Classifier`'s is.
 
+    Raises:
+        ValueError: If an argument is out of range, or a batch has no labels.
+
     Example:
         >>> MeanOutputLoss(mu=2.0).mu
         2.0

@@ -40,6 +40,9 @@ class IntrinsicPlasticity(Method):
             brings all earlier data back (joint training, from scratch).
         min_gain: Gains stay at least this large; where one is driven below, a warning says so.
 
+    Raises:
+        ValueError: If an argument is out of range, the module has no reservoir, or gain or bias are no longer finite.
+
     Example:
         >>> IntrinsicPlasticity(sigma=0.1, local_epochs=3).eta
         0.01

@@ -52,6 +52,10 @@ class Replay(Method):
             ``ClassBalancedBuffer``, ``ExperienceBalancedBuffer`` (what is taken in at once is an experience) or
             ``ParametricBuffer``, whose strategy gets the module, with the client's state, as ``strategy.model``.
 
+    Raises:
+        TypeError: If ``buffer`` wants Avalanche's own training loop.
+        ValueError: If an argument is out of range, or there is no base session to begin with.
+
     Example:
         >>> Replay(max_size=10, policy="refresh", update="round").max_size
         10

@@ -32,6 +32,10 @@ class CvTBody(Described):
         strides: Stride of each stage's embedding convolution. The last map must have at least 3 x 3 positions.
         mlp_ratio: Hidden width of the blocks' perceptrons over that of the tokens.
 
+    Raises:
+        ValueError: If the stages' arguments are not equally many, heads do not divide the width, or the image does
+            not fit the strides.
+
     Example:
         >>> body = CvTBody(32, widths=(8, 16), depths=(1, 1), heads=(1, 2), kernels=(3, 3), strides=(2, 2))
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features

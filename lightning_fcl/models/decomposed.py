@@ -39,6 +39,9 @@ class Decomposed(Described):
         layers: Shell-style pattern of the weights to decompose, by their names in ``net``.
         threshold: Adaptives up to this magnitude count as zero, in evaluation and on the wire, as in the authors' code.
 
+    Raises:
+        ValueError: If a number is out of range, or ``net`` has no weights to decompose.
+
     Example:
         >>> from lightning_fcl.models import ViT
         >>> model = Decomposed(ViT(num_classes=10), tasks=5)

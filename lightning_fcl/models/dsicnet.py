@@ -29,6 +29,9 @@ class DSICNet(Described):
         image_size: Height and width of the images, in pixels.
         channels: Channels of the images.
 
+    Raises:
+        ValueError: If the images are smaller than 16 x 16, or a batch is of another size.
+
     Example:
         >>> import torch
         >>> net = DSICNet(num_classes=10)

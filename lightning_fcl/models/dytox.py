@@ -75,6 +75,10 @@ class DyTox(Described):
         num_classes: Number of classes.
         image_size: See `ViT`; and all else. The DyTox paper has a width of 384.
 
+    Raises:
+        ValueError: If patches do not divide the image, heads the width or tasks the classes, if a class belongs to no
+            task or to two, or if a batch's images are of another size.
+
     Example:
         >>> model = DyTox(tasks=5, num_classes=10, patch_size=16, width=12, depth=1, heads=2)
         >>> model(torch.zeros(2, 3, 32, 32)).shape, len(model.tokens), model.blocks[1]

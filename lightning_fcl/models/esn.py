@@ -37,6 +37,9 @@ class EchoStateNetwork(Described):
         washout: First steps of each sequence whose states are left out.
         seed: Seed of all weights; None draws one from torch's global generator, as other layers do.
 
+    Raises:
+        ValueError: If an argument is out of range, or the recurrent weights have no cycle and so no spectral radius.
+
     Example:
         >>> reservoir = EchoStateNetwork(3, units=50, leaking_rate=0.5, seed=0)
         >>> reservoir(torch.zeros(2, 10, 3)).shape

@@ -23,6 +23,9 @@ class LVT(SplitViT):
     its six blocks of 421,092 (2,526,552), which have 111,168 of the attention (3 * (192 * 192 + 192)) and 13,284 keys
     and biases ((8 * 8 + 1) * 192 + 12 * (8 * 8 + 3)) each.
 
+    Raises:
+        ValueError: If patches do not divide the image, or heads the width; and as `SplitViT` does.
+
     Example:
         >>> model = LVT(num_classes=10)
         >>> sum(p.numel() for p in model.body.parameters())
@@ -50,6 +53,9 @@ class LVTBody(Described):
     """The body of `LVT`, whose arguments it has: patches, a class token, learnt positions, pre-norm blocks.
 
     The output is the class token.
+
+    Raises:
+        ValueError: If patches do not divide the image, or heads the width.
 
     Example:
         >>> LVTBody(32, 3, patch_size=16, width=8, depth=1, heads=2)(torch.zeros(2, 3, 32, 32)).shape

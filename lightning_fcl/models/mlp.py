@@ -14,6 +14,9 @@ class MLP(Described, nn.Sequential):
     Args:
         sizes: Features of the input, of each hidden layer and of the output, at least two numbers.
 
+    Raises:
+        ValueError: If there are fewer than two sizes.
+
     Example:
         >>> import torch
         >>> MLP([64, 32, 10])(torch.zeros(2, 1, 8, 8)).shape

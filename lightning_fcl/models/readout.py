@@ -59,6 +59,9 @@ class ReservoirReadout(_Readout):
         readout: What it reads: each time step's state (``"steps"``), each sequence's ``"last"`` one, or their
             ``"mean"``.
 
+    Raises:
+        ValueError: If an argument is out of range.
+
     Example:
         >>> network = ReservoirReadout(EchoStateNetwork(3, units=20, seed=0), outputs=2, readout="last")
         >>> network(torch.zeros(5, 10, 3)).shape, network.embed(torch.zeros(5, 10, 3)).shape
@@ -83,6 +86,9 @@ class FeatureReadout(_Readout):
     Args:
         network: A network with ``embed(x)`` and ``features``, their number; its own head is not asked.
         outputs: Size of the output.
+
+    Raises:
+        ValueError: If the number of outputs is below 1.
 
     Example:
         >>> from lightning_fcl.models import MLP

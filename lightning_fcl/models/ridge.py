@@ -34,6 +34,9 @@ class RidgeStatistics:
         n: Number of samples.
         tag: Number of the reservoir whose states they are (`EchoStateNetwork.tag`).
 
+    Raises:
+        ValueError: On adding or taking away statistics of another reservoir or shape.
+
     Example:
         >>> one = RidgeStatistics(torch.ones(1, 2), torch.eye(2), n=3, tag=7)
         >>> (one + one).n, (one + one - one).n
@@ -79,6 +82,9 @@ class RidgeReadout(Described):
         beta: Regulariser, above or equal 0. It is no part of the statistics: added to each client's B, as in the
             paper's eq. 7 and 9, it would count once per client.
         symmetric: Whether only the upper triangle of B is kept and sent: half the bytes.
+
+    Raises:
+        ValueError: If ``beta`` is below 0.
 
     Example:
         >>> readout = RidgeReadout(2, 1, beta=0.0)

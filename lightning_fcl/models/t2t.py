@@ -44,6 +44,9 @@ class T2TBody(Described):
         splits: Size and stride of the patches in each soft split.
         token_width: Channels of the tokens in the T2T module.
 
+    Raises:
+        ValueError: If heads do not divide the width, the width is odd, there is no split, or the image does not fit.
+
     Example:
         >>> body = T2TBody(32, width=16, depth=1, heads=2, splits=((3, 2), (3, 2)), token_width=8)
         >>> body(torch.zeros(2, 3, 32, 32)).shape, body.features

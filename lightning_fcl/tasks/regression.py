@@ -26,6 +26,9 @@ class Regressor(NetworkTask):
         outputs: How many numbers a sample's target has.
         optimizer: Makes the clients' optimizer from the parameters; default: SGD with a learning rate of 0.01.
 
+    Raises:
+        ValueError: If `outputs` is below 1; in a step, if outputs or targets have another shape.
+
     Example:
         >>> import torch
         >>> task = Regressor(nn.Linear(4, 2), outputs=2)

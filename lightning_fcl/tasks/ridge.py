@@ -29,6 +29,9 @@ class RidgeClassifier(Classifier):
         beta: Regulariser, at least 0.
         symmetric: Whether only the upper triangle of B is kept and sent.
 
+    Raises:
+        ValueError: If the network has no such features.
+
     Example:
         >>> from lightning_fcl.models import DSICNet
         >>> task = RidgeClassifier(DSICNet(), num_classes=10)

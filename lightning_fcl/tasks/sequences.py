@@ -32,6 +32,9 @@ class ReservoirClassifier(ReservoirTask):
         symmetric: Whether only one half of B is kept and sent.
         min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as the state has units.
 
+    Raises:
+        ValueError: If an argument is out of range, or, in a step, a label is.
+
     Example:
         >>> task = ReservoirClassifier(EchoStateNetwork(3, units=20, seed=0), num_classes=2, readout="last")
         >>> task(torch.zeros(5, 10, 3)).shape
