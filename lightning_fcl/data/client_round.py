@@ -51,7 +51,6 @@ class ClientRound:
     drawn: bool = True
 
     def not_drawn(self) -> ClientRound:
-        """The same part of a client that was not drawn for the round."""
         return replace(self, drawn=False)
 
     @property
@@ -64,20 +63,7 @@ class ClientRound:
 
 
 class ClientRounds(Sequence[ClientRound]):
-    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none.
-
-    Args:
-        round: The round.
-        clients: The clients' ids.
-        samples: Number of samples of each, shape (clients,).
-        make: Makes the part of a client, its rehearsed samples left out.
-        rehearsed: Number of remembered samples that join those of each client; None: none.
-
-    Example:
-        >>> parts = ClientRounds(0, ["a", "b"], np.array([3, 4]), lambda client: ClientRound(client, round=0))
-        >>> parts[1].client, [part.client for part in parts], parts.trained
-        ('b', ['a', 'b'], array([3, 4]))
-    """
+    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none."""
 
     def __init__(
         self,
@@ -96,7 +82,6 @@ class ClientRounds(Sequence[ClientRound]):
 
     @classmethod
     def of(cls, parts: Sequence[ClientRound]) -> ClientRounds:
-        """Those that are there already."""
         known = {part.client: part for part in parts}
         return cls(
             parts[0].round if parts else 0,

@@ -122,16 +122,6 @@ def samples_of(
     classes: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Samples:
-    """The samples of whatever a `FederatedStream` takes as its data.
-
-    Args:
-        data: The data.
-        classes: Of a data set or data module, as `FederatedStream.from_arrays` has it.
-        seed: Seed of what a data module draws.
-
-    Raises:
-        ValueError: If the data set is not known, or a data module's loaders cannot be taken apart.
-    """
     if isinstance(data, L.LightningDataModule):
         return _of_module(data, classes, seed)
     if isinstance(data, Dataset):
@@ -173,13 +163,7 @@ def of_anything(
     classes: Sequence[str] | None = None,
     collate_fn: Collate = default_collate,
 ) -> Samples:
-    """Samples of arrays, tensors, or a map-style data set, checked.
-
-    The arguments are those of `FederatedStream.from_arrays`.
-
-    Raises:
-        ValueError: If there are no targets, or the columns do not fit together.
-    """
+    """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     dataset = x if isinstance(x, Dataset) else None
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
@@ -216,11 +200,7 @@ def _of_module(module: L.LightningDataModule, classes: Sequence[str] | None, see
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
-    """The samples, none of whose own test and validation sets has a class that nobody learns.
-
-    Raises:
-        ValueError: If one has.
-    """
+    """The samples, none of whose own test and validation sets has a class that nobody learns."""
     seen = set(samples.labels[train].tolist())
     unseen = sorted(set(samples.labels[~train].tolist()) - seen)
     if unseen:

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.data.arguments import named, refuse_dealt
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.data_module import call_seeded, lend_hooks
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.experiences import Benchmark, experiences_of, scenario_of
+from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_anything, samples_of
@@ -120,25 +119,21 @@ class FederatedStream(L.LightningDataModule):
         """A stream of your own arrays or map-style `torch.utils.data.Dataset`.
 
         Args:
-            x: Samples, shape (n, ...), float32 or whole numbers of any type; or a data set, whose items may be anything
-                that ``collate_fn`` makes a batch of.
-            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; `classes` keeps
-                them as names; or others, as all of a floating type are, where the scenario needs no classes. Default:
-                what a data set's items hold: the second entry of a tuple, or that of a dict called labels, label,
-                targets, target or y.
+            x: Samples, shape (n, ...); or a data set, whose items may be anything that ``collate_fn`` makes a batch of.
+            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; or others, as all
+                of a floating type are. Default: what a data set's items hold: the second entry of a tuple, or that of
+                a dict called labels, label, targets, target or y.
             client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
                 ``()``: targets are none, even if they are whole numbers.
-            mean: Of uint8 images, shape (n, channels, height, width), the mean of their pixels, scaled to [0, 1]: a
-                number, or one for each channel, as torchvision's ``Normalize`` has it. The images stay uint8, also
-                where methods remember them; batches are normalised.
+            mean: Of uint8 images, shape (n, channels, height, width), which stay such until they are in a batch, the
+                mean of their pixels, scaled to [0, 1]: a number, or one for each channel.
             std: The standard deviation of these pixels.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
-            ValueError: If there are no targets, or the columns do not fit together; or if the scenario has no use for
-                owners.
+            ValueError: If there are no targets, if columns do not fit together, or the scenario needs no owners.
 
         Example:
             >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
@@ -162,11 +157,10 @@ class FederatedStream(L.LightningDataModule):
         """A stream of an Avalanche benchmark, or of a list of its data sets, split over clients.
 
         Args:
-            benchmark: Its experiences come in their order, its test stream is the test set. Of a list, every data set
-                is an experience, and ``split`` says what is tested on.
-            scenario: Default: `ClassIncremental` with the experiences' classes where no class comes twice, otherwise
-                `DomainIncremental`, an experience being a domain. Give one of these, for its other arguments, with the
-                experiences left at their default.
+            benchmark: Its experiences come in their order, its test stream is the test set; of a list, each data set is
+                an experience.
+            scenario: Default: `ClassIncremental` where no class comes twice, else `DomainIncremental`, an experience a
+                domain; or one of these with other arguments than the experiences.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
@@ -254,12 +248,7 @@ class FederatedStream(L.LightningDataModule):
         return read(self.samples.take, requests, self.num_workers, own.pin_memory, own.worker_init_fn)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
-        """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
-
-        Args:
-            function: From samples (batch, ...) to others (batch, ...); to those a frozen backbone gives, for example.
-            device: Where it computes.
-        """
+        """Replace samples by what a function makes of each batch, once, on a device: features of a frozen backbone."""
         everything = np.arange(len(self.samples))
         with torch.no_grad():
             parts = [
@@ -341,5 +330,5 @@ class FederatedStream(L.LightningDataModule):
         return self.samples.loaders.get(part, loading).loader(rows_of(self.samples, indices))
 
 
-StreamLoader = ClientLoader[FederatedStream]
+StreamLoader = ClientLoader
 """What `FederatedStream.train_dataloader` gives."""

@@ -143,9 +143,8 @@ class Reduction:
 class Gather:
     """An `Accumulator` that keeps all uploads of a round, for a rule that needs them at once.
 
-    Args:
-        rule: Makes the new values from the uploads of each entry and the server's values. An `Aggregator` that knows
-            the clients' numbers gives the uploads in their order, whatever the order in which they came.
+    The rule makes the new values from the uploads of each entry, which an `Aggregator` that knows the clients' numbers
+    gives in their order, and from the server's values.
     """
 
     def __init__(self, rule: Callable[[Mapping[str, list[Tensor]], Mapping[str, Tensor]], State]) -> None:
@@ -153,12 +152,10 @@ class Gather:
         self._rows: dict[str, list[Tensor]] = {}
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Keep a copy of each upload."""
         for name, value in values.items():
             self._rows.setdefault(name, []).extend(value.clone())
 
     def combine(self, ranks: Ranks) -> None:
-        """Take in what all ranks have kept, by rank."""
         parts = ranks.share({name: [row.cpu() for row in rows] for name, rows in self._rows.items()})
         self._rows = {}
         for name, rows in (item for part in parts for item in part.items()):
@@ -169,7 +166,6 @@ class Gather:
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """What the rule makes of them."""
         return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
 
 
@@ -185,7 +181,6 @@ class _Mean:
         self._weights.add({"": torch.ones(len(weights))}, weights)
 
     def combine(self, ranks: Ranks) -> None:
-        """Take in the other ranks' uploads."""
         self._sums.combine(ranks)
         self._weights.combine(ranks)
 
@@ -221,7 +216,6 @@ class _Sum:
         self._sums.add(values)
 
     def combine(self, ranks: Ranks) -> None:
-        """Take in the other ranks' uploads."""
         self._sums.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
@@ -236,7 +230,6 @@ class Mean(Reduction):
     name = "mean"
 
     def accumulator(self) -> Accumulator:
-        """Exact sums weighted by client."""
         return _Mean()
 
 
@@ -246,7 +239,6 @@ class SparseMean(Reduction):
     name = "sparse_mean"
 
     def nothing(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
     def wire_bytes(self, value: Tensor) -> int:
@@ -260,7 +252,6 @@ class SparseMean(Reduction):
         return min(value.nbytes, int(value.count_nonzero()) * value.element_size() + -(-value.numel() // 8))
 
     def accumulator(self) -> Accumulator:
-        """Exact sums weighted by client, of the numbers and of their weights."""
         return _SparseMean()
 
 
@@ -271,11 +262,9 @@ class Sum(Reduction):
     down = False
 
     def start(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
     def accumulator(self) -> Accumulator:
-        """Exact sums."""
         return _Sum()
 
 

@@ -51,13 +51,7 @@ class Speed:
                 _check_number(name, value, above_zero=name.endswith("bandwidth"))
 
     def seconds(self, samples: int, download_bytes: float, upload_bytes: float) -> float:
-        """Seconds from the beginning of the download to the end of the upload.
-
-        Args:
-            samples: Samples that the client trains on, each as often as it does.
-            download_bytes: Bytes that it receives.
-            upload_bytes: Bytes that it sends.
-        """
+        """Seconds from the beginning of the download to the end of the upload; samples count as often as they train."""
         down = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
         up = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
         return self.latency + down + samples * (self.seconds_per_sample or 0.0) + up
@@ -135,11 +129,7 @@ class Speeds:
         return [*self.own]
 
     def check_clients(self, clients: tuple[str, ...]) -> None:
-        """Refuse speeds that say nothing of a client.
-
-        Raises:
-            ValueError: If nobody says how long a client trains.
-        """
+        """Refuse speeds that do not say how long a client trains."""
         missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
         if missing:
             raise ValueError(
@@ -157,16 +147,7 @@ class Speeds:
     def seconds(
         self, client: str, round: int, seed: int, samples: int, download_bytes: float, upload_bytes: float
     ) -> float:
-        """Seconds that a client takes in a round, from the beginning of its download to the end of its upload.
-
-        Args:
-            client: The client.
-            round: The round, from 0.
-            seed: Seed of all that is random.
-            samples: Samples that the client trains on, each as often as it does.
-            download_bytes: Bytes that it receives.
-            upload_bytes: Bytes that it sends.
-        """
+        """Seconds of a client's round, with the variation that its seed draws. See `Speed.seconds`."""
         whole = self.of(client, seed).seconds(samples, download_bytes, upload_bytes)
         return whole * _factor(self.variation, seed, "speed", "round", client, round) if self.variation else whole
 
@@ -190,7 +171,6 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
 
 
 def _checked(client: str, own: object) -> dict[str, float]:
-    """A client's own numbers."""
     if not isinstance(own, Mapping):
         raise ValueError(f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got {own!r:.100}.")
     for name, value in own.items():
@@ -217,20 +197,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
-    rows = csv.DictReader(read_lines(path, "Write it anew."))
-    names = rows.fieldnames or ()
-    for name in names:
-        if name not in (_CLIENT, *_FIELDS):
-            raise ValueError(
-                f"Expected the columns {_CLIENT}, {', '.join(_FIELDS)} in {path} but got "
-                f"{name}.{did_you_mean(name, (_CLIENT, *_FIELDS))}"
-            )
-    if _CLIENT not in names:
-        raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names)}. Add it.")
+    rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
+    if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
+        raise ValueError(f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}. Mend it.")
     found: dict[str, Any] = {}
     for row in rows:
-        if None in row:  # where `csv` puts what is too much
-            raise ValueError(f"Expected as many cells as columns in {path} but got {row}. Mend that line.")
         client = row.pop(_CLIENT)
         if client in found:
             raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")

@@ -49,16 +49,13 @@ class Swarm:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that the settings name."""
         return [*self.missing, *self.leaves]
 
     @property
     def rounds(self) -> list[int]:
-        """The rounds that the settings name."""
         return [*self.leaves.values(), *(round for rounds in self.missing.values() for round in rounds)]
 
     def gone(self, round: int) -> set[str]:
-        """The nodes that have left."""
         return {node for node, first in self.leaves.items() if round >= first}
 
     def misses(self, node: str, round: int, seed: int) -> bool:
@@ -72,5 +69,4 @@ class Swarm:
         return in_reach[0] if in_reach else None
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
         return {"dropout": self.dropout, "missing": dict(self.missing), "leaves": self.leaves}

@@ -16,18 +16,7 @@ from lightning_fcl.hub.reading import check_members, check_size
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Return the folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache.
-
-    Args:
-        root: A folder; ``~`` is expanded. It need not exist.
-
-    Returns:
-        The folder.
-
-    Example:
-        >>> data_root("some/folder").as_posix()
-        'some/folder'
-    """
+    """The folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache."""
     chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
     return Path(chosen).expanduser()
 
@@ -42,9 +31,6 @@ class Layout:
         signs: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
             Without any, the place is a file.
         strictly: Regular expression that the whole path of a match, below the folder, must fit as well.
-
-    Example:
-        >>> Layout("folder of images", ("photographs", "."), ("train.csv|test.csv", "images/")).find(Path("missing"))
     """
 
     name: str
@@ -57,12 +43,11 @@ class Layout:
         return next((root / place for place in self.places if self._fits(root / place)), None)
 
     def _fits(self, place: Path) -> bool:
-        if not self.signs:
-            return place.is_file()
-        return all(any(self._shows(place, glob) for glob in sign.split("|")) for sign in self.signs)
+        def shows(glob: str) -> bool:
+            found = (path.relative_to(place).as_posix() for path in place.glob(glob))
+            return any(re.fullmatch(self.strictly, path) for path in found)
 
-    def _shows(self, folder: Path, glob: str) -> bool:
-        return any(re.fullmatch(self.strictly, path.relative_to(folder).as_posix()) for path in folder.glob(glob))
+        return all(any(map(shows, sign.split("|"))) for sign in self.signs) if self.signs else place.is_file()
 
 
 @dataclass(frozen=True)
@@ -70,11 +55,7 @@ class Source:
     """Files of a publisher, a data set for example: what they are, where they come from, and how they lie on disk.
 
     Args:
-        name: The name by which they are loaded and fetched.
         title: What messages call them, such as "the ORL faces".
-        content: What is in them, in one line.
-        licence: Terms of use.
-        citation: The paper to cite.
         url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
         size: Size of the download, for people.
         layouts: The layouts that can be read, the preferred first.
@@ -85,15 +66,6 @@ class Source:
         folder: The folder inside the archive that is wanted. It is unpacked beside the archive, which is deleted then;
             nothing is downloaded where the first layout is already. Empty: the archive is kept as it is.
         by_hand: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
-
-    Example:
-        >>> page = {"url": "https://x.org", "by_hand": "Unpack what {url} offers to {root}/x"}
-        >>> layouts = (Layout("npz file", ("x/x.npz", "x.npz")),)
-        >>> source = Source("x", "the X", "10 x", "CC0", "X 2020", size="1 MB", layouts=layouts, holds="`x`", **page)
-        >>> source.fetch("data")
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the X below `root` but found nothing in data. Unpack what https://x.org offers to \
-data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
     """
 
     name: str
@@ -111,17 +83,7 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
     by_hand: str = ""
 
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:
-        """Find the files on disk, without reading them.
-
-        Args:
-            root: Folder below which to look, see `data_root`.
-
-        Returns:
-            The name of the first layout that is there, and its file or folder.
-
-        Raises:
-            FileNotFoundError: If none is there; the message says how to get the files and where to put them.
-        """
+        """The name of the first layout that is on disk, and its file or folder, which is not read."""
         root = data_root(root)
         for layout in self.layouts:
             if place := layout.find(root):
@@ -132,20 +94,7 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         raise FileNotFoundError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
 
     def fetch(self, root: str | Path | None = None) -> Path:
-        """Download the files, verify and unpack them; what is there already is not downloaded again.
-
-        Args:
-            root: Folder below which they are put, see `data_root`.
-
-        Returns:
-            The file or folder.
-
-        Raises:
-            ConnectionError: If the download fails.
-            ValueError: If what came is not the published file, which is deleted then.
-            OSError: If it cannot be written or unpacked, for want of space for example; nothing is left of the attempt.
-            FileNotFoundError: If nothing is there and no digest is known; the message says what to do by hand.
-        """
+        """Download the files, verify and unpack them; what is there already is not downloaded again."""
         root = data_root(root)
         if not self.digest:
             return self.find(root)[1]
@@ -156,7 +105,6 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         return self._unpack(archive) if self.folder else archive
 
     def _retrieve(self, path: Path) -> None:
-        """Download the file and verify it; one that is there and verifies is not downloaded again."""
         pooch = require("pooch", "downloads files and verifies them")
         requests = require("requests", "downloads files")
         show = sys.stderr.isatty()

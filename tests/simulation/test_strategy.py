@@ -18,7 +18,7 @@ from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLw
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.participation import participants
+from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.robust import Krum
 from lightning_fcl.models import MLP
 
@@ -118,11 +118,13 @@ def test_momentum_lasts_over_rounds_only_if_asked(fit, make_stream, make_task):
 def test_participation_is_seeded_and_never_none(make_stream, participation, number):
     stream = make_stream(clients=10)
     stream.setup("fit")
-    chosen = [participants(stream.plan, round, participation, seed=1)[0] for round in (0, 1, 0)]
+    chosen = [Participation(participation, 1).chosen(stream.plan, round)[0] for round in (0, 1, 0)]
     assert [len(names) for names in chosen] == [number] * 3
     assert chosen[0] == chosen[2]
     if number < 10:
-        assert {tuple(participants(stream.plan, 0, participation, seed)[0]) for seed in range(20)} != {tuple(chosen[0])}
+        assert {tuple(Participation(participation, n).chosen(stream.plan, 0)[0]) for n in range(20)} != {
+            tuple(chosen[0])
+        }
 
 
 def test_participants_alone_are_averaged(fit, make_stream, make_task):
@@ -137,7 +139,7 @@ def fedavg_seeded(task, stream, seed):
     server = snapshot(task)
     for round in range(stream.plan.rounds):
         states = []
-        for client in participants(stream.plan, round, 0.5, seed)[0]:
+        for client in Participation(0.5, seed).chosen(stream.plan, round)[0]:
             local = copy.deepcopy(task)
             local.load_state_dict(server)
             states.append(local_training(local, stream, client, round, 1, seed))

@@ -47,15 +47,6 @@ def load(root: str | Path | None = None) -> Arrays:
 
     Returns:
         `x` of shape (1797, 1, 8, 8) and `y` of the ten digits; no clients, no official test set.
-
-    Raises:
-        ModuleNotFoundError: If scikit-learn is not installed.
-        ValueError: If its file is damaged.
-
-    Example:
-        >>> data = load()
-        >>> data.x.shape, float(data.x.max())
-        ((1797, 1, 8, 8), 1.0)
     """
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")

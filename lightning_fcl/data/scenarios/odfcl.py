@@ -73,7 +73,6 @@ class ODFCLScenario(Scenario):
             )
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The sessions of all nodes, and the base session's samples."""
         rng, y = np.random.default_rng([seed, 3]), pool.y
         sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
         drawn, parts = _draw_people(y, self.people, sizes, rng)
