@@ -20,20 +20,17 @@ class ClientRound:
     """One client's part in one round: what a method may know about it.
 
     Args:
-        client: The client's id.
-        round: Round, from 0.
+        round: From 0.
         experience: The client's experience in this round, from 0.
         labels: Labels of the client's samples in this round, shape (n,); empty where labels are unknown.
         num_classes: Number of classes of the whole stream; 0 where unknown.
         last_round: Whether this is the last round of the client's experience.
-        samples: Number of samples of this round.
         stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
         rehearsed: Number of remembered samples that join them.
         new_classes: Classes that any client of the federation learns in this round and none has learnt before.
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
         task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
             logits; empty where all classes compete.
-        drawn: Whether the client was drawn for the round.
     """
 
     client: str

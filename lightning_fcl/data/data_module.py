@@ -81,7 +81,6 @@ def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
 
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
-
     def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
         raise ValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}. {remedy}")
 

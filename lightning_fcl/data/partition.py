@@ -25,16 +25,12 @@ class Partition(ABC):
 
     @abstractmethod
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Which samples each client gets.
+        """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
 
         Args:
             y: Label of each sample, shape ``(n,)``; all 0 where targets are no classes.
             owner: Natural owner of each sample, integers or strings, shape ``(n,)``; None where the data name none.
             rng: Source of randomness.
-
-        Returns:
-            Client -> sorted positions in ``y``, no position twice. Except for `Natural`, clients are called "0", "1",
-            and so on.
 
         Raises:
             ValueError: If the samples cannot be divided so.
@@ -94,8 +90,7 @@ class Dirichlet(Partition):
     """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks", section 4: for every class c,
-    p_c ~ Dir(alpha, ..., alpha) over the clients. Sizes are not balanced; all samples are used. The whole division is
-    drawn again until every client has `min_size` samples.
+    p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used; it is drawn again until all have `min_size`.
 
     Args:
         clients: Number of clients, at most that of samples.
@@ -148,8 +143,8 @@ class Shards(Partition):
     """The samples are sorted by label and cut in shards of equal size, of which each client gets a few at random.
 
     McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data", section 3 (there
-    100 clients with 2 shards of 300). Samples of one class keep their order, so shards do not depend on chance, only
-    who gets them. All samples are used; sizes of shards differ by one at most.
+    100 clients with 2 shards of 300). Only who gets which shard is drawn. All samples are used; sizes of shards differ
+    by one at most.
 
     Args:
         clients: Number of clients.
@@ -187,11 +182,9 @@ class Shards(Partition):
 class ClassSubsets(Partition):
     """Each client gets a random subset of the classes and a random fraction of their samples.
 
-    Where the fractions that clients ask of one class add up to 1 or less, each client gets its fraction (to within one
-    sample). Where they ask for more than there is, as with ``fraction=1.0`` and a class that several clients hold, the
-    class is divided in proportion to what they ask: equally, if all ask the same. Where the clients have room for all
-    classes together, one that nobody drew takes the place of the most frequent one at a client that has it; otherwise
-    such classes stay unused.
+    Where clients ask for more of a class than there is, it is divided in proportion to what they ask. Where they have
+    room for all classes together, one that nobody drew takes the place of the most frequent one at a client that has
+    it; otherwise such classes stay unused.
 
     Args:
         clients: Number of clients.

@@ -45,15 +45,10 @@ class Samples:
         targets: Target of each sample, shape (n, ...): labels 0..C-1 if there are ``classes``. Of a data set, whose
             items hold their own targets, empty where these are no classes.
         classes: Names of the classes; empty where targets are no classes.
-        owner: Natural owner of each sample, shape (n,), or None.
-        group: Natural domain of each sample, shape (n,), or None.
-        test: True for the samples of the data's own test set, shape (n,), or None.
-        validation: True for those of its own validation set.
+        owner: Natural owner of each sample, shape (n,), as ``group`` is its natural domain.
+        test: True for the samples of the data's own test set, shape (n,), as ``validation`` for its validation set.
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
-        collate_fn: Makes a batch of a data set's items.
         loaders: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
-        measurement: What a device measured, and how the samples were made of that, or None.
-        name: What messages call the data.
     """
 
     x: Tensor | Dataset[Any]

@@ -37,18 +37,16 @@ class FederatedStream(L.LightningDataModule):
     """A data set as a federated continual stream: rounds, experiences and clients.
 
     Args:
-        data: What the samples are: the name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with
-            arguments of its loader, its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule,
-            whose own test and validation sets then are the `split`, and whose loaders say what is left open below.
-            See also `from_arrays` and `from_avalanche`.
+        data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
+            its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule, whose own test and
+            validation sets then are the `split`, and whose loaders say what is left open below.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
         split: What is tested and validated on. None for scenarios that draw test samples themselves.
         batch_size: Samples per batch, default 32. A data module's test and validation samples keep their own.
         shuffle: Whether each client's samples are shuffled every local epoch, default True.
-        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one. Batch
-            normalisation cannot train on one sample: such a batch is refused by name.
+        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one.
         num_workers: Processes that read the items of a data set; the result does not depend on it.
         collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
         classes: Of a data set or data module, as in `from_arrays`.

@@ -166,21 +166,8 @@ class Aggregator:
             (names, reduction.accumulator()) for reduction, names in groups.items()
         ]
 
-    def add(self, upload: Mapping[str, Tensor], weight: float, number: int | None = None) -> None:
-        """Take in one client's upload; without a number it comes after those who were there before."""
-        self.add_all(
-            {name: upload[name][None] for names, _ in self._groups for name in names},
-            [weight],
-            None if number is None else [number],
-        )
-
-    def add_all(
-        self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int] | None = None
-    ) -> None:
-        """Take in several clients' uploads at once, every entry of shape (clients, ...). See `add`."""
-        wrong = [weight for weight in weights if not 0 < weight < float("inf")]
-        if wrong:
-            raise ValueError(f"Expected `weight` to be a positive number but got {wrong[0]}.")
+    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
+        """Take in uploads of the clients of these numbers, every entry of shape (clients, ...)."""
         for names, accumulator in self._groups:
             for name in names:
                 shape = tuple(uploads[name].shape[1:])
@@ -190,7 +177,7 @@ class Aggregator:
                         f"{shape}."
                     )
             accumulator.add({name: uploads[name].detach() for name in names}, weights)
-        self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
+        self._numbers += numbers
         self.uploads += len(weights)
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:

@@ -18,6 +18,7 @@ from lightning_fcl.evaluation.files import TemporaryFolder, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.pixels import Pixels
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.hub.reading import ensure
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -67,25 +68,12 @@ class ClientStore:
     def __setitem__(self, client: str, state: ClientState) -> None:
         pixels = self._pixels
         packed = state if pixels is None else {section: pixels.pack(memory) for section, memory in state.items()}
-        self._write(client, packed)
-
-    def _read(self, client: str) -> ClientState:
         if self._folder is None:
-            return self._states.get(client, {})
-        path = self._path(client)
-        state: ClientState = {}
-        for key, tensor in (_read(path, client) if path.exists() else {}).items():
-            section, name = key.split("\x1f")
-            state.setdefault(section, {})[name] = tensor
-        return state
-
-    def _write(self, client: str, state: ClientState) -> None:
-        if self._folder is None:
-            self._states[client] = state
+            self._states[client] = packed
             return
         flat = {
             f"{section}\x1f{name}": tensor.detach().cpu().contiguous().clone()
-            for section, memory in state.items()
+            for section, memory in packed.items()
             for name, tensor in memory.items()
         }
         content = save(flat, {"checksum": _checksum(client, flat)})
@@ -97,13 +85,22 @@ class ClientStore:
                 'in memory: client_store="memory".'
             ) from error
 
+    def _read(self, client: str) -> ClientState:
+        if self._folder is None:
+            return self._states.get(client, {})
+        path = self._path(client)
+        state: ClientState = {}
+        for key, tensor in (_read(path, client) if path.exists() else {}).items():
+            section, name = key.split("\x1f")
+            state.setdefault(section, {})[name] = tensor
+        return state
+
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
             yield from self._states
         else:
-            yield from (
-                unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}"))
-            )
+            names = sorted(path.name for path in self._folder.glob(f"*{_SUFFIX}"))
+            yield from (unquote(name.removesuffix(_SUFFIX)) for name in names)
 
     def nbytes(self, client: str) -> int:
         """Bytes of all that a client keeps, as it is stored."""
@@ -144,18 +141,13 @@ def _read(path: Path, client: str) -> dict[str, Tensor]:
             # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
             # empty tensors of several types share an address, which `torch.save` refuses.
             flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(_damaged(path, client, str(error))) from error
-    if about.get("checksum") != _checksum(client, flat):
-        raise ValueError(_damaged(path, client, "its checksum is another"))
-    return flat
-
-
-def _damaged(path: Path, client: str, why: str) -> str:
-    return (
-        f"Expected the state of client {client} in {path} to be as it was written but {why}. Go on from the newest "
-        "checkpoint, which has all clients' states."
-    )
+        ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
+        return flat
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"Expected the state of client {client} in {path} to be as it was written but {error}. Go on from the "
+            "newest checkpoint, which has all clients' states."
+        ) from error
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:

@@ -87,8 +87,7 @@ class Quantize(Compression):
     """Every number of an update as a whole multiple of its entry's scale, the nearest one.
 
     The largest size in an entry is ``2^(bits - 1) - 1`` times the scale, which travels, too, in 4 bytes. Numbers are
-    rounded to the nearest multiple, not at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the
-    bias, and the result depends on no further random numbers.
+    not rounded at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the bias.
 
     Args:
         bits: Bits of each number, from 2 to 16.

@@ -53,12 +53,9 @@ class FedBuff(Schedule):
     As many clients as `participation` says train at any time. When ``buffer_size`` uploads have come, the server steps,
     which ends a round. What an upload adds is its difference from the state that its client had downloaded, times
     ``(1 + staleness) ** -staleness_exponent``, where the staleness is the number of the server's steps in between
-    (Algorithm 1; the paper's exponent is 0.5). Whoever has arrived makes room for another, which the lots of the round
-    prefer; a client whose upload is in the buffer waits for the server's next state. The server's learning rate is that
-    of a ``server_optimizer``, such as ``SGD(lr=0.5)``.
-
-    A client trains on its samples of the round in which its upload arrives; one that has none then is skipped.
-    Entries that are averaged but not learnt, such as the statistics of batch normalisation, are averaged as they are.
+    (Algorithm 1). Whoever has arrived makes room for another, which the lots of the round prefer. The server's learning
+    rate is that of a ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round in
+    which its upload arrives. Entries that are averaged but not learnt are averaged as they are.
 
     Args:
         speeds: How fast clients are.

@@ -36,8 +36,7 @@ def lots(plan: Plan, round: int, seed: int) -> NDArray[np.int64]:
 class Participation:
     """Decides who takes part in each round of a federation.
 
-    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before; only
-    clients that were withdrawn, and the last master, are remembered.
+    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
 
     Args:
         clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.

@@ -19,8 +19,7 @@ Every entry of a module's state has one *reduction*. These are known by name:
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
 which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`).
 
-All but the last three stream: their memory does not grow with the number of clients. The last three need all uploads
-of a round at once.
+All but the last three stream: their memory does not grow with the number of clients.
 
 A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherever a name does: in a module's
 ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, and in YAML as a
@@ -46,24 +45,14 @@ State = dict[str, Tensor]
 class Accumulator(Protocol):
     """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time.
 
-    They come in no particular order. `lightning_fcl.federation.exact.ExactSums` adds them up so that it makes no
-    difference, and `Gather` keeps them by the clients' numbers.
+    They come in no particular order: `lightning_fcl.federation.exact.ExactSums` adds them up so that it makes none.
     """
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Take in some clients' uploads.
-
-        Args:
-            values: Entries of shape (clients, ...). They are the clients' own tensors: copy what is kept.
-            weights: Each client's weight in means, above 0.
-        """
+        """Take in some clients' uploads, of shape (clients, ...), which are their own tensors: copy what is kept."""
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """The new server values of these entries, when all uploads of the round have come: at least one.
-
-        Args:
-            server: The server's values at the start of the round.
-        """
+        """The new server values, from those at the start of the round, when all uploads have come: at least one."""
 
 
 @runtime_checkable
@@ -77,8 +66,8 @@ class Combines(Protocol):
 class Reduction:
     """How entries come together: where a client starts, what travels, and what the server makes of the uploads.
 
-    A subclass gives a ``name`` and an `accumulator`; what it takes as arguments should be plain values, since they say
-    whether two reductions are the same: entries with the same reduction share an accumulator.
+    A subclass gives a ``name`` and an `accumulator`, which entries with the same reduction share: its arguments, plain
+    values, say whether two are the same.
 
     Example:
         >>> class Maximum(Reduction):

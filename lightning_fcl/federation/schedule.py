@@ -32,11 +32,8 @@ class Deployment:
     """What a schedule is made for.
 
     Args:
-        plan: Who has which samples when.
-        participation: Who takes part.
         local_epochs: Passes over a client's samples per round.
-        download_bytes: Bytes that each client receives in a round.
-        upload_bytes: Bytes that it sends.
+        download_bytes: Bytes that each client receives in a round, as ``upload_bytes`` those that it sends.
         reductions: The reduction of each entry of the server's state.
     """
 
@@ -58,10 +55,6 @@ class TimedRound:
         late: Clients whose uploads come too late.
         seconds: Seconds from the end of the round before.
         staleness: Rounds that have ended since a client's download, where there are any.
-
-    Example:
-        >>> TimedRound(["a", "b"], skipped=[], late=["c"], seconds=30.0).late
-        ['c']
     """
 
     clients: list[str]
@@ -130,9 +123,9 @@ def in_order(plan: Plan, clients: Collection[str]) -> list[str]:
 class Deadline(Schedule):
     """Synchronous rounds that end when enough uploads have come, or at a deadline (Bonawitz et al. 2019, section 2.2).
 
-    Whoever takes longer for download, training and upload is late: its upload does not count, and it keeps what it had,
-    as a client that was not drawn. If nobody is in time, the round waits for the first. Draw more clients than are
-    needed, and set ``goal``: the round does not wait for the slowest (the paper draws 1.3 times as many).
+    Whoever takes longer for download, training and upload is late, as if it had not been drawn. If nobody is in time,
+    the round waits for the first. Draw more clients than the ``goal`` (the paper 1.3 times as many): the round does not
+    wait for the slowest.
 
     Args:
         speeds: How fast clients are.

@@ -69,9 +69,8 @@ _FIELDS = tuple(field.name for field in fields(Speed))
 class Speeds:
     """The speeds of a federation's clients: typical ones, how far clients differ, and numbers of their own.
 
-    A client without numbers of its own takes the typical ones times two factors that it keeps for good, one for its
-    training and one for its link. All that is random depends on the federation's seed, the client's name and the round
-    alone.
+    A client without numbers of its own takes the typical ones times two factors that it keeps for good, for training
+    and for its link. All that is random depends on the federation's seed, the client's name and the round alone.
 
     Args:
         seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch; None:
@@ -79,10 +78,9 @@ class Speeds:
         upload_bandwidth: Its bytes per second up; None: sending takes no time.
         download_bandwidth: Its bytes per second down; None: receiving takes no time.
         latency: Its seconds of each round that depend on nothing: waking up, connecting.
-        spread: How far clients differ: the standard deviation of the logarithm of their factors, which are log-normal
-            with median 1. With 0.5, one client in six takes more than 1.65 times the typical time.
-        variation: How far a client's rounds differ: the standard deviation of the logarithm of a factor of the whole
-            time, drawn anew for each client and round, log-normal with median 1.
+        spread: How far clients differ: the standard deviation of the logarithm of their factors, of median 1. With
+            0.5, one client in six takes more than 1.65 times the typical time.
+        variation: The same of a factor of the whole time that is drawn anew for each client and round.
         clients: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
         file: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
             empty cell is typical. ``clients`` goes over it.

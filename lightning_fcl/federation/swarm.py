@@ -13,10 +13,9 @@ from lightning_fcl.randomness import seed_of
 class Swarm:
     """How the nodes of a federation without a server find together (Kröger et al.: an ad hoc master).
 
-    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and it does not
-    change the result: when it leaves, the next node takes over, as every node has the state of the last
-    synchronisation. A node that misses a synchronisation neither sends nor receives: it goes on from its own weights,
-    and sends what it has when it is in reach again.
+    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and does not change
+    the result. A node that misses a synchronisation goes on from its own weights, and sends what it has when it is in
+    reach again.
 
     Args:
         dropout: Probability that a node misses a round's synchronisation.

@@ -192,7 +192,7 @@ def test_integers_are_exact():
     counters = [torch.tensor(v) for v in (2**61 + 1, 2**60 + 3, 5)]
     aggregator = Aggregator({"n": Sum()})
     for counter in counters:
-        aggregator.add({"n": counter}, 1.0)
+        add(aggregator, {"n": counter}, 1.0)
     assert aggregator.result({"n": torch.tensor(7)})["n"].item() == 2**61 + 2**60 + 16
 
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
     for uploads in (values, values[1:]):
         aggregator = Aggregator({"head.w": Mean()})
         with pytest.raises(ValueError, match=f"^{re.escape(message)} up to 2.0.$"):
-            aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads))
+            aggregator.add_all({"head.w": uploads}, [2.0] * len(uploads), range(len(uploads)))
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,19 @@ def test_what_cannot_be_added_is_refused_by_name(wrong):
 )
 def test_a_sum_beyond_its_type_is_refused_by_name(value):
     aggregator = Aggregator({"w": Sum()})
-    aggregator.add({"w": value}, 1.0)
-    aggregator.add({"w": value}, 1.0)
+    add(aggregator, {"w": value}, 1.0)
+    add(aggregator, {"w": value}, 1.0)
     message = f"Expected the sum of `w` in the range of `{value.dtype}` but it is beyond."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         aggregator.result({"w": torch.zeros_like(value)})
-    aggregator.add({"w": -value if value.dtype is not torch.uint8 else value * 0}, 1.0)
+    add(aggregator, {"w": -value if value.dtype is not torch.uint8 else value * 0}, 1.0)
     if value.dtype is not torch.uint8:
         assert aggregator.result({"w": torch.zeros_like(value)})["w"] == value
+
+
+def add(aggregator, upload, weight, number=None):
+    number = aggregator.uploads if number is None else number
+    aggregator.add_all({name: value[None] for name, value in upload.items()}, [weight], [number])
 
 
 def uploads_of(clients, seed=0):
@@ -284,9 +289,9 @@ class InOrder(Reduction):
 def test_uploads_are_kept_by_the_clients_numbers():
     rows = torch.arange(12.0).view(4, 3, 1)
     aggregator = Aggregator({"w": InOrder()})
-    aggregator.add({"w": rows[2]}, 1.0, number=20)
+    add(aggregator, {"w": rows[2]}, 1.0, number=20)
     aggregator.add_all({"w": rows[[3, 0]]}, [1.0, 1.0], numbers=[30, 0])
-    aggregator.add({"w": rows[1]}, 1.0, number=10)
+    add(aggregator, {"w": rows[1]}, 1.0, number=10)
     for _ in range(2):
         assert aggregator.result({"w": torch.zeros(0, 1)})["w"].flatten().tolist() == list(range(12))
 
@@ -296,7 +301,7 @@ def test_the_first_by_number_of_two_equal_uploads_is_krums():
     for order in ([0, 1, 2, 3], [3, 1, 2, 0], [1, 0, 3, 2]):
         aggregator = Aggregator({"w": Krum(1)})
         for row in order:
-            aggregator.add({"w": values[row]}, 1.0, number=row)
+            add(aggregator, {"w": values[row]}, 1.0, number=row)
         assert aggregator.result({"w": values[0]})["w"].item() == 0.0
 
 
@@ -442,6 +447,6 @@ def digest(path):
     ]
     for reduction in ("mean", "sparse_mean", "sum", "median", "trimmed_mean", "krum"):
         aggregator = Aggregator(dict.fromkeys(values, BUILT_IN[reduction]))
-        aggregator.add_all(values, weights)
+        aggregator.add_all(values, weights, range(len(weights)))
         found += map(bits, aggregator.result({name: value[0] for name, value in values.items()}).values())
     return hashlib.sha256("".join(found).encode()).hexdigest()

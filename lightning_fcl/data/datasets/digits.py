@@ -40,14 +40,7 @@ _MEASUREMENT = Measurement(
 
 
 def load(root: str | Path | None = None) -> Arrays:
-    """Load the digits, scaled from 0..16 to 0..1.
-
-    Args:
-        root: Not used: the file belongs to scikit-learn. It is here so that all data sets are called alike.
-
-    Returns:
-        `x` of shape (1797, 1, 8, 8) and `y` of the ten digits; no clients, no official test set.
-    """
+    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn."""
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")
     path = SOURCE.find(root)[1]

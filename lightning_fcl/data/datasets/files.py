@@ -84,6 +84,14 @@ def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted,
             raise ValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}")
 
 
+def check_whole(what: str, given: object, example: str) -> None:
+    """Refuse what is no whole number of at least 1; a bool is an int to Python, hence `type`."""
+    if type(given) is not int or given < 1:
+        raise ValueError(
+            f"Expected {what} to be a whole number of at least 1 but got {given!r}. Pass, for example, {example}."
+        )
+
+
 def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN, low: int = 0) -> NDArray[np.int64]:
     """Whole numbers, int64, if they are in a range."""
     for place in np.flatnonzero((values < low) | (values > high)):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import check_whole
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.hub.reading import check_size, ensure, reading
@@ -27,11 +28,7 @@ _STEP = 1024
 
 
 def check_photographs(size: int, normalize: str) -> None:
-    if type(size) is not int or size < 1:
-        raise ValueError(
-            f"Expected `size` to be a positive whole number, height and width in pixels, but got {size!r}. Pass, for "
-            "example, 32."
-        )
+    check_whole("`size`, height and width in pixels,", size, "32")
     one_of(("imagenet", "channel", "none"), normalize=normalize)
 
 

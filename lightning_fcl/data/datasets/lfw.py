@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
+from lightning_fcl.data.datasets.files import check_whole, in_range, numbered, read_npz
 from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
@@ -74,18 +74,10 @@ def load(
         With 35 faces n = 2053 of 24 people.
     """
     check_faces(size, normalize)
-    _check_least(min_faces)
+    check_whole("`min_faces`", min_faces, f"{_NPZ_FACES}")
     layout, path = SOURCE.find(root)
     images, y, classes = (_from_npz if layout == "npz file" else _from_folders)(path, min_faces)
     return faces(images, y, classes, size, normalize)
-
-
-def _check_least(min_faces: int) -> None:
-    if not isinstance(min_faces, int) or isinstance(min_faces, bool) or min_faces < 1:
-        raise ValueError(
-            f"Expected `min_faces` to be a whole number of at least 1 but got {min_faces!r}. Pass, for example, "
-            f"{_NPZ_FACES}."
-        )
 
 
 def _from_folders(folder: Path, min_faces: int) -> _Faces:

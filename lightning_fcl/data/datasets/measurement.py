@@ -17,17 +17,13 @@ class Measurement:
     """What a device measures of a sample, and how it is scaled.
 
     Args:
-        shape: Of a sample.
-        axes: What each axis is: one of them ``"channel"``.
+        axes: What each axis of a sample's shape is: one of them ``"channel"``.
         channels: What each channel is, such as ``"gyro x"``.
-        units: The unit of each channel.
         rate: Time steps per second; None where there is no time, or the data do not tell.
-        low: The least value that each channel can have; None: any.
-        high: The largest value that each channel can have.
+        low: The least value that each channel can have, as ``high`` the largest; None: any.
         scaled_over: What mean and deviation are taken over: all of the ``"data"`` (``mean`` and ``std`` tell them),
             each ``"sample"`` by itself, or all samples of a ``"person"``.
-        mean: What is subtracted from each channel, in its unit, where that is the data's.
-        std: What the rest is divided by.
+        mean: What is subtracted from each channel, in its unit, where that is the data's; ``std``: the divisor.
     """
 
     shape: tuple[int, ...]

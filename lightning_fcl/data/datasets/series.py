@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import read_npz
+from lightning_fcl.data.datasets.files import check_whole, read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, scaled, z_score
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import AGAIN
@@ -152,9 +152,5 @@ def _before(totals: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_options(chunk: int, normalize: str) -> None:
-    if isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-        raise ValueError(
-            f"Expected `chunk` to be a whole number of time steps, at least 1, but got {chunk!r}. "
-            "Pass, for example, 32."
-        )
+    check_whole("`chunk`, the time steps,", chunk, "32")
     one_of(("user", "causal", "none"), normalize=normalize)

@@ -59,8 +59,7 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
 
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet
-        ids, by their first name; `official_test` the validation set. The complete set has n = 110000, the npz file
-        17000.
+        ids; `official_test` the validation set. The complete set has n = 110000, the npz file 17000.
     """
     check_photographs(size, normalize)
     layout, path = SOURCE.find(root)

@@ -18,19 +18,14 @@ Blocks = tuple[tuple[int, ...], ...]
 class FedViTScenario(Scenario):
     """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
 
-    The paper says: the classes are divided into tasks; each client has a distinct sequence of the tasks; of a task's
-    classes 2 to 5 are assigned to a client at random, and of each of these classes 5 % to 10 % of the training samples.
-    The rest is our reading. The tasks are blocks of equal size, the same for all clients. Numbers and shares are drawn
-    uniformly, the share anew for each class of a client. A class's samples are dealt to the clients in turn, so that no
-    two have the same one while there are enough; when the last one is dealt, dealing begins anew at the first, so that
-    of a class no sample goes to more than one client more than another does (the paper's 100 clients ask for more than
-    there is). No client has a sample twice. All of a task's samples are there in each of its rounds.
+    As the paper says, each client has a distinct sequence of the tasks, 2 to 5 of a task's classes, and 5 % to 10 % of
+    the training samples of each. Our reading: tasks are blocks of equal size, the same for all; numbers and shares are
+    drawn uniformly, the share anew for each class of a client; a class's samples are dealt in turn, and anew from the
+    first when the last is dealt, so that no sample goes to more than one client more than another. All of a task's
+    samples are there in each of its rounds. A client's draws depend on the seed, its number and the block alone.
 
     Evaluation is task-incremental: a sample of a task is classified among the task's whole block,
     `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
-
-    A client's draws depend on the seed, its number and the block alone: a stream of fewer clients holds the first ones
-    of a stream of more.
 
     Args:
         tasks: Blocks into which the classes are cut; it must divide their number.

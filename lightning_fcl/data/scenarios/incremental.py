@@ -41,8 +41,7 @@ class ClassIncremental(Scenario):
         class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
             of its own; None draws one from the seed.
         order_per_client: Whether an order is drawn for each client.
-        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
-            (offline learning, an upper bound).
+        history: A ``"round"``'s own samples, all that were ``"seen"`` so far, or ``"all"`` (offline, an upper bound).
 
     Raises:
         ValueError: If an argument is out of range, or the classes cannot be shared out so.
@@ -77,7 +76,7 @@ class ClassIncremental(Scenario):
                 "others. Take one experience, or `DomainIncremental` with the `group` of each sample. Labels are whole "
                 "numbers or names: `y.astype(int)`."
             )
-        parts, tasks = {}, {}
+        parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):
                 order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order")
@@ -129,7 +128,7 @@ class DomainIncremental(Scenario):
             raise ValueError(
                 "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
             )
-        parts, tasks = {}, {}
+        parts, tasks = {}, dict[str, Groups]()
         for client, indices in pool.clients.items():
             order = _order_of(client, pool.clients, self.domain_order, pool.domains, "domain_order")
             order = order or np.unique(pool.group).tolist()

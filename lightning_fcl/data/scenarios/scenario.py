@@ -34,10 +34,7 @@ class Plan:
         experiences: For every client, its experience in every round.
         tasks: For every client, the test groups (classes, or domains) of each of its experiences.
         groups: The test group of every sample of the data set, shape (n,).
-        test: The test samples.
-        validation: The validation samples.
-        pretrain: Samples for the server before the first round.
-        base: Samples of a base session, which the server learns before the first round.
+        pretrain: Samples for the server before the first round, as those of a ``base`` session.
         order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
         outputs: Number of classes to tell apart, the first ones of ``order``.
         of_classes: Whether the test groups are classes.
@@ -149,13 +146,10 @@ class Pool:
 
     Args:
         y: Label of each sample, shape (n,); all 0 where targets are no classes.
-        train: The samples to train on.
-        test: The test samples.
-        validation: The validation samples.
+        train: The samples to train on, as ``test`` and ``validation`` are the others.
         clients: The training samples of each client, as the stream's partition has divided them.
         group: Natural domain of each sample, numbered from 0, shape (n,); None where the data name none.
-        classes: Names of the classes; empty where targets are no classes.
-        domains: Names of the domains.
+        classes: Names of the classes, as of the ``domains``; empty where targets are no classes.
     """
 
     y: IntArray

@@ -407,8 +407,8 @@ def test_wrong_streams_are_named(tmp_path, case):
 
 OPTIONS = {
     "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
-    "chunk 0": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
-    "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 1.5."),
+    "chunk 0": ({"chunk": 0}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 0."),
+    "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 1.5."),
     "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
 }
 
