@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.data.datasets.files import read_lines
-from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.errors import listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
@@ -168,17 +168,16 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
         raise ValueError(f"Expected `{name}` to be a finite number {least} 0 but got {value}.")
 
 
-def _checked(client: str, own: object) -> dict[str, float]:
-    if not isinstance(own, Mapping):
-        raise ValueError(f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got {own!r:.100}.")
-    for name, value in own.items():
-        if name not in _FIELDS:
-            raise ValueError(
-                f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got "
-                f"{name}.{did_you_mean(name, _FIELDS)}"
-            )
-        _check_number(f"{name}` of `{client}", value, above_zero=name.endswith("bandwidth"))
-    return {str(name): float(value) for name, value in own.items()}
+def _checked(client: str, own: Any) -> dict[str, float]:
+    try:
+        numbers = {str(name): float(value) for name, value in own.items()}
+        Speed(**numbers)
+        return numbers
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
+            f"{own!r:.100}: {error}"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -203,12 +202,5 @@ def _read_csv(path: Path) -> dict[str, Any]:
         client = row.pop(_CLIENT)
         if client in found:
             raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")
-        found[client] = {name: _number(f"{name}` of `{client}", text) for name, text in row.items() if text}
+        found[client] = {name: text for name, text in row.items() if text}
     return found
-
-
-def _number(name: str, text: object) -> float:
-    try:
-        return float(str(text))
-    except ValueError:
-        raise ValueError(f"Expected `{name}` to be a number but got {text!r:.50}.") from None
