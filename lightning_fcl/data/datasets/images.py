@@ -106,17 +106,22 @@ def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float3
 
 
 def measured(
-    shape: tuple[int, ...], channels: tuple[str, ...], mean: Sequence[float] | None, std: Sequence[float] | None
+    shape: tuple[int, ...],
+    channels: tuple[str, ...],
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    unit: str = "of 255",
+    high: float = 255.0,
 ) -> Measurement:
-    """What images of bytes measure; without a mean and deviation each is scaled by its own."""
+    """What images measure, of bytes if not told; without a mean and deviation each is scaled by its own."""
     number = len(channels)
     return Measurement(
         shape=shape,
         axes=("channel", "height", "width"),
         channels=channels,
-        units=("of 255",) * number,
+        units=(unit,) * number,
         low=(0.0,) * number,
-        high=(255.0,) * number,
+        high=(high,) * number,
         scaled_over="sample" if mean is None else "data",
         mean=None if mean is None else tuple(mean),
         std=None if std is None else tuple(std),
