@@ -158,8 +158,8 @@ def photographs(
     else:
         mean, std = np.zeros(3), np.full(3, 255.0)
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
-    told = (values.ravel().tolist() for values in scale.values())
-    measurement = measured(pixels.shape[1:], ("red", "green", "blue"), *told)
+    told = {name: values.ravel().tolist() for name, values in scale.items()}
+    measurement = measured(pixels.shape[1:], ("red", "green", "blue"), told["mean"], told["std"])
     return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
 
 
