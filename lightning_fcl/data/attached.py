@@ -13,33 +13,17 @@ from lightning_fcl.data.stream import FederatedStream
 
 
 def callbacks_of(trainer: L.Trainer) -> list[Callback]:
-    """A Trainer's callbacks, in order.
-
-    Example:
-        >>> callbacks_of(L.Trainer(barebones=True, accelerator="cpu"))
-        []
-    """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def stream_of(trainer: L.Trainer) -> FederatedStream | None:
-    """The federated stream that a Trainer trains on; None where it trains on other data.
-
-    Example:
-        >>> stream_of(L.Trainer(barebones=True, accelerator="cpu")) is None
-        True
-    """
+    """The federated stream that a Trainer trains on; None where it trains on other data."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return datamodule if isinstance(datamodule, FederatedStream) else None
 
 
 def need_stream(trainer: L.Trainer) -> FederatedStream:
-    """The federated stream that a Trainer trains on.
-
-    Raises:
-        ValueError: If it trains on other data.
-    """
     stream = stream_of(trainer)
     if stream is None:
         given = trainer.datamodule  # type: ignore[attr-defined]
@@ -69,11 +53,7 @@ def transfer_hook(module: L.LightningModule, stream: FederatedStream) -> str | N
 
 
 def refuse_transfer_hook(module: L.LightningModule, stream: FederatedStream, who: str) -> None:
-    """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them.
-
-    Raises:
-        ValueError: If there is such a hook.
-    """
+    """Refuse hooks that batches go through, for one who shows a module samples that have not gone through them."""
     if hook := transfer_hook(module, stream):
         raise ValueError(
             f"Expected samples that reach the module as they are for `{who}`, which shows it some beside the batches, "

@@ -38,17 +38,11 @@ class Loading:
     collate_fn: Collate = default_collate
 
     def loader(self, data: Dataset[Any]) -> DataLoader[Any]:
-        """A loader of a data set."""
         return DataLoader(data, **vars(self))
 
 
 def round_half_up(value: float) -> int:
-    """The nearest whole number, halves up: 0.5 clients are one client.
-
-    Example:
-        >>> [round_half_up(v) for v in (0.4, 0.5, 2.5)]
-        [0, 1, 3]
-    """
+    """The nearest whole number, halves up: 0.5 clients are one client."""
     return int(value + 0.5)
 
 
@@ -63,13 +57,7 @@ def batches(data: Any, plan: Sequence[Tensor]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Request:
-    """Samples to read for one batch.
-
-    Args:
-        rows: Their indices.
-        seed: What everything random in their reading depends on, together with ``key``.
-        key: Whose samples they are, and when they are read.
-    """
+    """Samples to read for one batch; ``seed`` and ``key``, whose and when, settle what is random in it."""
 
     rows: NDArray[np.int64]
     seed: int
@@ -104,15 +92,6 @@ def read(
     pin_memory: bool = False,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> Iterator[Any]:
-    """What requests ask for, in their order.
-
-    Args:
-        take: Reads samples at some indices and stacks them.
-        requests: Consumed as they are read; by workers, some ahead.
-        num_workers: Processes that read; 0: this one.
-        pin_memory: As in torch's `DataLoader`, of what workers have read.
-        worker_init_fn: As there.
-    """
     if not num_workers:
         return (request.read(take) for request in requests)
     # The loader's own generator: it would draw from the global one.
@@ -131,11 +110,7 @@ def read(
 
 
 def _from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """What workers read; those that a system spawns run the main script first, and end with one that has no guard.
-
-    Raises:
-        RuntimeError: If they have ended.
-    """
+    """What workers read; those that a system spawns run the main script first, and end with one that has no guard."""
     try:
         yield from loader
     except RuntimeError as error:
@@ -153,12 +128,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def number_of(samples: Any) -> int:
-    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none.
-
-    Example:
-        >>> number_of({"ids": torch.zeros(3, 7)}), number_of([])
-        (3, 0)
-    """
+    """How many samples there are in any nest of lists and dicts of tensors; 0 in an empty one, or none."""
     if isinstance(samples, Mapping):
         samples = list(samples.values())
     if samples is None or isinstance(samples, list | tuple):
@@ -167,15 +137,7 @@ def number_of(samples: Any) -> int:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Samples one after the other, in the nest of lists and dicts that the first of them has.
-
-    Raises:
-        ValueError: If they are not alike.
-
-    Example:
-        >>> joined([[torch.zeros(2), torch.zeros(2)], (torch.ones(1), torch.ones(1))])[0]
-        tensor([0., 0., 1.])
-    """
+    """Samples one after the other, in the nest of lists and dicts that the first of them has."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: joined([part[name] for part in parts]) for name in first}

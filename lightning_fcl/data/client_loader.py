@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
 import torch
 
 from lightning_fcl.data.batches import Request, batches
 from lightning_fcl.data.client_round import current_round
-from lightning_fcl.data.orders import Batching, IntArray, order_keys, plan_batches
-from lightning_fcl.data.scenarios.scenario import Plan
+from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+
+if TYPE_CHECKING:
+    from lightning_fcl.data.stream import FederatedStream
 
 
-class ClientData(Protocol):
-    """What a loader needs of a stream."""
+class ClientLoader:
+    """The training data of all clients, which a `FederatedStrategy` replaces by the batches of each round.
 
-    trainer: L.Trainer | None
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
-
-    @property
-    def plan(self) -> Plan:
-        """Who sees which samples when."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of orders."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether taking samples runs a data set's own code, which may draw random numbers."""
-
-    def take(self, indices: IntArray) -> Any:
-        """The samples at ``indices`` and their targets, stacked."""
-
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """The batches that requests ask for."""
-
-
-Data = TypeVar("Data", bound=ClientData)
-
-
-class ClientLoader(Generic[Data]):
-    """The training data of all clients, as `FederatedStream.train_dataloader` hands it to the Trainer.
-
-    A `FederatedStrategy` replaces it by the batches of each round. In a plain Trainer a stream of one client can be
-    iterated as it is: an epoch is a round.
+    In a plain Trainer a stream of one client can be iterated as it is: an epoch is a round.
     """
 
-    def __init__(self, stream: Data) -> None:
+    def __init__(self, stream: FederatedStream) -> None:
         self.stream = stream
 
     def __iter__(self) -> Iterator[Any]:

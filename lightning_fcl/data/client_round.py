@@ -20,20 +20,17 @@ class ClientRound:
     """One client's part in one round: what a method may know about it.
 
     Args:
-        client: The client's id.
-        round: Round, from 0.
+        round: From 0.
         experience: The client's experience in this round, from 0.
         labels: Labels of the client's samples in this round, shape (n,); empty where labels are unknown.
         num_classes: Number of classes of the whole stream; 0 where unknown.
         last_round: Whether this is the last round of the client's experience.
-        samples: Number of samples of this round.
         stream_samples: Number of the client's samples in the whole stream; 0 where unknown.
         rehearsed: Number of remembered samples that join them.
         new_classes: Classes that any client of the federation learns in this round and none has learnt before.
         old_classes: Classes of all clients' earlier experiences. Both are empty where the stream is not of classes.
         task_classes: All classes of the client's current task, ascending, to which a task-incremental method slices the
             logits; empty where all classes compete.
-        drawn: Whether the client was drawn for the round.
     """
 
     client: str
@@ -51,7 +48,6 @@ class ClientRound:
     drawn: bool = True
 
     def not_drawn(self) -> ClientRound:
-        """The same part of a client that was not drawn for the round."""
         return replace(self, drawn=False)
 
     @property
@@ -64,20 +60,7 @@ class ClientRound:
 
 
 class ClientRounds(Sequence[ClientRound]):
-    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none.
-
-    Args:
-        round: The round.
-        clients: The clients' ids.
-        samples: Number of samples of each, shape (clients,).
-        make: Makes the part of a client, its rehearsed samples left out.
-        rehearsed: Number of remembered samples that join those of each client; None: none.
-
-    Example:
-        >>> parts = ClientRounds(0, ["a", "b"], np.array([3, 4]), lambda client: ClientRound(client, round=0))
-        >>> parts[1].client, [part.client for part in parts], parts.trained
-        ('b', ['a', 'b'], array([3, 4]))
-    """
+    """The parts of several clients in a round, each made when it is asked for: most rounds ask for none."""
 
     def __init__(
         self,
@@ -96,7 +79,6 @@ class ClientRounds(Sequence[ClientRound]):
 
     @classmethod
     def of(cls, parts: Sequence[ClientRound]) -> ClientRounds:
-        """Those that are there already."""
         known = {part.client: part for part in parts}
         return cls(
             parts[0].round if parts else 0,

@@ -46,7 +46,6 @@ def lend_hooks(module: L.LightningDataModule, stream: L.LightningDataModule, pre
 
 
 def _once(done: list[bool], hook: Callable[[], None]) -> None:
-    """Call a hook unless it has been called."""
     if not done:
         done.append(True)
         hook()
@@ -66,16 +65,6 @@ def call_seeded(seed: int, hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
-    """Set a data module up, and take its loaders apart.
-
-    Args:
-        module: The data module, whose data are prepared. Each of its hooks runs once.
-        seed: Seed of what they draw.
-
-    Raises:
-        ValueError: If the samples of a loader, or of its batches, cannot be told, or samples are trained on that are
-            also tested on.
-    """
     there = {part: hook for part, hook in _HOOKS.items() if part == "train" or is_overridden(hook, module)}
     for stage in ("fit", "test") if "test" in there else ("fit",):
         call_seeded(seed, module.setup, stage)
@@ -92,8 +81,6 @@ def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
 
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
-    """The samples of a loader, and how it makes batches of them."""
-
     def refuse(wanted: str, got: object, remedy: str) -> NoReturn:
         raise ValueError(f"Expected {whose} to {wanted} but got a {type(got).__name__}. {remedy}")
 

@@ -1,21 +1,23 @@
-"""The samples of an Avalanche benchmark, experience by experience."""
+"""Scenarios by their short names, and those of an Avalanche benchmark's experiences, with their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset
 
-from lightning_fcl.data.arguments import named
 from lightning_fcl.data.samples import Samples, all_seen, of_anything
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario
+from lightning_fcl.errors import did_you_mean
 
 if TYPE_CHECKING:
     from avalanche.benchmarks import CLScenario
     from avalanche.benchmarks.utils import AvalancheDataset
+
+T = TypeVar("T")
 
 Benchmark: TypeAlias = "CLScenario | Sequence[AvalancheDataset]"
 
@@ -35,17 +37,7 @@ class _Pairs(Dataset[tuple[Any, Any]]):
 
 
 def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | None]:
-    """The samples of an Avalanche benchmark, and the classes of its experiences if no class comes in two of them.
-
-    Args:
-        benchmark: A benchmark, whose test stream becomes the data's own test set, or a list of data sets.
-
-    Returns:
-        The samples, their ``group`` being the number of their experience; and the classes of each, or None.
-
-    Raises:
-        ValueError: If there is no experience.
-    """
+    """The samples of a benchmark, their ``group`` the experience; and the classes of each, if no class comes in two."""
     if isinstance(benchmark, Sequence):
         train, test = [_Pairs(data) for data in benchmark], []
     else:
@@ -67,15 +59,39 @@ def experiences_of(benchmark: Benchmark) -> tuple[Samples, list[list[int]] | Non
 
 
 def scenario_of(order: Sequence[Sequence[int]] | None, scenario: Scenario | str | None) -> Scenario:
-    """The scenario of experiences, with their classes where no class comes twice.
-
-    Args:
-        order: The classes of each experience, or None.
-        scenario: One with other arguments; default: `ClassIncremental` or, without such classes, `DomainIncremental`.
-    """
+    """The scenario of experiences, with their classes where no class comes twice."""
     default: Scenario = DomainIncremental() if order is None else ClassIncremental()
     scenario = default if scenario is None else named("scenario", scenario, Scenario.__subclasses__())
     if not isinstance(scenario, ClassIncremental) or order is None:
         return scenario
     flat = [label for labels in order for label in labels]
     return replace(scenario, experiences=[len(labels) for labels in order], class_order=flat)
+
+
+def refuse_dealt(scenario: Scenario, **given: object) -> None:
+    """Refuse the ``partition``, ``client`` or ``split`` that a scenario has no use for."""
+    for argument, value in given.items():
+        dealt, what = (scenario.own_split, "tests") if argument == "split" else (scenario.own_clients, "clients")
+        if dealt and value is not None:
+            raise ValueError(
+                f"Expected no `{argument}` for `{scenario}`, which draws the samples of {what} itself, but got "
+                f"{value}. Leave it out."
+            )
+
+
+def named(argument: str, given: T | str, kinds: Iterable[type[T]]) -> T:
+    """A scenario or partition, or that of a class's name, as in "class-incremental" or "ClassIncremental"."""
+    known = {kind.__name__: kind for kind in kinds}
+    if not isinstance(given, str):
+        if not isinstance(given, tuple(known.values())):
+            raise TypeError(
+                f"Expected `{argument}` to be an object of {', '.join(known)}, or one of these names, but got "
+                f"{given!r}."
+            )
+        return given
+    wanted = given.replace("-", "").lower()
+    for full, kind in known.items():
+        if wanted in (full.lower(), full.lower().removesuffix("scenario")):
+            return kind()
+    hint = did_you_mean(given, known)
+    raise ValueError(f'Expected `{argument}` to be one of {", ".join(known)} but got "{given}".{hint}')

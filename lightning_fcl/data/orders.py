@@ -15,13 +15,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become batches.
-
-    Args:
-        batch_size: Samples per batch; the last batch of an epoch may be smaller.
-        shuffle: Whether every epoch has an order of its own.
-        drop_last: Whether an incomplete last batch is left out, unless it is the only one.
-    """
+    """How samples become batches; an incomplete last one that is a client's only one is never dropped."""
 
     batch_size: int
     shuffle: bool = True
@@ -34,17 +28,7 @@ def order_keys(seed: int, clients: Sequence[str], round: int) -> Keys:
 
 
 def permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
-    """For each key a random order of so many numbers, shape (keys, largest size); what is beyond its size comes last.
-
-    Args:
-        keys: Shape (keys,).
-        sizes: Shape (keys,).
-        stream: Which of a key's orders: each has one for every whole number.
-
-    Example:
-        >>> permutations(keys_of(0, ["a", "b"]), np.array([3, 2]), stream=0).shape
-        (2, 3)
-    """
+    """Random orders, shape (keys, largest size), what is beyond a size last; a key has one for each ``stream``."""
     width = int(sizes.max(initial=0))
     drawn = numbers(keys, width, start=stream << 32)
     drawn[np.arange(width) >= sizes[:, None]] = np.iinfo(np.uint64).max
@@ -52,21 +36,9 @@ def permutations(keys: Keys, sizes: IntArray, stream: int) -> IntArray:
 
 
 def window(key: Keys, remembered: int, size: int, start: int) -> IntArray:
-    """Which of the remembered samples join a batch that is planned for itself: random orders of them, cut in pieces.
+    """Which remembered samples join a batch that is planned for itself, shape (size,): random orders, cut in pieces.
 
-    Args:
-        key: What the orders depend on, shape (1,).
-        remembered: How many there are, at least 1.
-        size: How many join, at most all.
-        start: How many have joined before.
-
-    Returns:
-        Shape (size,): in ``remembered`` samples from the first on, and from each multiple, every one is there once.
-
-    Example:
-        >>> key = keys_of(0, ["a"])
-        >>> sorted(np.concatenate([window(key, 5, 3, 0), window(key, 5, 2, 3)]).tolist())
-        [0, 1, 2, 3, 4]
+    In ``remembered`` samples from the first on, and from each multiple, every one is there once.
     """
     number, place = divmod(start, remembered)
     sizes = np.array([remembered])
@@ -82,21 +54,12 @@ def plan_cohort(
     """Which samples make up each batch of several clients' local training.
 
     Args:
-        sizes: Number of each client's samples, at least 1, shape (clients,).
-        epochs: Local epochs of each client, shape (clients,).
-        batching: How samples become batches.
-        keys: What each client's orders depend on: see `order_keys`.
         remembered: Number of each client's rehearsed samples, numbered from its size on; each joins one batch of every
             epoch. None: there are none.
 
     Returns:
         The samples, shape (clients, steps, widest batch), padded by zeros; and how many there are in each batch, shape
         (clients, steps), 0 where a client is done.
-
-    Example:
-        >>> plan = plan_cohort(np.array([5]), np.array([1]), Batching(2, shuffle=False), order_keys(0, ["a"], 0))
-        >>> plan[0].tolist(), plan[1].tolist()
-        ([[[0, 1], [2, 3], [4, 0]]], [[2, 2, 1]])
     """
     steps = np.maximum(1, sizes // batching.batch_size if batching.drop_last else -(-sizes // batching.batch_size))
     extra = np.zeros_like(sizes) if remembered is None else remembered
@@ -127,14 +90,6 @@ def plan_cohort(
 
 
 def plan_batches(samples: int, epochs: int, batching: Batching, keys: Keys, remembered: int = 0) -> list[IntArray]:
-    """Which samples make up each batch of one client's local training. See `plan_cohort`.
-
-    Returns:
-        One index array per step.
-
-    Example:
-        >>> plan_batches(5, 1, Batching(2, shuffle=False), order_keys(0, ["a"], 0), remembered=1)
-        [array([0, 1, 5]), array([2, 3]), array([4])]
-    """
+    """Which samples make up each batch of one client's local training, an array a step. See `plan_cohort`."""
     index, lengths = plan_cohort(np.array([samples]), np.array([epochs]), batching, keys, np.array([remembered]))
     return [row[:length] for row, length in zip(index[0], lengths[0], strict=True)]

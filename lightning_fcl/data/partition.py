@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from lightning_fcl.data.scenarios import IntArray, views
 from lightning_fcl.errors import check_fields
@@ -25,16 +25,12 @@ class Partition(ABC):
 
     @abstractmethod
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Which samples each client gets.
+        """The sorted positions in ``y`` of each client's samples, no position twice, clients being "0", "1" and so on.
 
         Args:
             y: Label of each sample, shape ``(n,)``; all 0 where targets are no classes.
             owner: Natural owner of each sample, integers or strings, shape ``(n,)``; None where the data name none.
             rng: Source of randomness.
-
-        Returns:
-            Client -> sorted positions in ``y``, no position twice. Except for `Natural`, clients are called "0", "1",
-            and so on.
 
         Raises:
             ValueError: If the samples cannot be divided so.
@@ -52,14 +48,12 @@ class Natural(Partition):
     """
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """The samples of each owner, in the order of the owners (integers by value)."""
         if owner is None:
             raise ValueError(
                 "Expected the owner of each sample for the partition `Natural` but the data name none. Use another "
                 "`partition`, such as `IID`."
             )
-        owners = _column("client", owner, "iuU", "integers or strings")
-        names, number = np.unique(owners, return_inverse=True)
+        names, number = np.unique(owner, return_inverse=True)
         # One stable sort for all: looking for each owner's samples in turn takes the square of their number.
         rows = np.argsort(number, kind="stable").astype(np.int64, copy=False)
         return views(list(map(str, names.tolist())), rows, np.bincount(number))
@@ -87,9 +81,8 @@ class IID(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Each client's share of a random permutation."""
-        samples = len(_labels(y, self.clients))
-        return _named([np.array_split(rng.permutation(samples), self.clients)])
+        _check_number(self.clients, len(y))
+        return _named([np.array_split(rng.permutation(len(y)), self.clients)])
 
 
 @dataclass(frozen=True)
@@ -97,8 +90,7 @@ class Dirichlet(Partition):
     """Each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks", section 4: for every class c,
-    p_c ~ Dir(alpha, ..., alpha) over the clients. Sizes are not balanced; all samples are used. The whole division is
-    drawn again until every client has `min_size` samples.
+    p_c ~ Dir(alpha, ..., alpha) over the clients. All samples are used; it is drawn again until all have `min_size`.
 
     Args:
         clients: Number of clients, at most that of samples.
@@ -129,17 +121,11 @@ class Dirichlet(Partition):
             )
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Each client's share of every class."""
-        labels = _labels(y, self.clients)
-        if not 0 <= self.min_size <= len(labels) // self.clients:
-            raise ValueError(
-                f"Expected `min_size` to be between 0 and {len(labels) // self.clients}, what {len(labels)} samples "
-                f"allow {self.clients} clients, but got {self.min_size}. Lower it, or take fewer clients."
-            )
-        for _ in range(_ATTEMPTS):
+        _check_number(self.clients, len(y))
+        for _ in range(_ATTEMPTS if self.min_size <= len(y) // self.clients else 0):
             pieces = []
-            for label in np.unique(labels):
-                members = rng.permutation(np.flatnonzero(labels == label))
+            for label in np.unique(y):
+                members = rng.permutation(np.flatnonzero(y == label))
                 ends = np.cumsum(rng.dirichlet(np.full(self.clients, self.alpha)))[:-1]
                 pieces.append(_cut(members, ends))
             parts = _named(pieces)
@@ -157,8 +143,8 @@ class Shards(Partition):
     """The samples are sorted by label and cut in shards of equal size, of which each client gets a few at random.
 
     McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data", section 3 (there
-    100 clients with 2 shards of 300). Samples of one class keep their order, so shards do not depend on chance, only
-    who gets them. All samples are used; sizes of shards differ by one at most.
+    100 clients with 2 shards of 300). Only who gets which shard is drawn. All samples are used; sizes of shards differ
+    by one at most.
 
     Args:
         clients: Number of clients.
@@ -180,15 +166,14 @@ class Shards(Partition):
         check_fields(self)
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Each client's shards."""
-        labels = _labels(y, self.clients)
-        most = len(labels) // self.clients
+        _check_number(self.clients, len(y))
+        most = len(y) // self.clients
         if not 1 <= self.shards_per_client <= most:
             raise ValueError(
-                f"Expected `shards_per_client` to be between 1 and {most}, what {len(labels)} samples allow "
+                f"Expected `shards_per_client` to be between 1 and {most}, what {len(y)} samples allow "
                 f"{self.clients} clients, but got {self.shards_per_client}. Take fewer shards or fewer clients."
             )
-        pieces = np.array_split(np.argsort(labels, kind="stable"), self.clients * self.shards_per_client)
+        pieces = np.array_split(np.argsort(y, kind="stable"), self.clients * self.shards_per_client)
         dealt = rng.permutation(len(pieces)).reshape(self.clients, self.shards_per_client)
         return _named([[pieces[shard] for shard in hand] for hand in dealt.T])
 
@@ -197,11 +182,9 @@ class Shards(Partition):
 class ClassSubsets(Partition):
     """Each client gets a random subset of the classes and a random fraction of their samples.
 
-    Where the fractions that clients ask of one class add up to 1 or less, each client gets its fraction (to within one
-    sample). Where they ask for more than there is, as with ``fraction=1.0`` and a class that several clients hold, the
-    class is divided in proportion to what they ask: equally, if all ask the same. Where the clients have room for all
-    classes together, one that nobody drew takes the place of the most frequent one at a client that has it; otherwise
-    such classes stay unused.
+    Where clients ask for more of a class than there is, it is divided in proportion to what they ask. Where they have
+    room for all classes together, one that nobody drew takes the place of the most frequent one at a client that has
+    it; otherwise such classes stay unused.
 
     Args:
         clients: Number of clients.
@@ -232,9 +215,8 @@ class ClassSubsets(Partition):
             )
 
     def divide(self, y: IntArray, owner: NDArray[Any] | None, rng: np.random.Generator) -> dict[str, IntArray]:
-        """Each client's part of each of its classes."""
-        labels = _labels(y, self.clients)
-        classes = np.unique(labels)
+        _check_number(self.clients, len(y))
+        classes = np.unique(y)
         fewest, most = _range(self.classes_per_client)
         if not 1 <= fewest <= most <= len(classes):
             raise ValueError(
@@ -246,16 +228,11 @@ class ClassSubsets(Partition):
             own = rng.choice(len(classes), size=rng.integers(fewest, most, endpoint=True), replace=False)
             asked[client, own] = rng.uniform(*_range(self.fraction))
         _deal_left_out(asked, rng)
-        return _named([_divide(labels, label, asked[:, column], rng) for column, label in enumerate(classes)])
+        return _named([_divide(y, label, asked[:, column], rng) for column, label in enumerate(classes)])
 
 
 def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None:
-    """Let the classes that no client asks for take the place of the most frequent ones, if there is room for all.
-
-    Args:
-        asked: What clients ask of each class, shape (clients, classes), changed in place.
-        rng: Draws the clients; nothing is drawn where no class is left out.
-    """
+    """Let the classes that no client asks for take the place of the most frequent ones, if there is room for all."""
     holders = np.count_nonzero(asked, axis=0)
     if holders.sum() < len(holders):
         return
@@ -267,14 +244,13 @@ def _deal_left_out(asked: NDArray[np.float64], rng: np.random.Generator) -> None
 
 
 def _range(given: float | Sequence[float]) -> tuple[Any, Any]:
-    """Lowest and highest of a number or a range."""
     low, high = given if isinstance(given, Sequence) else (given, given)
     return low, high
 
 
-def _divide(labels: IntArray, label: np.int64, asked: NDArray[np.float64], rng: np.random.Generator) -> list[IntArray]:
+def _divide(y: IntArray, label: np.int64, asked: NDArray[np.float64], rng: np.random.Generator) -> list[IntArray]:
     """A class's samples for each client, in the shares that they ask for."""
-    members = rng.permutation(np.flatnonzero(labels == label))
+    members = rng.permutation(np.flatnonzero(y == label))
     *parts, _ = _cut(members, np.cumsum(asked) / max(1.0, asked.sum()))
     for client, part in enumerate(parts):
         if asked[client] > 0 and len(part) == 0:
@@ -299,21 +275,9 @@ def _named(pieces: Sequence[Sequence[IntArray]]) -> dict[str, IntArray]:
     return {str(client): part for client, part in enumerate(parts)}
 
 
-def _labels(y: ArrayLike, clients: int) -> NDArray[Any]:
-    labels = _column("y", y, "iu", "integers")
-    if not 1 <= clients <= len(labels):
+def _check_number(clients: int, samples: int) -> None:
+    if not 1 <= clients <= samples:
         raise ValueError(
-            f"Expected `clients` to be between 1 and {len(labels)}, the number of samples, but got {clients}. Take "
-            "fewer clients."
+            f"Expected `clients` to be between 1 and {samples}, the number of samples, but got {clients}. Take fewer "
+            "clients."
         )
-    return labels
-
-
-def _column(name: str, values: ArrayLike, kinds: str, words: str) -> NDArray[Any]:
-    column = np.asarray(values)
-    if column.ndim != 1 or column.size == 0 or column.dtype.kind not in kinds:
-        raise ValueError(
-            f"Expected `{name}` to hold {words} in one dimension but got {column.dtype} of shape {column.shape}. "
-            "Pass one entry per sample."
-        )
-    return column

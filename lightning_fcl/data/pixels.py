@@ -15,12 +15,7 @@ from lightning_fcl.data.scenarios import IntArray
 
 
 class PixelRows(Dataset[tuple[Tensor, Tensor]]):
-    """Some samples of stored pixels as a data set, normalised when they are read.
-
-    Args:
-        samples: The samples.
-        indices: Which.
-    """
+    """Some samples of stored pixels as a data set, normalised when they are read."""
 
     def __init__(self, samples: Samples, indices: IntArray) -> None:
         self.samples = samples
@@ -38,29 +33,13 @@ class PixelRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def rows_of(samples: Samples, indices: IntArray) -> Dataset[Any]:
-    """Some samples as a data set."""
     if isinstance(samples.x, Dataset):
         return Subset(samples.x, indices.tolist())
     return TensorDataset(*samples.take(indices)) if samples.scale is None else PixelRows(samples, indices)
 
 
 def normalised(samples: Samples, mean: Any, std: Any) -> Samples:
-    """Samples of uint8 images that are normalised when they are taken.
-
-    Args:
-        samples: The samples, whose ``x`` are images of shape (n, channels, ...).
-        mean: Mean of the pixels, scaled to [0, 1]: a number, or one for each channel.
-        std: Their standard deviation.
-
-    Raises:
-        ValueError: If these are no such images, or the numbers do not go with them.
-
-    Example:
-        >>> from lightning_fcl.data.samples import of_anything
-        >>> samples = of_anything(np.full((2, 3, 4, 4), 51, np.uint8), [0, 1])
-        >>> normalised(samples, mean=[0.1, 0.2, 0.4], std=0.5).take(np.array([0]))[0][0, :, 0, 0]
-        tensor([ 0.2000,  0.0000, -0.4000])
-    """
+    """Samples of uint8 images that are normalised when they are taken."""
     x = samples.x
     if not isinstance(x, Tensor) or x.dtype != torch.uint8 or x.dim() < 2:
         what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

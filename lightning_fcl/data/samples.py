@@ -45,15 +45,10 @@ class Samples:
         targets: Target of each sample, shape (n, ...): labels 0..C-1 if there are ``classes``. Of a data set, whose
             items hold their own targets, empty where these are no classes.
         classes: Names of the classes; empty where targets are no classes.
-        owner: Natural owner of each sample, shape (n,), or None.
-        group: Natural domain of each sample, shape (n,), or None.
-        test: True for the samples of the data's own test set, shape (n,), or None.
-        validation: True for those of its own validation set.
+        owner: Natural owner of each sample, shape (n,), as ``group`` is its natural domain.
+        test: True for the samples of the data's own test set, shape (n,), as ``validation`` for its validation set.
         scale: Mean and standard deviation that make samples of stored pixels; None: they are samples as they are.
-        collate_fn: Makes a batch of a data set's items.
         loaders: How a data module's loaders load what is for ``"train"``, ``"validation"`` and ``"test"``.
-        measurement: What a device measured, and how the samples were made of that, or None.
-        name: What messages call the data.
     """
 
     x: Tensor | Dataset[Any]
@@ -122,16 +117,6 @@ def samples_of(
     classes: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Samples:
-    """The samples of whatever a `FederatedStream` takes as its data.
-
-    Args:
-        data: The data.
-        classes: Of a data set or data module, as `FederatedStream.from_arrays` has it.
-        seed: Seed of what a data module draws.
-
-    Raises:
-        ValueError: If the data set is not known, or a data module's loaders cannot be taken apart.
-    """
     if isinstance(data, L.LightningDataModule):
         return _of_module(data, classes, seed)
     if isinstance(data, Dataset):
@@ -173,13 +158,7 @@ def of_anything(
     classes: Sequence[str] | None = None,
     collate_fn: Collate = default_collate,
 ) -> Samples:
-    """Samples of arrays, tensors, or a map-style data set, checked.
-
-    The arguments are those of `FederatedStream.from_arrays`.
-
-    Raises:
-        ValueError: If there are no targets, or the columns do not fit together.
-    """
+    """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     dataset = x if isinstance(x, Dataset) else None
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
@@ -216,11 +195,7 @@ def _of_module(module: L.LightningDataModule, classes: Sequence[str] | None, see
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
-    """The samples, none of whose own test and validation sets has a class that nobody learns.
-
-    Raises:
-        ValueError: If one has.
-    """
+    """The samples, none of whose own test and validation sets has a class that nobody learns."""
     seen = set(samples.labels[train].tolist())
     unseen = sorted(set(samples.labels[~train].tolist()) - seen)
     if unseen:

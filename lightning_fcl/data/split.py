@@ -32,10 +32,6 @@ class Split:
     def parts(self, samples: Samples, rng: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
         """The training, validation and test samples.
 
-        Args:
-            samples: All samples.
-            rng: Draws the fractions.
-
         Raises:
             ValueError: If the data are not known to have such parts, or nothing is left to train on.
         """
@@ -91,17 +87,9 @@ def draw(
     division: Split | None,
     seed: int,
 ) -> Plan:
-    """A stream's plan: the samples split, divided among clients, and dealt out over rounds.
+    """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
 
-    Args:
-        samples: All samples.
-        scenario: Deals them out.
-        partition: Divides them, if the scenario does not; None: `IID`.
-        division: Sets some aside, if the scenario does not; None: a data module's own sets, else a fifth to test on.
-        seed: Seed of all draws.
-
-    Raises:
-        TypeError: If ``division`` is something else.
+    Without a division a data module's own sets are validated and tested on, of other data a fifth is tested on.
     """
     if division is None:
         division = Split(

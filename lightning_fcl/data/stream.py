@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from inspect import signature
-from typing import Any, Never
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -16,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.data.arguments import named, refuse_dealt, refuse_renamed
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.data_module import call_seeded, lend_hooks
 from lightning_fcl.data.datasets import Arrays
-from lightning_fcl.data.experiences import Benchmark, experiences_of, scenario_of
+from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_anything, samples_of
@@ -39,27 +37,23 @@ class FederatedStream(L.LightningDataModule):
     """A data set as a federated continual stream: rounds, experiences and clients.
 
     Args:
-        data: What the samples are: the name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with
-            arguments of its loader, its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule,
-            whose own test and validation sets then are the `split`, and whose loaders say what is left open below.
-            See also `from_arrays` and `from_avalanche`.
+        data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
+            its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule, whose own test and
+            validation sets then are the `split`, and whose loaders say what is left open below.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
         split: What is tested and validated on. None for scenarios that draw test samples themselves.
         batch_size: Samples per batch, default 32. A data module's test and validation samples keep their own.
         shuffle: Whether each client's samples are shuffled every local epoch, default True.
-        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one. Batch
-            normalisation cannot train on one sample: such a batch is refused by name.
+        drop_last: Whether an incomplete last batch is left out, unless it is a client's only one.
         num_workers: Processes that read the items of a data set; the result does not depend on it.
         collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
         classes: Of a data set or data module, as in `from_arrays`.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
-        old: Refused, with the new name.
 
     Raises:
         ValueError: If the data cannot be split as asked.
-        TypeError: If an argument has another name now.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -83,10 +77,8 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Collate | None = None,
         classes: Sequence[str] | None = None,
         seed: int | None = None,
-        **old: Never,
     ) -> None:
         super().__init__()
-        refuse_renamed(type(self).__name__, old, signature(FederatedStream).parameters)
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
         self.left_open = [name for name, value in given.items() if value is None]
         self.batch_size = 32 if batch_size is None else batch_size
@@ -125,25 +117,21 @@ class FederatedStream(L.LightningDataModule):
         """A stream of your own arrays or map-style `torch.utils.data.Dataset`.
 
         Args:
-            x: Samples, shape (n, ...), float32 or whole numbers of any type; or a data set, whose items may be anything
-                that ``collate_fn`` makes a batch of.
-            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; `classes` keeps
-                them as names; or others, as all of a floating type are, where the scenario needs no classes. Default:
-                what a data set's items hold: the second entry of a tuple, or that of a dict called labels, label,
-                targets, target or y.
+            x: Samples, shape (n, ...); or a data set, whose items may be anything that ``collate_fn`` makes a batch of.
+            y: Targets, shape (n, ...): labels, whole numbers or strings, numbered in ascending order; or others, as all
+                of a floating type are. Default: what a data set's items hold: the second entry of a tuple, or that of
+                a dict called labels, label, targets, target or y.
             client: Owner of each sample, shape (n,); it makes `Natural` the default partition.
             group: Domain of each sample, shape (n,), for domain-incremental streams.
             classes: Names of the classes, in the order of their numbers, which labels that are whole numbers then are;
                 ``()``: targets are none, even if they are whole numbers.
-            mean: Of uint8 images, shape (n, channels, height, width), the mean of their pixels, scaled to [0, 1]: a
-                number, or one for each channel, as torchvision's ``Normalize`` has it. The images stay uint8, also
-                where methods remember them; batches are normalised.
+            mean: Of uint8 images, shape (n, channels, height, width), which stay such until they are in a batch, the
+                mean of their pixels, scaled to [0, 1]: a number, or one for each channel.
             std: The standard deviation of these pixels.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
-            ValueError: If there are no targets, or the columns do not fit together; or if the scenario has no use for
-                owners.
+            ValueError: If there are no targets, if columns do not fit together, or the scenario needs no owners.
 
         Example:
             >>> x, y = torch.randn(60, 4), torch.arange(60) % 2
@@ -167,11 +155,10 @@ class FederatedStream(L.LightningDataModule):
         """A stream of an Avalanche benchmark, or of a list of its data sets, split over clients.
 
         Args:
-            benchmark: Its experiences come in their order, its test stream is the test set. Of a list, every data set
-                is an experience, and ``split`` says what is tested on.
-            scenario: Default: `ClassIncremental` with the experiences' classes where no class comes twice, otherwise
-                `DomainIncremental`, an experience being a domain. Give one of these, for its other arguments, with the
-                experiences left at their default.
+            benchmark: Its experiences come in their order, its test stream is the test set; of a list, each data set is
+                an experience.
+            scenario: Default: `ClassIncremental` where no class comes twice, else `DomainIncremental`, an experience a
+                domain; or one of these with other arguments than the experiences.
             kwargs: Arguments of `FederatedStream`.
 
         Raises:
@@ -259,12 +246,7 @@ class FederatedStream(L.LightningDataModule):
         return read(self.samples.take, requests, self.num_workers, own.pin_memory, own.worker_init_fn)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
-        """Replace every sample by what a function makes of it, computed once, in batches, without gradient.
-
-        Args:
-            function: From samples (batch, ...) to others (batch, ...); to those a frozen backbone gives, for example.
-            device: Where it computes.
-        """
+        """Replace samples by what a function makes of each batch, once, on a device: features of a frozen backbone."""
         everything = np.arange(len(self.samples))
         with torch.no_grad():
             parts = [
@@ -346,5 +328,5 @@ class FederatedStream(L.LightningDataModule):
         return self.samples.loaders.get(part, loading).loader(rows_of(self.samples, indices))
 
 
-StreamLoader = ClientLoader[FederatedStream]
+StreamLoader = ClientLoader
 """What `FederatedStream.train_dataloader` gives."""

@@ -20,12 +20,7 @@ _COMPARED = 100  # items whose targets are compared with what a data set tells o
 
 
 def labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample.
-
-    Raises:
-        ValueError: If a target is not finite, or is none of the ``classes``.
-        TypeError: If targets are neither numbers nor strings, or no labels though there are ``classes``.
-    """
+    """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample."""
     given = np.asarray(y)
     _require_targets(given)
     numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
@@ -72,12 +67,7 @@ def _numbers_of(labels: NDArray[Any], names: NDArray[Any]) -> IntArray:
 
 
 class Numbered(Dataset[Any]):
-    """A data set whose items hold the numbers of their classes in place of their labels.
-
-    Args:
-        data: A map-style data set. Its items are sequences with the label second, or dicts with one.
-        numbers: The number of the class of each label.
-    """
+    """A data set whose items hold the numbers of their classes in place of their labels."""
 
     def __init__(self, data: Dataset[Any], numbers: Mapping[int | str, int]) -> None:
         self.data = data
@@ -101,13 +91,7 @@ class Numbered(Dataset[Any]):
 
 
 def numbered(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]:
-    """A data set whose items hold the numbers of their classes; itself, if they do.
-
-    Args:
-        data: A map-style data set.
-        labels: The label of each item.
-        numbers: The number of its class.
-    """
+    """A data set whose items hold the numbers of their classes; itself, if they do."""
     given = np.asarray(labels)
     if given.dtype.kind != "f" and np.array_equal(given, numbers):
         return data

@@ -28,9 +28,7 @@ class Outbox(Aggregator):
         """Leave all as it is: the server sets aside what it has itself."""
         return uploads
 
-    def add_all(
-        self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int] | None = None
-    ) -> None:
+    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
         """Keep it."""
         self.sent = {name: uploads[name][0].detach().clone() for name in self._names}
         self.uploads = 1
@@ -47,7 +45,7 @@ class NodeServer(FederatedServer):
 
     def __init__(self, recipe: FederatedServer, folder: Path, received: Collection[str]) -> None:
         store = ClientStore("disk", folder)
-        super().__init__(store, trim=recipe.trim, byzantine=recipe.byzantine, compression=recipe.compression)
+        super().__init__(store, compression=recipe.compression)
         self.outbox = Outbox(())
         self._received = received
 

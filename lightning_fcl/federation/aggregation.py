@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
-    Cat,
     Combines,
     Download,
     Fixed,
@@ -28,11 +27,11 @@ from lightning_fcl.federation.reductions import (
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean
 
 __all__ = [
+    "BUILT_IN",
     "Aggregator",
     "Reduction",
     "Rules",
     "State",
-    "built_in",
     "declare",
     "entries",
     "frozen_parameters",
@@ -47,16 +46,7 @@ Rules = Mapping[str, str | Reduction]
 
 
 def entries(module: nn.Module) -> State:
-    """The live tensors of a module's state by name, each once: tied weights go by their first name.
-
-    Raises:
-        ValueError: If the module's state has anything but tensors.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> entries(nn.ModuleList([layer, layer])).keys()
-        dict_keys(['0.weight', '0.bias'])
-    """
+    """The live tensors of a module's state by name, each once: tied weights go by their first name."""
     state: State = {}
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():
@@ -72,7 +62,7 @@ def entries(module: nn.Module) -> State:
 
 
 def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
+    """Write a state into a module in place; an entry that changed its shape takes the new one."""
     for name, tensor in entries(module).items():
         shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
         if tensor.shape == state[name].shape and not shared:
@@ -81,22 +71,8 @@ def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             tensor.data = state[name].clone()
 
 
-def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collection[str] = ()) -> None:
-    """Refuse a state that a module cannot have: another one's, or one that is not finite.
-
-    Args:
-        module: The module.
-        state: What is to be loaded, by name, from a file that need not be trusted.
-        resizes: Names of entries that come in their own length (``cat``).
-
-    Raises:
-        ValueError: If a name, a shape or a type is another one, or a number is NaN or infinite.
-
-    Example:
-        >>> check_state(nn.Linear(1, 1), {"weight": torch.tensor([[torch.nan]]), "bias": torch.zeros(1)})
-        Traceback (most recent call last):
-        ValueError: Expected a state of finite numbers but `weight` has 1 of 1 that are not. Take an earlier one.
-    """
+def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
+    """Refuse a state that a module cannot have: another one's, or one that is not finite."""
     known: State = module.state_dict()
     missing, unknown = [name for name in known if name not in state], [name for name in state if name not in known]
     if missing or unknown:
@@ -109,8 +85,7 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
         value = state[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"Expected `{name}` to be a tensor but got {type(value).__name__}. Take another state.")
-        shapes = (value.shape[1:], tensor.shape[1:]) if name in resizes else (value.shape, tensor.shape)
-        if shapes[0] != shapes[1] or value.dtype != tensor.dtype:
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise ValueError(
                 f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of shape "
                 f"{tuple(value.shape)}. Build the module that the state is of."
@@ -123,66 +98,24 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
             )
 
 
-def built_in(trim: float = 0.1, byzantine: int = 0) -> dict[str, Reduction]:
-    """The reductions that are known by name.
-
-    Args:
-        trim: Fraction cut at each end by ``trimmed_mean``.
-        byzantine: Number of lying clients that ``krum`` allows for.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    streaming = (Mean(), SparseMean(), Sum(), Cat(), Own(), Download(), Fixed())
-    return {known.name: known for known in (*streaming, Median(), TrimmedMean(trim), Krum(byzantine))}
+_ALL = (Mean(), SparseMean(), Sum(), Own(), Download(), Fixed(), Median(), TrimmedMean(), Krum())
+BUILT_IN: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
+"""The reductions that are known by name."""
 
 
-_KNOWN = built_in()
-
-
-def resolve(entry: str, given: str | Reduction, known: Mapping[str, Reduction] = _KNOWN) -> Reduction:
-    """The reduction that is given for an entry by name or as it is.
-
-    Raises:
-        ValueError: If the name is unknown.
-
-    Example:
-        >>> import torch
-        >>> resolve("weight", "sum").start(torch.ones(2))
-        tensor([0., 0.])
-    """
+def resolve(entry: str, given: str | Reduction) -> Reduction:
     if isinstance(given, Reduction):
         return given
-    if given not in known:
-        raise ValueError(f"Expected the reduction of `{entry}` to be one of {', '.join(known)} but got `{given}`.")
-    return known[given]
+    if given not in BUILT_IN:
+        raise ValueError(f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`.")
+    return BUILT_IN[given]
 
 
-def declare(
-    state: Mapping[str, Tensor], *rules: Rules, known: Mapping[str, Reduction] = _KNOWN
-) -> dict[str, Reduction]:
-    """Give every entry of a state its reduction.
-
-    Args:
-        state: The entries' names and tensors, as in ``module.state_dict()``.
-        rules: Mappings from a shell-style pattern (``"head.*"``) to a reduction or its name. Later rules win over
-            earlier ones.
-        known: The reductions that may be given by name, from `built_in`.
-
-    Returns:
-        The reduction of every entry; ``mean`` where no rule matches.
-
-    Raises:
-        ValueError: If a reduction is unknown or a pattern matches no entry.
-
-    Example:
-        >>> import torch
-        >>> declare({"body.weight": torch.zeros(1), "head.weight": torch.zeros(1)}, {"head.*": "none"})
-        {'body.weight': mean, 'head.weight': none}
-    """
-    reductions = dict.fromkeys(state, known["mean"])
+def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
+    """Give every entry of a state its reduction: by the last rule that matches its name; else ``mean``."""
+    reductions = dict.fromkeys(state, BUILT_IN["mean"])
     for pattern, given in (item for rule in rules for item in rule.items()):
-        reduction = resolve(pattern, given, known)
+        reduction = resolve(pattern, given)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
             raise ValueError(
@@ -193,41 +126,22 @@ def declare(
     return reductions
 
 
-def reductions_of(
-    module: nn.Module, rules: Rules | None = None, known: Mapping[str, Reduction] = _KNOWN
-) -> dict[str, Reduction]:
-    """The reduction of every entry of a module's state: its own ``reductions`` attribute, with ``rules`` going over it.
-
-    Example:
-        >>> reductions_of(nn.Linear(1, 1), {"bias": "none"})
-        {'weight': mean, 'bias': none}
-    """
+def reductions_of(module: nn.Module, rules: Rules | None = None) -> dict[str, Reduction]:
+    """The reduction of every entry of a module's state: by its own ``reductions``, with ``rules`` going over it."""
     own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
     if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
         own = {}  # the module's own, of another meaning
-    return declare(entries(module), own, rules or {}, known=known)
+    return declare(entries(module), own, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
-    """Names of the frozen parameters that come together by a mean or the like: no need to send what stays as it is.
-
-    Example:
-        >>> layer = nn.Linear(1, 1).requires_grad_(False)
-        >>> frozen_parameters(layer, reductions_of(layer, {"bias": "download"}))
-        ['weight']
-    """
+    """Names of the frozen parameters that come together by a mean or the like: no need to send what stays as it is."""
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad and name in reductions]
     rules = {name: reductions[name] for name in frozen}  # a state of one's own may leave some out
     return [n for n, of in rules.items() if of.up and of.down and type(of).start is Reduction.start]
 
 
 def hparams_of(rules: Rules) -> dict[str, Any]:
-    """Rules as plain values, for checkpoints.
-
-    Example:
-        >>> hparams_of({"head.*": "none", "body.*": Krum(byzantine=2)})
-        {'head.*': 'none', 'body.*': {'name': 'krum', 'byzantine': 2}}
-    """
     return {pattern: given if isinstance(given, str) else given.hparams() for pattern, given in rules.items()}
 
 
@@ -235,18 +149,7 @@ class Aggregator:
     """Brings the uploads of one round together, entry by entry, as each entry's reduction says.
 
     The order in which they come makes no difference, if the clients' numbers are given: rules that keep uploads get
-    them by number, and all others of the library's sum exactly.
-
-    Args:
-        reductions: Reduction of every entry, from `declare`. Entries with the same one share an accumulator.
-
-    Example:
-        >>> import torch
-        >>> aggregator = Aggregator({"w": Mean(), "n": Sum()})
-        >>> aggregator.add({"w": torch.tensor([1.0]), "n": torch.tensor([2.0])}, weight=1)
-        >>> aggregator.add({"w": torch.tensor([4.0]), "n": torch.tensor([3.0])}, weight=2)
-        >>> aggregator.result({"w": torch.tensor([0.0]), "n": torch.tensor([10.0])})
-        {'w': tensor([3.]), 'n': tensor([15.])}
+    them by number, and all others of the library's sum exactly. Entries with the same reduction share an accumulator.
     """
 
     def __init__(self, reductions: Mapping[str, Reduction]) -> None:
@@ -263,46 +166,18 @@ class Aggregator:
             (names, reduction.accumulator()) for reduction, names in groups.items()
         ]
 
-    def add(self, upload: Mapping[str, Tensor], weight: float, number: int | None = None) -> None:
-        """Take in one client's upload.
-
-        Args:
-            upload: The client's state; entries that do not travel up are ignored.
-            weight: The client's weight in means, above 0.
-            number: The client's number; None: it comes after those who were there before.
-
-        Raises:
-            ValueError: If ``weight`` is not a positive number, or a shape differs from that of the earlier uploads.
-        """
-        self.add_all(
-            {name: upload[name][None] for names, _ in self._groups for name in names},
-            [weight],
-            None if number is None else [number],
-        )
-
-    def add_all(
-        self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int] | None = None
-    ) -> None:
-        """Take in several clients' uploads at once, stacked.
-
-        Args:
-            uploads: The clients' states, every entry of shape (clients, ...).
-            weights: Each client's weight in means, above 0.
-            numbers: Each client's number; None: they come after those who were there before.
-        """
-        wrong = [weight for weight in weights if not 0 < weight < float("inf")]
-        if wrong:
-            raise ValueError(f"Expected `weight` to be a positive number but got {wrong[0]}.")
+    def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
+        """Take in uploads of the clients of these numbers, every entry of shape (clients, ...)."""
         for names, accumulator in self._groups:
             for name in names:
                 shape = tuple(uploads[name].shape[1:])
-                if not self.reductions[name].resizes and shape != self._shapes.setdefault(name, shape):
+                if shape != self._shapes.setdefault(name, shape):
                     raise ValueError(
                         f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got "
                         f"{shape}."
                     )
             accumulator.add({name: uploads[name].detach() for name in names}, weights)
-        self._numbers += range(self.uploads, self.uploads + len(weights)) if numbers is None else numbers
+        self._numbers += numbers
         self.uploads += len(weights)
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:
@@ -330,12 +205,7 @@ class Aggregator:
         self.uploads = len(self._numbers)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """The new server state.
-
-        Args:
-            server: The server state at the start of the round: the value of entries that do not travel up, and what
-                ``sum`` and ``cat`` add to. Returned unchanged if no upload came.
-        """
+        """The new server state: the old one, with what came together of the uploads."""
         state = dict(server)
         order = sorted(range(self.uploads), key=self._numbers.__getitem__)
         self._numbers.sort()

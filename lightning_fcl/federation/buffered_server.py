@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,56 +11,18 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import ClientState
-from lightning_fcl.federation.reductions import Reduction
-from lightning_fcl.federation.schedule import TimedRound
 from lightning_fcl.federation.server import Extra, FederatedServer
+
+if TYPE_CHECKING:
+    from lightning_fcl.federation.fedbuff import FedBuff
 
 _KEPT = "asynchronous"
 
 
-class Arrivals(Protocol):
-    """What a server wants to know of asynchronous rounds: `lightning_fcl.federation.fedbuff.FedBuff`."""
-
-    def timed(self, round: int) -> TimedRound:
-        """What the clock says of a round."""
-
-    def scale(self, staleness: int) -> float:
-        """The factor of what an upload adds that is so many steps behind."""
-
-    def under_way(self, round: int) -> list[int]:
-        """The rounds from whose states somebody is under way when a round begins, ascending."""
-
-    def enter(self, round: int) -> None:
-        """A round begins."""
-
-    def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
-        """Refuse reductions of what clients send that are no means."""
-
-    def state_dict(self, round: int) -> dict[str, Any]:
-        """The clock at the beginning of a round, as plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a clock."""
-
-
 class BufferedServer(FederatedServer):
-    """A server whose clients start from its state at their download, and arrive some steps later.
+    """A server whose clients start from its state at their download, and arrive some steps later."""
 
-    Args:
-        schedule: Tells who arrives when.
-        current_round: Tells the round.
-        arguments: Those of a `FederatedServer`.
-
-    Example:
-        >>> from lightning_fcl.federation.client_store import ClientStore
-        >>> from lightning_fcl.federation.fedbuff import FedBuff
-        >>> from lightning_fcl.federation.speeds import Speeds
-        >>> server = FedBuff(Speeds(0.01), buffer_size=5).server(lambda: 0)(ClientStore())
-        >>> type(server).__name__
-        'BufferedServer'
-    """
-
-    def __init__(self, schedule: Arrivals, current_round: Callable[[], int], *arguments: Any) -> None:
+    def __init__(self, schedule: FedBuff, current_round: Callable[[], int], *arguments: Any) -> None:
         super().__init__(*arguments)
         self._schedule = schedule
         self._round = current_round
@@ -68,7 +30,6 @@ class BufferedServer(FederatedServer):
         self._versions: dict[int, State] = {}  # from which somebody is under way, or may be in this round
 
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
-        """Begin a round, whose state clients may download from now on."""
         super().begin_round(module, rules, extra)
         self._schedule.check_reductions(self.reductions)  # a module declares them in each round anew
         round = self._round()
@@ -87,7 +48,6 @@ class BufferedServer(FederatedServer):
         return {name: version[name].to(value.device) for name, value in self.state.items()}
 
     def download(self, clients: Sequence[str]) -> tuple[list[State], list[ClientState]]:
-        """The state that each client has downloaded, then, and all that it has kept."""
         states, kept = super().download(clients)
         return [self._downloaded(client, state) for client, state in zip(clients, states, strict=True)], kept
 
@@ -105,7 +65,6 @@ class BufferedServer(FederatedServer):
         return self._schedule.timed(self._round()).staleness
 
     def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
-        """Take in clients' states: of what they have learnt, the difference from what they had downloaded."""
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
         staleness = self._staleness
         if any(client in staleness for client in parts.clients):
@@ -122,23 +81,16 @@ class BufferedServer(FederatedServer):
         return torch.stack(rows)
 
     def finish_round(self) -> State:
-        """Step; then keep the states alone from which somebody is under way."""
         state = super().finish_round()
         self._following = self._round() + 1
         self._versions = {version: self._versions[version] for version in self._schedule.under_way(self._following)}
         return state
 
     def state_dict(self, clients: Mapping[str, ClientState] | None = None) -> dict[str, Any]:
-        """What a checkpoint keeps: also the clock, and the states from which somebody is under way."""
         clock = self._schedule.state_dict(self._following)
         return {**super().state_dict(clients), _KEPT: {**clock, "versions": self._versions}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has kept.
-
-        Raises:
-            ValueError: If it is not whole.
-        """
         super().load_state_dict(state)
         kept = state.get(_KEPT)
         if not isinstance(kept, Mapping) or not _is_whole(kept):

@@ -18,6 +18,7 @@ from lightning_fcl.evaluation.files import TemporaryFolder, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.pixels import Pixels
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.hub.reading import ensure
 
 Memory = dict[str, Tensor]
 """What one method (or the model, or the optimizer) keeps for one client: a flat dict of tensors."""
@@ -25,30 +26,17 @@ Memory = dict[str, Tensor]
 ClientState = dict[str, Memory]
 """All that one client keeps between rounds: one `Memory` per section (``model``, ``optimizer``, each method)."""
 
-FORMAT = "1"
-"""The format of a client's file; 0.1 wrote none."""
-
 _SUFFIX = ".safetensors"
 
 
 class ClientStore:
     """Keeps every client's state between rounds, in memory or in one safetensors file per client.
 
-    A file has its format and a checksum with it. It is written whole or not at all, and one that is not as it was
-    written is refused.
+    A file has its checksum with it. It is written whole or not at all, and one that is not as it was written is
+    refused.
 
     Args:
-        kind: ``"memory"`` or ``"disk"``.
         folder: Where ``"disk"`` writes; a temporary folder, removed at the end, where none is given.
-
-    Example:
-        >>> import torch
-        >>> store = ClientStore()
-        >>> store["client1"] = {"model": {"head.weight": torch.zeros(2)}}
-        >>> store["client1"]["model"]["head.weight"]
-        tensor([0., 0.])
-        >>> store["never seen"]
-        {}
     """
 
     def __init__(self, kind: Literal["memory", "disk"] = "memory", folder: str | Path | None = None) -> None:
@@ -67,11 +55,7 @@ class ClientStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
 
     def keep_pixels(self, scale: tuple[Tensor, Tensor, tuple[int, ...]] | None) -> None:
-        """Keep images that methods remember as stored pixels from now on, also those that are there already.
-
-        Args:
-            scale: Mean, standard deviation and shape of the images: see `Pixels`; None: there are no stored pixels.
-        """
+        """Keep images that methods remember as stored pixels, see `Pixels`, from now on, also those that are there."""
         states = {client: self[client] for client in self} if self._first and (scale or self._pixels) else {}
         self._pixels = Pixels(*scale) if scale else None
         for client, state in states.items():
@@ -84,7 +68,22 @@ class ClientStore:
     def __setitem__(self, client: str, state: ClientState) -> None:
         pixels = self._pixels
         packed = state if pixels is None else {section: pixels.pack(memory) for section, memory in state.items()}
-        self._write(client, packed)
+        if self._folder is None:
+            self._states[client] = packed
+            return
+        flat = {
+            f"{section}\x1f{name}": tensor.detach().cpu().contiguous().clone()
+            for section, memory in packed.items()
+            for name, tensor in memory.items()
+        }
+        content = save(flat, {"checksum": _checksum(client, flat)})
+        try:
+            write_whole(self._path(client), content)
+        except NoRoomError as error:
+            raise NoRoomError(
+                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
+                'in memory: client_store="memory".'
+            ) from error
 
     def _read(self, client: str) -> ClientState:
         if self._folder is None:
@@ -96,41 +95,15 @@ class ClientStore:
             state.setdefault(section, {})[name] = tensor
         return state
 
-    def _write(self, client: str, state: ClientState) -> None:
-        if self._folder is None:
-            self._states[client] = state
-            return
-        flat = {
-            f"{section}\x1f{name}": tensor.detach().cpu().contiguous().clone()
-            for section, memory in state.items()
-            for name, tensor in memory.items()
-        }
-        content = save(flat, {"format": FORMAT, "checksum": _checksum(client, flat)})
-        try:
-            write_whole(self._path(client), content)
-        except NoRoomError as error:
-            raise NoRoomError(
-                f"{error} Or set the environment variable TMPDIR to a folder on a larger disk, or keep clients' states "
-                'in memory: client_store="memory".'
-            ) from error
-
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
             yield from self._states
         else:
-            yield from (
-                unquote(name.removesuffix(_SUFFIX)) for name in sorted(p.name for p in self._folder.glob(f"*{_SUFFIX}"))
-            )
+            names = sorted(path.name for path in self._folder.glob(f"*{_SUFFIX}"))
+            yield from (unquote(name.removesuffix(_SUFFIX)) for name in names)
 
     def nbytes(self, client: str) -> int:
-        """Bytes of all that a client keeps, as it is stored.
-
-        Example:
-            >>> store = ClientStore()
-            >>> store["client1"] = {"model": {"head.weight": torch.zeros(2)}}
-            >>> store.nbytes("client1"), store.nbytes("never seen")
-            (8, 0)
-        """
+        """Bytes of all that a client keeps, as it is stored."""
         return sum(value.nbytes for memory in self._read(client).values() for value in memory.values())
 
     @property
@@ -144,7 +117,6 @@ class ClientStore:
         self._first = self.in_memory or ranks.rank == 0
 
     def discard(self, client: str) -> None:
-        """Forget a client."""
         self._states.pop(client, None)
         if self._folder is not None:
             self._path(client).unlink(missing_ok=True)
@@ -163,35 +135,19 @@ class ClientStore:
 
 
 def _read(path: Path, client: str) -> dict[str, Tensor]:
-    """The tensors of a client's file.
-
-    Raises:
-        ValueError: If they are not as they were written.
-    """
     try:
         with safe_open(path, "pt") as file:
             about: Mapping[str, str] = file.metadata() or {}
             # A copy lies in memory as any tensor does: from where a file is mapped, products may round otherwise, and
             # empty tensors of several types share an address, which `torch.save` refuses.
             flat = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(_damaged(path, client, str(error))) from error
-    if about.get("format") != FORMAT:
+        ensure(about.get("checksum") == _checksum(client, flat), "its checksum is another")
+        return flat
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"Expected the state of client {client} in {path} to be of format {FORMAT} but it is of "
-            f"{about.get('format', 'none')}: another version of lightning-fcl wrote it. Remove the file, or continue "
-            "with that version."
-        )
-    if about.get("checksum") != _checksum(client, flat):
-        raise ValueError(_damaged(path, client, "its checksum is another"))
-    return flat
-
-
-def _damaged(path: Path, client: str, why: str) -> str:
-    return (
-        f"Expected the state of client {client} in {path} to be as it was written but {why}. Go on from the newest "
-        "checkpoint, which has all clients' states."
-    )
+            f"Expected the state of client {client} in {path} to be as it was written but {error}. Go on from the "
+            "newest checkpoint, which has all clients' states."
+        ) from error
 
 
 def _checksum(client: str, tensors: Mapping[str, Tensor]) -> str:

@@ -25,14 +25,7 @@ class Compression(ABC):
 
     @abstractmethod
     def decoded(self, update: Tensor) -> Tensor:
-        """What the server decodes.
-
-        Args:
-            update: The updates of several clients, shape (clients, n). The rows do not depend on each other.
-
-        Returns:
-            Of the same shape and type.
-        """
+        """What the server decodes of the updates of several clients, shape (clients, n), each by itself."""
 
     @abstractmethod
     def nbytes(self, n: int, itemsize: int) -> int:
@@ -74,7 +67,6 @@ class TopK(Compression):
         self.bits = None if bits is None else _checked(bits)
 
     def decoded(self, update: Tensor) -> Tensor:
-        """The largest numbers, and zeros."""
         k = self._sent(update.shape[1])
         places = update.abs().topk(k, dim=1, sorted=False).indices
         values = update.gather(1, places)
@@ -83,7 +75,6 @@ class TopK(Compression):
         )
 
     def nbytes(self, n: int, itemsize: int) -> int:
-        """Bytes of the numbers that travel and of their places."""
         k = self._sent(n)
         places = min(4 * k, -(-n // 8)) if k < n else 0
         return places + (k * itemsize if self.bits is None else _rounded_nbytes(k, self.bits))
@@ -96,8 +87,7 @@ class Quantize(Compression):
     """Every number of an update as a whole multiple of its entry's scale, the nearest one.
 
     The largest size in an entry is ``2^(bits - 1) - 1`` times the scale, which travels, too, in 4 bytes. Numbers are
-    rounded to the nearest multiple, not at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the
-    bias, and the result depends on no further random numbers.
+    not rounded at random as in Alistarh et al. 2017 (QSGD): error feedback makes up for the bias.
 
     Args:
         bits: Bits of each number, from 2 to 16.
@@ -116,11 +106,9 @@ class Quantize(Compression):
         self.bits = _checked(bits)
 
     def decoded(self, update: Tensor) -> Tensor:
-        """The nearest multiples."""
         return _rounded(update, self.bits)
 
     def nbytes(self, n: int, itemsize: int) -> int:
-        """Bytes of the multiples and the scale."""
         return _rounded_nbytes(n, self.bits)
 
 
@@ -130,22 +118,10 @@ def transmit(
     states: Mapping[str, Tensor],
     residuals: Sequence[Mapping[str, Tensor]],
 ) -> tuple[State, list[State], int]:
-    """What the server makes of clients' compressed uploads.
+    """What the server makes of clients' compressed uploads, what each client has left over, and the bytes of each code.
 
     Args:
-        compression: The code.
-        server: The server state of the round.
-        states: The entries to be compressed of the clients' states, each of shape (clients, ...).
         residuals: What each client has left over; an entry that is not there, or has another shape, counts as 0.
-
-    Returns:
-        The states as the server decodes them, of shapes (clients, ...); what each client has left over now; and the
-        bytes of each client's code.
-
-    Example:
-        >>> server, states = {"w": torch.zeros(2)}, {"w": torch.tensor([[1.0, 3.0]])}
-        >>> transmit(TopK(0.5), server, states, [{"w": torch.tensor([0.5, 0.0])}])
-        ({'w': tensor([[0., 3.]])}, [{'w': tensor([1.5000, 0.0000])}], 5)
     """
     received: State = {}
     left: list[State] = [dict(residual) for residual in residuals]

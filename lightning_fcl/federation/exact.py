@@ -27,22 +27,7 @@ from lightning_fcl.federation.ranks import Ranks
 
 
 class ExactSum:
-    """The weighted sum of tensors of one shape: exact, and rounded only when it is asked for.
-
-    Args:
-        like: A tensor whose shape, device and kind (real or complex) all uploads have.
-        entry: What messages call it.
-
-    Example:
-        >>> exact = ExactSum(torch.zeros(1))
-        >>> exact.add(torch.tensor([[1e30], [1.0]]))
-        >>> exact.add(torch.tensor([[-1e30]]))
-        >>> exact.total()
-        tensor([1.], dtype=torch.float64)
-        >>> exact.add(torch.tensor([[2.0], [8.0]]), Weights([0.5, 3.0]))
-        >>> exact.total(torch.int64)
-        tensor([26])
-    """
+    """The weighted sum of tensors of the shape, device and kind of one: exact, rounded only when it is asked for."""
 
     def __init__(self, like: Tensor, entry: str = "value") -> None:
         self._entry = entry
@@ -56,15 +41,7 @@ class ExactSum:
         self._pieces = [Piece(size, self._device) for size in sizes]
 
     def add(self, values: Tensor, weights: Weights | None = None) -> None:
-        """Add several uploads.
-
-        Args:
-            values: Shape (clients, ...).
-            weights: Each client's weight; None: 1.
-
-        Raises:
-            ValueError: If a number is not finite, or too large: with its weight above 2^900 (about 8e270).
-        """
+        """Add several uploads, shape (clients, ...), each times its weight."""
         weights = weights or Weights([1.0] * len(values))
         rows = (torch.view_as_real(values) if self._complex else values).detach().to(self._device)
         rows = rows.reshape(len(values), self.size)
@@ -85,11 +62,7 @@ class ExactSum:
                 piece.add(part, weights, factor, self._entry)
 
     def total(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The sum, in double precision, or from there in another type; integers are exact.
-
-        Raises:
-            ValueError: If it is out of the range of ``dtype``.
-        """
+        """The sum, in double precision, or from there in another type; integers are exact."""
         parts = [piece.total() for piece in self._pieces] or [torch.zeros(0, dtype=torch.float64, device=self._device)]
         total = torch.cat(parts).view(self._shape)
         total = torch.view_as_complex(total) if self._complex else total
@@ -118,7 +91,6 @@ class ExactSum:
         return like.to(weight.device) + round_to(change.total() / weight, like.dtype)
 
     def _whole(self) -> Tensor:
-        """The sum of whole numbers."""
         whole = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         for exponent, digit in self.digits().items():
             whole += digit << exponent if exponent >= 0 else digit >> -exponent
@@ -141,12 +113,7 @@ class ExactSum:
         for piece, start in zip(self._pieces, range(0, self.size, self._step), strict=True):
             piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
 
-    def merge(self, other: ExactSum) -> None:
-        """Add another sum."""
-        self.add_digits(other.digits())
-
     def marks(self) -> list[Mark | None]:
-        """The mark of each piece."""
         return [piece.mark() for piece in self._pieces]
 
     def with_marks(self, marks: Iterable[Sequence[Mark | None]]) -> list[tuple[Piece, Mark | None]]:
@@ -161,14 +128,7 @@ class ExactSum:
 
 
 class ExactSums(dict[str, ExactSum]):
-    """The exact sums of entries, by name.
-
-    Example:
-        >>> sums = ExactSums()
-        >>> sums.add({"w": torch.tensor([[1.0], [4.0]])}, weights=[2.0, 1.0])
-        >>> sums["w"].total()
-        tensor([6.], dtype=torch.float64)
-    """
+    """The exact sums of entries, by name."""
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float] | None = None) -> None:
         """Add some clients' uploads, every entry of shape (clients, ...), each client's times its weight, if any."""
@@ -177,14 +137,6 @@ class ExactSums(dict[str, ExactSum]):
             if name not in self:
                 self[name] = ExactSum(value[0], name)
             self[name].add(value, factors)
-
-    def merge(self, other: ExactSums) -> None:
-        """Add other sums of the same entries, or of none yet."""
-        for name, theirs in other.items():
-            if name in self:
-                self[name].merge(theirs)
-            else:
-                self[name] = copy.deepcopy(theirs)
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""
@@ -211,12 +163,7 @@ class ExactSums(dict[str, ExactSum]):
 
 
 def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest integer.
-
-    Example:
-        >>> round_to(torch.tensor(2.75), torch.int64)
-        tensor(3)
-    """
+    """A value in the type of its entry: counters (`num_batches_tracked`) and other integers take the nearest."""
     return value.to(dtype) if dtype.is_floating_point or dtype.is_complex else value.round().to(dtype)
 
 

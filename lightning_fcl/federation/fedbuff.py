@@ -22,14 +22,7 @@ __all__ = ["FedBuff"]
 
 @dataclass(frozen=True, order=True)
 class Flight:
-    """A client between its download and the end of its upload.
-
-    Args:
-        arrives: When its upload is there, in nanoseconds.
-        place: The client's place in the plan: of those that arrive at once, the first comes first.
-        client: The client.
-        version: The round whose server state it has downloaded.
-    """
+    """A client from its download, of a round's state, to its arrival, in nanoseconds; of equals the first by place."""
 
     arrives: int
     place: int
@@ -39,12 +32,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Clock:
-    """The state of a deployment between two steps of the server.
-
-    Args:
-        now: Nanoseconds since the beginning.
-        flights: Who is under way, a heap.
-    """
+    """The state of a deployment between two steps of the server."""
 
     now: int = 0
     flights: tuple[Flight, ...] = ()
@@ -65,12 +53,9 @@ class FedBuff(Schedule):
     As many clients as `participation` says train at any time. When ``buffer_size`` uploads have come, the server steps,
     which ends a round. What an upload adds is its difference from the state that its client had downloaded, times
     ``(1 + staleness) ** -staleness_exponent``, where the staleness is the number of the server's steps in between
-    (Algorithm 1; the paper's exponent is 0.5). Whoever has arrived makes room for another, which the lots of the round
-    prefer; a client whose upload is in the buffer waits for the server's next state. The server's learning rate is that
-    of a ``server_optimizer``, such as ``SGD(lr=0.5)``.
-
-    A client trains on its samples of the round in which its upload arrives; one that has none then is skipped.
-    Entries that are averaged but not learnt, such as the statistics of batch normalisation, are averaged as they are.
+    (Algorithm 1). Whoever has arrived makes room for another, which the lots of the round prefer. The server's learning
+    rate is that of a ``server_optimizer``, such as ``SGD(lr=0.5)``. A client trains on its samples of the round in
+    which its upload arrives. Entries that are averaged but not learnt are averaged as they are.
 
     Args:
         speeds: How fast clients are.
@@ -101,11 +86,6 @@ class FedBuff(Schedule):
         return float((1 + staleness) ** -self.staleness_exponent)
 
     def begin(self, deployment: Deployment, round: int = 0) -> None:
-        """Take over what it is made for; a fit that begins anew begins at 0 seconds.
-
-        Raises:
-            ValueError: If the buffer cannot fill, or an entry comes together in another way than by a mean.
-        """
         super().begin(deployment, round)
         clients = len(deployment.plan.clients)
         if self.buffer_size > clients:
@@ -122,11 +102,9 @@ class FedBuff(Schedule):
         self._first, self._start, self._known = round, clock, {}
 
     def timed(self, round: int) -> TimedRound:
-        """Whose uploads fill the buffer."""
         return self._at(round).timed
 
     def clock(self, round: int) -> Clock:
-        """The clock at the beginning of a round."""
         return self._start if round == self._first else self._at(round - 1).clock
 
     def under_way(self, round: int) -> list[int]:
@@ -140,7 +118,6 @@ class FedBuff(Schedule):
         return {"round": round, "now": clock.now, "flights": flights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a clock."""
         self.restore(state["round"], Clock(state["now"], tuple(Flight(*one) for one in state["flights"])))
 
     def enter(self, round: int) -> None:
@@ -200,15 +177,10 @@ class FedBuff(Schedule):
             heapq.heappush(flights, Flight(now + self.duration(client, round), place, client, round))
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
-        """A server that keeps the states which clients under way have downloaded."""
         return partial(BufferedServer, self, current_round)
 
     def check_reductions(self, reductions: Mapping[str, Reduction]) -> None:
-        """Refuse reductions of what clients send that are no means.
-
-        Raises:
-            ValueError: If there is one.
-        """
+        """Refuse reductions of what clients send that are no means."""
         for name, reduction in reductions.items():
             if reduction.up and type(reduction) is not Mean:
                 raise ValueError(
@@ -218,11 +190,6 @@ class FedBuff(Schedule):
                 )
 
     def check(self, compression: Compression | None) -> None:
-        """Refuse compression.
-
-        Raises:
-            ValueError: If there is any.
-        """
         if compression is not None:
             raise ValueError(
                 f"Expected no `compression` beside `FedBuff` but got {compression.hparams()}: a code refers to the "
@@ -230,6 +197,5 @@ class FedBuff(Schedule):
             )
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
         own = {"buffer_size": self.buffer_size, "staleness_exponent": self.staleness_exponent}
         return {"class": type(self).__name__, **own, "speeds": self.speeds.hparams()}

@@ -31,15 +31,7 @@ _ROOM = 1 << 62  # what a sum of whole numbers may reach before it becomes digit
 
 
 class Weights:
-    """The weights of several clients, and what sums want to know of them.
-
-    Args:
-        weights: Each client's weight, above 0.
-
-    Example:
-        >>> Weights([3.0, 2.0]).whole, Weights([3.0, 0.5]).whole
-        (True, False)
-    """
+    """The weights of several clients, and what sums want to know of them."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.column = torch.tensor(weights, dtype=torch.float64)[:, None]
@@ -75,10 +67,7 @@ _bench = _Bench()
 
 @dataclass
 class _Limb:
-    """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number.
-
-    ``total`` wraps around, as integers of 64 bits do; so do the offsets that are taken off in the end.
-    """
+    """A sum of whole numbers of units of 2^exponent, and of offsets, one with each number."""
 
     exponent: int
     total: Tensor
@@ -86,7 +75,6 @@ class _Limb:
     bound: int = 0
 
     def value(self) -> Tensor:
-        """The sum as whole numbers."""
         return self.total - ((self.offsets + (1 << 63)) % (1 << 64) - (1 << 63))
 
     def digits(self) -> Digits:
@@ -98,12 +86,7 @@ class _Limb:
 
 
 class Piece:
-    """The sum of so many numbers that they stay in the cache: limbs that grow, and the digits of those that were full.
-
-    Args:
-        size: The number of sums.
-        device: Where they are.
-    """
+    """The sum of so many numbers that they stay in the cache: limbs that grow, and the digits of full ones."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -112,11 +95,7 @@ class Piece:
         self._digits: Digits = {}
 
     def add(self, values: Tensor, weights: Weights, column: Tensor | None, entry: str) -> None:
-        """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights.
-
-        Raises:
-            ValueError: If a number is not finite or too large; ``entry`` is where it is.
-        """
+        """Add one client's values, shape (size,), or several clients', (clients, size), with a column of weights."""
         numbers, spare, absolute = _bench.clear(values)
         least, largest = (bound.item() for bound in torch.aminmax(torch.abs(values, out=absolute)))
         if not largest * weights.largest < 2.0**_HIGHEST:
@@ -181,11 +160,9 @@ class Piece:
         return limb
 
     def add_digits(self, digits: Mapping[int, Tensor]) -> None:
-        """Add digits, also too long ones."""
         self._digits = _carry(self._digits, digits)
 
     def digits(self) -> Digits:
-        """The sum as digits."""
         return _carry(self._digits, *(limb.digits() for limb in self._limbs))
 
     def mark(self) -> Mark | None:
@@ -213,7 +190,6 @@ class Piece:
         self._limbs, self._digits = [], _carry(dict(zip(exponents, summed, strict=True)))
 
     def total(self) -> Tensor:
-        """The sum, rounded to double precision."""
         if len(self._limbs) == 1 and not self._digits:  # the same as below, where it is all in 62 bits
             return self._limbs[0].value().double().mul_(math.ldexp(1.0, self._limbs[0].exponent))
         total = torch.zeros(self.size, dtype=torch.float64, device=self._device)
@@ -245,12 +221,7 @@ def _carry(*summands: Mapping[int, Tensor]) -> Digits:
 
 
 def common_mark(marks: Sequence[Mark | None]) -> Mark | None:
-    """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room.
-
-    Example:
-        >>> common_mark([(-50, 8), (-52, 3)]), common_mark([(-50, 8), None])
-        ((-52, 35), None)
-    """
+    """The smallest of some units, and what the sum of their whole numbers may reach in it; None: there is no room."""
     used = [mark for mark in marks if mark is not None and mark[1]]
     exponent = min((mark[0] for mark in used), default=0)
     bound = sum(bound << unit - exponent for unit, bound in used)

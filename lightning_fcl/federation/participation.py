@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.randomness import Keys, keyed
+from lightning_fcl.randomness import keyed
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +33,10 @@ def lots(plan: Plan, round: int, seed: int) -> NDArray[np.int64]:
     return np.argsort(keyed(plan.name_keys, seed, round, "participation"), kind="stable")
 
 
-def participants(
-    plan: Plan, round: int, participation: float | int, seed: int, absent: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """The clients of a round, in the plan's order: those that train, and those that were chosen but have no data.
-
-    Args:
-        plan: Who has data in which round.
-        round: Round, from 0.
-        participation: Share (a float) or number (an int) of all clients; at least one client always trains.
-        seed: Seed of the choice.
-        absent: Clients that are gone; the choice among the others is not touched by it.
-
-    Raises:
-        ValueError: If no client has data in the round.
-    """
-    clients, there = plan.clients, plan.train[round].keys()
-    present = there - set(absent) if absent else there
-    if not present:
-        gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
-        raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
-    number = number_of(participation, len(clients))
-    if number >= len(clients) == len(present):
-        return list(clients), []
-    mixed = keyed(plan.name_keys, seed, round, "participation")
-    chosen = [clients[i] for i in _lowest(mixed, number)]
-    training = [client for client in chosen if client in present]
-    skipped = [client for client in chosen if client not in present and client not in absent]
-    if training:
-        return training, skipped
-    return [next(clients[i] for i in np.argsort(mixed, kind="stable").tolist() if clients[i] in present)], skipped
-
-
-def _lowest(lots: Keys, number: int) -> list[int]:
-    """Where the lowest lots are, ascending; of equal ones, the first. Many lots are not put in order for a few."""
-    if number >= len(lots):
-        return list(range(len(lots)))
-    found = np.flatnonzero(lots <= np.partition(lots, number - 1)[number - 1])
-    if len(found) > number:
-        found = np.sort(np.argsort(lots, kind="stable")[:number])
-    places: list[int] = found.tolist()
-    return places
-
-
 class Participation:
     """Decides who takes part in each round of a federation.
 
-    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before; only
-    clients that were withdrawn, and the last master, are remembered.
+    Every choice depends on the seed, the round and the clients' names alone, not on what has happened before.
 
     Args:
         clients: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at least one.
@@ -134,11 +90,7 @@ class Participation:
         return self.swarm is not None and bool(self.swarm.dropout or self.swarm.missing)
 
     def check_rounds(self, rounds: int) -> None:
-        """Refuse settings that name rounds which a stream of so many does not have.
-
-        Raises:
-            ValueError: If there is one.
-        """
+        """Refuse settings that name rounds which a stream of so many does not have."""
         for round in self.swarm.rounds if self.swarm is not None else ():
             if round >= rounds:
                 raise ValueError(
@@ -147,13 +99,7 @@ class Participation:
                 )
 
     def draw(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
-        """The clients of a round, in the plan's order: those that train, and those that were drawn but have no data.
-
-        Where there is a schedule, those train whose uploads come in time.
-
-        Raises:
-            ValueError: If no client has data in the round.
-        """
+        """As `chosen`; where there is a schedule, those train whose uploads come in time."""
         if self.schedule is None:
             return self.chosen(plan, round)
         timed = self.schedule.timed(round)
@@ -162,10 +108,24 @@ class Participation:
     def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
         """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data.
 
+        At least one trains; the draw among the others is not touched by those that are unavailable.
+
         Raises:
             ValueError: If no client has data in the round.
         """
-        return participants(plan, round, self.clients, self.seed, self.unavailable(round))
+        clients, absent = plan.clients, self.unavailable(round)
+        present = plan.train[round].keys() - absent
+        if not present:
+            gone = f" that has not left, as {', '.join(sorted(absent))} have. Lower `max_epochs`" if absent else ""
+            raise ValueError(f"Expected at least one client with data in round {round} but none has any{gone}.")
+        number = number_of(self.clients, len(clients))
+        if number >= len(clients) == len(present):
+            return list(clients), []
+        order = lots(plan, round, self.seed).tolist()
+        drawn = [clients[place] for place in sorted(order[:number])]
+        training = [client for client in drawn if client in present]
+        skipped = [client for client in drawn if client not in present and client not in absent]
+        return training or [next(clients[place] for place in order if clients[place] in present)], skipped
 
     def unavailable(self, round: int) -> set[str]:
         """The clients that have left the swarm, or were withdrawn."""
@@ -180,12 +140,7 @@ class Participation:
         return self.swarm is not None and self.swarm.misses(client, round, self.seed)
 
     def elect(self, record: RoundRecord, clients: Sequence[str]) -> None:
-        """Name the master of a round in a swarm, over whose radio nothing went.
-
-        Args:
-            record: What happened in the round: ``master`` and the master's bytes are written here.
-            clients: All clients, in the order in which they are preferred as master.
-        """
+        """Name the master of a round in a swarm, the first of the clients in reach, over whose radio nothing went."""
         if self.swarm is None:
             return
         record.master = self.swarm.master([client for client in clients if client in record.upload_bytes])

@@ -12,22 +12,9 @@ _MARK = "|uint8"
 
 @dataclass(frozen=True)
 class Pixels:
-    """Turns normalised images into their stored pixels and back, to the very same numbers.
+    """Turns images, normalised by a mean and deviation, into their stored pixels and back, to the very same numbers.
 
     What is of another shape, or was not made of whole pixels, stays as it is.
-
-    Args:
-        mean: What was taken from a pixel, of a shape that goes with an image's.
-        std: What it was then divided by.
-        shape: Shape of an image.
-
-    Example:
-        >>> pixels = Pixels(torch.tensor([127.5]), torch.tensor([63.75]), shape=(2,))
-        >>> packed = pixels.pack({"x": (torch.tensor([[0.0, 51.0]]) - 127.5) / 63.75, "y": torch.tensor([3])})
-        >>> packed
-        {'x|uint8': tensor([[ 0, 51]], dtype=torch.uint8), 'y': tensor([3])}
-        >>> pixels.unpack(packed)["x"]
-        tensor([[-2.0000, -1.2000]])
     """
 
     mean: Tensor
@@ -35,7 +22,6 @@ class Pixels:
     shape: tuple[int, ...]
 
     def pack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A memory with its images as pixels."""
         packed = {}
         for name, value in memory.items():
             stored = self._stored(value)
@@ -43,7 +29,6 @@ class Pixels:
         return packed
 
     def unpack(self, memory: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A memory with its images normalised again."""
         return {
             name.removesuffix(_MARK): self._normalised(value) if name.endswith(_MARK) else value
             for name, value in memory.items()

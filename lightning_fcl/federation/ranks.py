@@ -33,18 +33,12 @@ class Ranks(Protocol):
 
 
 class OneRank:
-    """A federation in a single process.
-
-    Example:
-        >>> OneRank().share("client1")
-        ['client1']
-    """
+    """A federation in a single process."""
 
     number = 1
     rank = 0
 
     def share(self, value: T) -> Sequence[T]:
-        """What this process has."""
         return [value]
 
     def add_up(self, numbers: Tensor) -> None:
@@ -56,12 +50,7 @@ ALONE = OneRank()
 
 
 def together(ranks: Ranks, mine: Mapping[str, T], order: Sequence[str]) -> dict[str, T]:
-    """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients.
-
-    Example:
-        >>> together(OneRank(), {"b": 1, "a": 2}, order=["a", "b", "c"])
-        {'b': 1, 'a': 2}
-    """
+    """What all ranks have for clients, each of which is one rank's: of several ranks in an order of the clients."""
     if ranks.number == 1:
         return dict(mine)
     found = {client: value for part in ranks.share(dict(mine)) for client, value in part.items()}

@@ -7,21 +7,19 @@ Every entry of a module's state has one *reduction*. These are known by name:
 ``sparse_mean``           average of each number over the uploads where it is not zero, weighted by client; if there
                           is none, the server's. Zeros do not travel (a base of which clients send parts)
 ``sum``                   a client starts each round at zero; the uploads are added to the server's value
-``cat``                   a client starts each round empty; the uploads are appended to the server's value, in the
-                          order of the stream's clients
 ``none``                  stays with the client: never uploaded, never downloaded
 ``download``              the server's: clients receive it and send nothing back
 ``fixed``                 the same everywhere from the start: it never travels (a reservoir's random weights)
 ``median``                coordinate-wise median of the uploads (unweighted)
-``trimmed_mean``          coordinate-wise mean without the ``trim`` fraction at each end (unweighted)
-``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together
+``trimmed_mean``          coordinate-wise mean without a tenth at each end (unweighted); ``TrimmedMean(0.2)``: a fifth
+``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together;
+                          ``Krum(1)`` allows for one client that lies
 ========================  ===========================================================================================
 
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
 which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`).
 
-All but the last three stream: their memory does not grow with the number of clients (beyond what ``cat`` is asked to
-keep). The last three need all uploads of a round at once.
+All but the last three stream: their memory does not grow with the number of clients.
 
 A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherever a name does: in a module's
 ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, and in YAML as a
@@ -47,24 +45,14 @@ State = dict[str, Tensor]
 class Accumulator(Protocol):
     """Takes in the uploads of one round for all entries that have the same reduction, a few clients at a time.
 
-    They come in no particular order. `lightning_fcl.federation.exact.ExactSums` adds them up so that it makes no
-    difference, and `Gather` keeps them by the clients' numbers.
+    They come in no particular order: `lightning_fcl.federation.exact.ExactSums` adds them up so that it makes none.
     """
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Take in some clients' uploads.
-
-        Args:
-            values: Entries of shape (clients, ...). They are the clients' own tensors: copy what is kept.
-            weights: Each client's weight in means, above 0.
-        """
+        """Take in some clients' uploads, of shape (clients, ...), which are their own tensors: copy what is kept."""
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """The new server values of these entries, when all uploads of the round have come: at least one.
-
-        Args:
-            server: The server's values at the start of the round.
-        """
+        """The new server values, from those at the start of the round, when all uploads have come: at least one."""
 
 
 @runtime_checkable
@@ -78,8 +66,8 @@ class Combines(Protocol):
 class Reduction:
     """How entries come together: where a client starts, what travels, and what the server makes of the uploads.
 
-    A subclass gives a ``name`` and an `accumulator`; what it takes as arguments should be plain values, since they say
-    whether two reductions are the same: entries with the same reduction share an accumulator.
+    A subclass gives a ``name`` and an `accumulator`, which entries with the same reduction share: its arguments, plain
+    values, say whether two are the same.
 
     Example:
         >>> class Maximum(Reduction):
@@ -105,9 +93,6 @@ class Reduction:
 
     own: bool = False
     """Whether each client goes on from its own value of the round before."""
-
-    resizes: bool = False
-    """Whether values may differ in shape from client to client and from round to round."""
 
     def start(self, server: Tensor) -> Tensor:
         """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
@@ -147,9 +132,8 @@ class Reduction:
 class Gather:
     """An `Accumulator` that keeps all uploads of a round, for a rule that needs them at once.
 
-    Args:
-        rule: Makes the new values from the uploads of each entry and the server's values. An `Aggregator` that knows
-            the clients' numbers gives the uploads in their order, whatever the order in which they came.
+    The rule makes the new values from the uploads of each entry, which an `Aggregator` that knows the clients' numbers
+    gives in their order, and from the server's values.
     """
 
     def __init__(self, rule: Callable[[Mapping[str, list[Tensor]], Mapping[str, Tensor]], State]) -> None:
@@ -157,31 +141,20 @@ class Gather:
         self._rows: dict[str, list[Tensor]] = {}
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Keep a copy of each upload."""
         for name, value in values.items():
             self._rows.setdefault(name, []).extend(value.clone())
 
-    def merge(self, other: Gather) -> None:
-        """Take in what another one has kept."""
-        self._extend(other._rows)
-
     def combine(self, ranks: Ranks) -> None:
-        """Take in what all ranks have kept, by rank."""
         parts = ranks.share({name: [row.cpu() for row in rows] for name, rows in self._rows.items()})
         self._rows = {}
-        for rows in parts:
-            self._extend(rows)
-
-    def _extend(self, rows: Mapping[str, list[Tensor]]) -> None:
-        for name, values in rows.items():
-            self._rows.setdefault(name, []).extend(values)
+        for name, rows in (item for part in parts for item in part.items()):
+            self._rows.setdefault(name, []).extend(rows)
 
     def arrange(self, order: Sequence[int]) -> None:
         """Put the uploads into this order of the places that they have."""
         self._rows = {name: [rows[place] for place in order] for name, rows in self._rows.items()}
 
     def result(self, server: Mapping[str, Tensor]) -> State:
-        """What the rule makes of them."""
         return self._rule({n: [row.to(server[n].device) for row in rows] for n, rows in self._rows.items()}, server)
 
 
@@ -196,13 +169,7 @@ class _Mean:
         self._sums.add(values, weights)
         self._weights.add({"": torch.ones(len(weights))}, weights)
 
-    def merge(self, other: _Mean) -> None:
-        """Take in another one's uploads."""
-        self._sums.merge(other._sums)
-        self._weights.merge(other._weights)
-
     def combine(self, ranks: Ranks) -> None:
-        """Take in the other ranks' uploads."""
         self._sums.combine(ranks)
         self._weights.combine(ranks)
 
@@ -237,12 +204,7 @@ class _Sum:
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values)
 
-    def merge(self, other: _Sum) -> None:
-        """Take in another one's uploads."""
-        self._sums.merge(other._sums)
-
     def combine(self, ranks: Ranks) -> None:
-        """Take in the other ranks' uploads."""
         self._sums.combine(ranks)
 
     def result(self, server: Mapping[str, Tensor]) -> State:
@@ -257,7 +219,6 @@ class Mean(Reduction):
     name = "mean"
 
     def accumulator(self) -> Accumulator:
-        """Exact sums weighted by client."""
         return _Mean()
 
 
@@ -267,7 +228,6 @@ class SparseMean(Reduction):
     name = "sparse_mean"
 
     def nothing(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
     def wire_bytes(self, value: Tensor) -> int:
@@ -281,7 +241,6 @@ class SparseMean(Reduction):
         return min(value.nbytes, int(value.count_nonzero()) * value.element_size() + -(-value.numel() // 8))
 
     def accumulator(self) -> Accumulator:
-        """Exact sums weighted by client, of the numbers and of their weights."""
         return _SparseMean()
 
 
@@ -292,28 +251,10 @@ class Sum(Reduction):
     down = False
 
     def start(self, server: Tensor) -> Tensor:
-        """Zero."""
         return torch.zeros_like(server)
 
     def accumulator(self) -> Accumulator:
-        """Exact sums."""
         return _Sum()
-
-
-class Cat(Reduction):
-    """``cat``."""
-
-    name = "cat"
-    down = False
-    resizes = True
-
-    def start(self, server: Tensor) -> Tensor:
-        """Empty."""
-        return server[:0]
-
-    def accumulator(self) -> Accumulator:
-        """The uploads, in the order of the stream's clients."""
-        return Gather(lambda rows, server: {name: torch.cat([server[name], *row]) for name, row in rows.items()})
 
 
 class Own(Reduction):

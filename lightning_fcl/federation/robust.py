@@ -18,26 +18,13 @@ Rows = Mapping[str, list[Tensor]]
 
 
 def median(stack: Tensor) -> Tensor:
-    """Coordinate-wise median over the first dimension; the mean of the middle two for an even number.
-
-    Example:
-        >>> median(torch.tensor([[1.0], [2.0], [30.0], [4.0]]))
-        tensor([3.])
-    """
+    """Coordinate-wise median over the first dimension; the mean of the middle two for an even number."""
     middle = torch.quantile(stack.double(), 0.5, dim=0)
     return round_to(middle + 0.0, stack.dtype)  # no zero has a sign, which could be that of whoever came first
 
 
 def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
-    """Coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end.
-
-    Raises:
-        ValueError: If ``trim`` is not in [0, 0.5).
-
-    Example:
-        >>> trimmed_mean(torch.tensor([[0.0], [1.0], [2.0], [99.0]]), trim=0.25)
-        tensor([1.5000])
-    """
+    """Coordinate-wise mean over the first dimension without the ``trim`` fraction of values at each end."""
     if not 0 <= trim < 0.5:
         raise ValueError(f"Expected `trim` to be at least 0 and below 0.5 but got {trim}.")
     k = int(trim * len(stack))
@@ -49,15 +36,8 @@ def trimmed_mean(stack: Tensor, trim: float) -> Tensor:
 def krum(uploads: Tensor, byzantine: int) -> int:
     """Index of the upload with the smallest summed squared distance to its nearest neighbours (Blanchard et al. 2017).
 
-    The first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
-
-    Args:
-        uploads: Flattened uploads, shape (clients, parameters).
-        byzantine: Number ``f`` of clients that may lie; the ``clients - f - 2`` nearest neighbours count, at least 1.
-
-    Example:
-        >>> krum(torch.tensor([[0.0], [0.1], [0.2], [50.0]]), byzantine=1)
-        0
+    Of flattened uploads, shape (clients, parameters), with ``clients - byzantine - 2`` neighbours, at least 1. The
+    first of equal ones: two that are each other's nearest neighbours are equal where one neighbour counts.
     """
     # Not by products of matrices, which would tell two equal distances apart.
     rows = uploads.double()
@@ -75,18 +55,14 @@ class Median(Reduction):
     name = "median"
 
     def accumulator(self) -> Accumulator:
-        """All uploads."""
         return Gather(lambda rows, server: {name: median(torch.stack(row)) for name, row in rows.items()})
 
 
 class TrimmedMean(Reduction):
-    """``trimmed_mean``.
-
-    Args:
-        trim: Fraction of the values that is cut at each end, from 0 and below 0.5.
+    """``trimmed_mean``, of which the ``trim`` fraction of the values is cut at each end.
 
     Raises:
-        ValueError: If ``trim`` is out of range.
+        ValueError: If ``trim`` is not at least 0 and below 0.5.
     """
 
     name = "trimmed_mean"
@@ -96,17 +72,13 @@ class TrimmedMean(Reduction):
         self.trim = trim
 
     def accumulator(self) -> Accumulator:
-        """All uploads."""
         return Gather(
             lambda rows, server: {name: trimmed_mean(torch.stack(row), self.trim) for name, row in rows.items()}
         )
 
 
 class Krum(Reduction):
-    """``krum``.
-
-    Args:
-        byzantine: Number of clients that may lie.
+    """``krum``, of whose clients ``byzantine`` many may lie.
 
     Raises:
         ValueError: If ``byzantine`` is negative.
@@ -119,7 +91,6 @@ class Krum(Reduction):
         self.byzantine = byzantine
 
     def accumulator(self) -> Accumulator:
-        """All uploads: one client's is chosen for all entries together."""
         return Gather(self._choose)
 
     def _choose(self, rows: Rows, server: Mapping[str, Tensor]) -> State:

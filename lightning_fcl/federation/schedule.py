@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import above, at_least
@@ -19,22 +19,12 @@ from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.federation.speeds import Speeds
 
+if TYPE_CHECKING:
+    from lightning_fcl.federation.participation import Participation
+
 __all__ = ["Deadline", "Deployment", "Schedule", "TimedRound"]
 
 NANO = 10**9
-
-
-class Draws(Protocol):
-    """Who takes part in rounds, where time plays no part: `lightning_fcl.federation.participation.Participation`."""
-
-    clients: int | float
-    seed: int
-
-    def chosen(self, plan: Plan, round: int) -> tuple[list[str], list[str]]:
-        """The clients that are drawn for a round, in the plan's order, and those of the drawn that have no data."""
-
-    def unavailable(self, round: int) -> set[str]:
-        """The clients that are gone."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +32,13 @@ class Deployment:
     """What a schedule is made for.
 
     Args:
-        plan: Who has which samples when.
-        participation: Who takes part.
         local_epochs: Passes over a client's samples per round.
-        download_bytes: Bytes that each client receives in a round.
-        upload_bytes: Bytes that it sends.
+        download_bytes: Bytes that each client receives in a round, as ``upload_bytes`` those that it sends.
         reductions: The reduction of each entry of the server's state.
     """
 
     plan: Plan
-    participation: Draws
+    participation: Participation
     local_epochs: int = 1
     download_bytes: int = 0
     upload_bytes: int = 0
@@ -68,10 +55,6 @@ class TimedRound:
         late: Clients whose uploads come too late.
         seconds: Seconds from the end of the round before.
         staleness: Rounds that have ended since a client's download, where there are any.
-
-    Example:
-        >>> TimedRound(["a", "b"], skipped=[], late=["c"], seconds=30.0).late
-        ['c']
     """
 
     clients: list[str]
@@ -82,31 +65,15 @@ class TimedRound:
 
 
 class Schedule(ABC):
-    """When clients' uploads come, and which of them make up a round.
+    """When the uploads of clients, who are so fast, come, and which of them make up a round."""
 
-    Args:
-        speeds: How fast clients are.
-
-    Raises:
-        TypeError: If ``speeds`` are something else.
-    """
+    deployment: Deployment
+    """What it was begun with."""
 
     def __init__(self, speeds: Speeds) -> None:
         if not isinstance(speeds, Speeds):
             raise TypeError(f"Expected `speeds` to be `Speeds`, such as `Speeds(0.01)`, but got {speeds!r:.100}.")
         self.speeds = speeds
-        self._deployment: Deployment | None = None
-
-    @property
-    def deployment(self) -> Deployment:
-        """What it was begun with.
-
-        Raises:
-            RuntimeError: If it was not begun.
-        """
-        if self._deployment is None:
-            raise RuntimeError(f"Expected `{type(self).__name__}.begin` to have been called but it was not.")
-        return self._deployment
 
     def begin(self, deployment: Deployment, round: int = 0) -> None:
         """Take over what it is made for; a fit goes on from ``round``.
@@ -115,7 +82,7 @@ class Schedule(ABC):
             ValueError: If the two do not go together.
         """
         self.speeds.check_clients(deployment.plan.clients)
-        self._deployment = deployment
+        self.deployment = deployment
 
     @abstractmethod
     def timed(self, round: int) -> TimedRound:
@@ -126,19 +93,11 @@ class Schedule(ABC):
         """
 
     def server(self, current_round: Callable[[], int]) -> Callable[..., FederatedServer]:
-        """What makes the server of this schedule, from the arguments of a `FederatedServer`.
-
-        Args:
-            current_round: Tells the round.
-        """
+        """What makes the server, which is told the round, from the arguments of a `FederatedServer`."""
         return FederatedServer
 
     def check(self, compression: Compression | None) -> None:
-        """Refuse settings of the strategy that do not go with it.
-
-        Raises:
-            ValueError: If there are such.
-        """
+        """Refuse settings of the strategy that do not go with it."""
         return
 
     @abstractmethod
@@ -154,26 +113,19 @@ class Schedule(ABC):
 
 
 def round_to_nano(seconds: float) -> int:
-    """Whole nanoseconds.
-
-    Example:
-        >>> round_to_nano(0.1) + round_to_nano(0.2) == round_to_nano(0.3)
-        True
-    """
     return round(seconds * NANO)
 
 
 def in_order(plan: Plan, clients: Collection[str]) -> list[str]:
-    """Some clients in the plan's order."""
     return [client for client in plan.clients if client in clients] if clients else []
 
 
 class Deadline(Schedule):
     """Synchronous rounds that end when enough uploads have come, or at a deadline (Bonawitz et al. 2019, section 2.2).
 
-    Whoever takes longer for download, training and upload is late: its upload does not count, and it keeps what it had,
-    as a client that was not drawn. If nobody is in time, the round waits for the first. Draw more clients than are
-    needed, and set ``goal``: the round does not wait for the slowest (the paper draws 1.3 times as many).
+    Whoever takes longer for download, training and upload is late, as if it had not been drawn. If nobody is in time,
+    the round waits for the first. Draw more clients than the ``goal`` (the paper 1.3 times as many): the round does not
+    wait for the slowest.
 
     Args:
         speeds: How fast clients are.
@@ -206,16 +158,10 @@ class Deadline(Schedule):
         self._asked: tuple[int, list[str], TimedRound] | None = None  # the round that was looked at last
 
     def begin(self, deployment: Deployment, round: int = 0) -> None:
-        """Take over what it is made for.
-
-        Raises:
-            ValueError: If the two do not go together.
-        """
         super().begin(deployment, round)
         self._asked = None
 
     def timed(self, round: int) -> TimedRound:
-        """Who of the drawn clients is in time."""
         of = self.deployment
         drawn, skipped = of.participation.chosen(of.plan, round)
         if self._asked is None or self._asked[:2] != (round, drawn):
@@ -234,7 +180,6 @@ class Deadline(Schedule):
         return TimedRound([client for client in drawn if client in taken], skipped, late, end / NANO)
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
         return {
             "class": type(self).__name__,
             "seconds": self.seconds,

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_fcl.data.datasets.files import read_lines
-from lightning_fcl.errors import did_you_mean, listed
+from lightning_fcl.errors import listed
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.randomness import seed_of
 
@@ -51,13 +51,7 @@ class Speed:
                 _check_number(name, value, above_zero=name.endswith("bandwidth"))
 
     def seconds(self, samples: int, download_bytes: float, upload_bytes: float) -> float:
-        """Seconds from the beginning of the download to the end of the upload.
-
-        Args:
-            samples: Samples that the client trains on, each as often as it does.
-            download_bytes: Bytes that it receives.
-            upload_bytes: Bytes that it sends.
-        """
+        """Seconds from the beginning of the download to the end of the upload; samples count as often as they train."""
         down = download_bytes / self.download_bandwidth if self.download_bandwidth else 0.0
         up = upload_bytes / self.upload_bandwidth if self.upload_bandwidth else 0.0
         return self.latency + down + samples * (self.seconds_per_sample or 0.0) + up
@@ -75,9 +69,8 @@ _FIELDS = tuple(field.name for field in fields(Speed))
 class Speeds:
     """The speeds of a federation's clients: typical ones, how far clients differ, and numbers of their own.
 
-    A client without numbers of its own takes the typical ones times two factors that it keeps for good, one for its
-    training and one for its link. All that is random depends on the federation's seed, the client's name and the round
-    alone.
+    A client without numbers of its own takes the typical ones times two factors that it keeps for good, for training
+    and for its link. All that is random depends on the federation's seed, the client's name and the round alone.
 
     Args:
         seconds_per_sample: Seconds of local training of the typical client for each sample of each local epoch; None:
@@ -85,10 +78,9 @@ class Speeds:
         upload_bandwidth: Its bytes per second up; None: sending takes no time.
         download_bandwidth: Its bytes per second down; None: receiving takes no time.
         latency: Its seconds of each round that depend on nothing: waking up, connecting.
-        spread: How far clients differ: the standard deviation of the logarithm of their factors, which are log-normal
-            with median 1. With 0.5, one client in six takes more than 1.65 times the typical time.
-        variation: How far a client's rounds differ: the standard deviation of the logarithm of a factor of the whole
-            time, drawn anew for each client and round, log-normal with median 1.
+        spread: How far clients differ: the standard deviation of the logarithm of their factors, of median 1. With
+            0.5, one client in six takes more than 1.65 times the typical time.
+        variation: The same of a factor of the whole time that is drawn anew for each client and round.
         clients: Numbers of clients' own, by name: what is not given is typical. They take no part in ``spread``.
         file: A YAML file of the same, or a CSV file with a column ``client`` and columns named as the arguments; an
             empty cell is typical. ``clients`` goes over it.
@@ -135,11 +127,7 @@ class Speeds:
         return [*self.own]
 
     def check_clients(self, clients: tuple[str, ...]) -> None:
-        """Refuse speeds that say nothing of a client.
-
-        Raises:
-            ValueError: If nobody says how long a client trains.
-        """
+        """Refuse speeds that do not say how long a client trains."""
         missing = [client for client in clients if self._speeds.get(client, self.typical).seconds_per_sample is None]
         if missing:
             raise ValueError(
@@ -157,16 +145,7 @@ class Speeds:
     def seconds(
         self, client: str, round: int, seed: int, samples: int, download_bytes: float, upload_bytes: float
     ) -> float:
-        """Seconds that a client takes in a round, from the beginning of its download to the end of its upload.
-
-        Args:
-            client: The client.
-            round: The round, from 0.
-            seed: Seed of all that is random.
-            samples: Samples that the client trains on, each as often as it does.
-            download_bytes: Bytes that it receives.
-            upload_bytes: Bytes that it sends.
-        """
+        """Seconds of a client's round, with the variation that its seed draws. See `Speed.seconds`."""
         whole = self.of(client, seed).seconds(samples, download_bytes, upload_bytes)
         return whole * _factor(self.variation, seed, "speed", "round", client, round) if self.variation else whole
 
@@ -189,18 +168,16 @@ def _check_number(name: str, value: object, above_zero: bool = False) -> None:
         raise ValueError(f"Expected `{name}` to be a finite number {least} 0 but got {value}.")
 
 
-def _checked(client: str, own: object) -> dict[str, float]:
-    """A client's own numbers."""
-    if not isinstance(own, Mapping):
-        raise ValueError(f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got {own!r:.100}.")
-    for name, value in own.items():
-        if name not in _FIELDS:
-            raise ValueError(
-                f"Expected the speed of client {client} to name {', '.join(_FIELDS)} but got "
-                f"{name}.{did_you_mean(name, _FIELDS)}"
-            )
-        _check_number(f"{name}` of `{client}", value, above_zero=name.endswith("bandwidth"))
-    return {str(name): float(value) for name, value in own.items()}
+def _checked(client: str, own: Any) -> dict[str, float]:
+    try:
+        numbers = {str(name): float(value) for name, value in own.items()}
+        Speed(**numbers)
+        return numbers
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Expected the speed of client {client} to name {', '.join(_FIELDS)}, each with a number, but got "
+            f"{own!r:.100}: {error}"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -217,29 +194,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_csv(path: Path) -> dict[str, Any]:
-    rows = csv.DictReader(read_lines(path, "Write it anew."))
-    names = rows.fieldnames or ()
-    for name in names:
-        if name not in (_CLIENT, *_FIELDS):
-            raise ValueError(
-                f"Expected the columns {_CLIENT}, {', '.join(_FIELDS)} in {path} but got "
-                f"{name}.{did_you_mean(name, (_CLIENT, *_FIELDS))}"
-            )
-    if _CLIENT not in names:
-        raise ValueError(f"Expected a column `{_CLIENT}` in {path} but got {', '.join(names)}. Add it.")
+    rows = list(csv.DictReader(read_lines(path, "Write it anew.")))
+    if any(None in row or _CLIENT not in row for row in rows):  # where `csv` puts what is too much
+        raise ValueError(f"Expected a column `{_CLIENT}`, and no more cells than columns, in {path}. Mend it.")
     found: dict[str, Any] = {}
     for row in rows:
-        if None in row:  # where `csv` puts what is too much
-            raise ValueError(f"Expected as many cells as columns in {path} but got {row}. Mend that line.")
         client = row.pop(_CLIENT)
         if client in found:
             raise ValueError(f"Expected each client once in {path} but {client} comes twice. Leave one out.")
-        found[client] = {name: _number(f"{name}` of `{client}", text) for name, text in row.items() if text}
+        found[client] = {name: text for name, text in row.items() if text}
     return found
-
-
-def _number(name: str, text: object) -> float:
-    try:
-        return float(str(text))
-    except ValueError:
-        raise ValueError(f"Expected `{name}` to be a number but got {text!r:.50}.") from None

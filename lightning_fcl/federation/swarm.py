@@ -13,10 +13,9 @@ from lightning_fcl.randomness import seed_of
 class Swarm:
     """How the nodes of a federation without a server find together (Kröger et al.: an ad hoc master).
 
-    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and it does not
-    change the result: when it leaves, the next node takes over, as every node has the state of the last
-    synchronisation. A node that misses a synchronisation neither sends nor receives: it goes on from its own weights,
-    and sends what it has when it is in reach again.
+    The master of a round is the first of the nodes in reach. It sends and receives nothing itself, and does not change
+    the result. A node that misses a synchronisation goes on from its own weights, and sends what it has when it is in
+    reach again.
 
     Args:
         dropout: Probability that a node misses a round's synchronisation.
@@ -49,16 +48,13 @@ class Swarm:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes that the settings name."""
         return [*self.missing, *self.leaves]
 
     @property
     def rounds(self) -> list[int]:
-        """The rounds that the settings name."""
         return [*self.leaves.values(), *(round for rounds in self.missing.values() for round in rounds)]
 
     def gone(self, round: int) -> set[str]:
-        """The nodes that have left."""
         return {node for node, first in self.leaves.items() if round >= first}
 
     def misses(self, node: str, round: int, seed: int) -> bool:
@@ -72,5 +68,4 @@ class Swarm:
         return in_reach[0] if in_reach else None
 
     def hparams(self) -> dict[str, Any]:
-        """The arguments, for checkpoints."""
         return {"dropout": self.dropout, "missing": dict(self.missing), "leaves": self.leaves}

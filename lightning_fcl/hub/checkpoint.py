@@ -16,22 +16,7 @@ _REMOTE = re.compile(r"(?P<url>\w+://[^#]*)(#sha256=(?P<digest>[0-9a-f]{64}))?",
 
 
 def local_checkpoint(path: str | Path) -> Path:
-    """The file of a checkpoint; one that is elsewhere is downloaded, verified and kept below ``~/.cache``.
-
-    Args:
-        path: A file, or ``https://host/name.ckpt#sha256=...`` with the 64 digits of its SHA-256.
-
-    Raises:
-        ValueError: If it is elsewhere and its SHA-256 is not told, or is another one.
-        ConnectionError: If it cannot be downloaded.
-        OSError: If it cannot be written.
-
-    Example:
-        >>> local_checkpoint("https://example.org/last.ckpt")
-        Traceback (most recent call last):
-        ValueError: Expected a checkpoint from afar to tell its SHA-256 but got https://example.org/last.ckpt. Append \
-#sha256=... with its 64 digits, or download the file and look at it.
-    """
+    """The file of a checkpoint; ``https://host/name.ckpt#sha256=...`` is downloaded, verified and kept in a cache."""
     remote = _REMOTE.fullmatch(str(path))
     if remote is None:
         return Path(path)
@@ -49,14 +34,6 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
     """A checkpoint, if it is a whole one of tensors and plain values.
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
-
-    Args:
-        read: Reads tensors and plain values from a file: `torch.load` with ``weights_only=True``.
-        path: Where it is: see `local_checkpoint`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, holds other objects, or is no checkpoint. The newest whole one beside it is named.
     """
     file = local_checkpoint(path)
     if not file.exists():
@@ -76,12 +53,7 @@ def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, 
 
 
 def check_archive(file: Path) -> None:
-    """Compare the checksums of everything in a zip file, unless it claims to be larger than is plausible.
-
-    Raises:
-        ValueError: If it does.
-        BadZipFile: If it is none, is cut off, or something in it has another checksum.
-    """
+    """Compare the checksums of everything in a zip file, unless it claims to be larger than is plausible."""
     with ZipFile(file) as archive:
         check_members(archive, file.stat().st_size)
         damaged = archive.testzip()

@@ -25,11 +25,6 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds.
-
-    Raises:
-        ValueError: If it is too large, no text, no YAML, or stands for more than it may.
-    """
     check_file(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,17 +35,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_file(path: Path) -> None:
-    """Refuse to read a file that is larger than a document may be, or that never ends.
-
-    Raises:
-        ValueError: If it is.
-        FileNotFoundError: If there is none.
-
-    Example:
-        >>> check_file(Path("/dev/zero"))
-        Traceback (most recent call last):
-        ValueError: Expected /dev/zero to be a YAML file but it is a device. Name a file.
-    """
+    """Refuse to read a file that is larger than a document may be, or that never ends."""
     if path.is_block_device() or path.is_char_device():
         raise ValueError(f"Expected {path} to be a YAML file but it is a device. Name a file.")
     if not path.exists():
@@ -60,16 +45,7 @@ def check_file(path: Path) -> None:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse a document that is too large, too deep, or grows too large by its aliases.
-
-    Raises:
-        yaml.YAMLError: If it is, or is no YAML.
-
-    Example:
-        >>> check_yaml("grown: &grown [0, *grown]")
-        Traceback (most recent call last):
-        yaml.error.YAMLError: Expected values within values but one contains itself. Write it out.
-    """
+    """Refuse a document that is too large, too deep, or grows too large by its aliases."""
     if len(text) > SIZE:
         raise yaml.YAMLError(f"Expected at most {SIZE} characters but got {len(text)}. Cut them.")
     depth = 0

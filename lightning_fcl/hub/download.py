@@ -29,16 +29,7 @@ def download(url: str, path: Path, digest: str, size: int | None = None, wait: f
     there and is another stays until this one has come, whole.
 
     Args:
-        url: ``https://...`` or ``http://...``.
-        path: Where it goes.
-        digest: Its SHA-256, 64 digits.
-        size: Its bytes, where they are known: no more are taken.
         wait: Seconds before the second attempt; each later one waits twice as long.
-
-    Raises:
-        ValueError: If what comes is another file; nothing of it is kept.
-        ConnectionError: If it cannot be had, or nothing may be asked for (see `is_offline`).
-        OSError: If it cannot be written; a `NoRoomError` if the disk is full.
     """
     with writing(path, size, "try again"):
         if _fits(path, digest):
@@ -100,7 +91,6 @@ def _retrying(ask: Callable[[], None], url: str, path: Path, wait: float) -> Non
 
 
 def _append(url: str, partial: Path, size: int | None) -> None:
-    """Bring what is missing of a file."""
     requests = require("requests", "downloads files")
     have = partial.stat().st_size if partial.exists() else 0
     if have and size is not None and have >= size:

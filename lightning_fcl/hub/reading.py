@@ -14,23 +14,7 @@ _LEAST, _RATIO = 2_000_000_000, 20
 
 @contextmanager
 def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
-    """Let whatever a damaged file makes of its reader be one message.
-
-    Args:
-        path: The file.
-        what: What it should be, such as ``"to be a text file"``.
-        remedy: What to do if it is missing or damaged.
-
-    Raises:
-        FileNotFoundError: If it is missing.
-        ValueError: If it is no file, such as a folder, or reading it fails.
-
-    Example:
-        >>> with reading(Path("a.txt"), "to be a text file"):
-        ...     Path("a.txt").read_text()
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the file a.txt but it is missing. Delete this copy and get the file again.
-    """
+    """Let whatever a damaged file makes of its reader be one message, which says ``what`` it should be."""
     try:
         if path.exists() and not path.is_file():  # what is no file may never end
             raise ValueError(f"a {'folder' if path.is_dir() else 'device'}")
@@ -44,25 +28,17 @@ def reading(path: Path, what: str, remedy: str = AGAIN) -> Iterator[None]:
         raise ValueError(f"Expected {path} {what} but got: {reason}. {remedy}") from error
 
 
+def ensure(fits: object, otherwise: str) -> None:
+    """Refuse what a file holds: within `reading`, whose message ends in what it is."""
+    if not fits:
+        raise ValueError(otherwise)
+
+
 def check_size(size: int, packed: int = 0) -> None:
     """Refuse contents that claim to be larger than is plausible, before they are unpacked.
 
     That is above the larger of 2 GB and 20 times the file, or above the environment variable
     ``LIGHTNING_FCL_MAX_BYTES`` where it is set.
-
-    Args:
-        size: Bytes that the contents claim.
-        packed: Bytes of the file.
-
-    Raises:
-        ValueError: If they do; `reading` adds the file's name.
-
-    Example:
-        >>> check_size(3_000_000_000, packed=200_000_000)
-        >>> check_size(5_600_000_000, packed=2_000_000)
-        Traceback (most recent call last):
-        ValueError: 5600000000 bytes once read, above the limit of 2000000000 (set LIGHTNING_FCL_MAX_BYTES to raise \
-it)
     """
     told = os.environ.get(_LIMIT)
     if told and not told.isdecimal():
@@ -73,16 +49,7 @@ it)
 
 
 def check_members(archive: ZipFile, packed: int) -> None:
-    """Refuse a zip file by its directory: contents that are too large, or packed as nobody packs data.
-
-    Args:
-        archive: The zip file.
-        packed: Its bytes.
-
-    Raises:
-        ValueError: If the contents are too large, see `check_size`.
-        BadZipFile: If a member is neither stored nor deflated: other packings ask for memory of their own.
-    """
+    """Refuse a zip file by its directory: contents that are too large, or packed as nobody packs data."""
     members = archive.infolist()
     check_size(sum(member.file_size for member in members), packed)
     for member in members:

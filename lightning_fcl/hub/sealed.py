@@ -10,30 +10,11 @@ SIZE = 10_000_000
 
 
 def seal(content: Mapping[str, Any]) -> str:
-    """A document as it is written: its text, and a checksum of it.
-
-    Example:
-        >>> text = seal({"name": "x"})
-        >>> unseal(text.encode(), "x.json")
-        {'name': 'x'}
-        >>> unseal(text.replace("x", "y").encode(), "x.json")
-        Traceback (most recent call last):
-        ValueError: Expected x.json to be as it was written but its checksum is another: it is damaged, or was changed \
-by hand. Get it again.
-    """
+    """A document as it is written: its text, and a checksum of it."""
     return _text({**content, "checksum": hashlib.sha256(_text(content).encode()).hexdigest()})
 
 
 def unseal(data: bytes, name: object) -> dict[str, Any]:
-    """What a document says.
-
-    Args:
-        data: The file's bytes.
-        name: Where they come from, for messages.
-
-    Raises:
-        ValueError: If it is no such document, or has changed since it was written.
-    """
     try:
         content: dict[str, Any] = {**json.loads(data)} if len(data) <= SIZE else {}
         content.pop("checksum", None)

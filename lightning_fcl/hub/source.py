@@ -2,32 +2,18 @@
 
 import os
 import re
-import stat
+import shutil
 import sys
-import tarfile
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import writing
-from lightning_fcl.hub.reading import check_members, check_size
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Return the folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache.
-
-    Args:
-        root: A folder; ``~`` is expanded. It need not exist.
-
-    Returns:
-        The folder.
-
-    Example:
-        >>> data_root("some/folder").as_posix()
-        'some/folder'
-    """
+    """The folder of the data sets: the argument, else ``LIGHTNING_FCL_DATA``, else a folder in the user's cache."""
     chosen = root or os.environ.get("LIGHTNING_FCL_DATA") or Path("~/.cache/lightning-fcl/data")
     return Path(chosen).expanduser()
 
@@ -42,9 +28,6 @@ class Layout:
         signs: What must all be in the folder, as glob patterns; of patterns with ``|`` between them, one suffices.
             Without any, the place is a file.
         strictly: Regular expression that the whole path of a match, below the folder, must fit as well.
-
-    Example:
-        >>> Layout("folder of images", ("photographs", "."), ("train.csv|test.csv", "images/")).find(Path("missing"))
     """
 
     name: str
@@ -57,12 +40,11 @@ class Layout:
         return next((root / place for place in self.places if self._fits(root / place)), None)
 
     def _fits(self, place: Path) -> bool:
-        if not self.signs:
-            return place.is_file()
-        return all(any(self._shows(place, glob) for glob in sign.split("|")) for sign in self.signs)
+        def shows(glob: str) -> bool:
+            found = (path.relative_to(place).as_posix() for path in place.glob(glob))
+            return any(re.fullmatch(self.strictly, path) for path in found)
 
-    def _shows(self, folder: Path, glob: str) -> bool:
-        return any(re.fullmatch(self.strictly, path.relative_to(folder).as_posix()) for path in folder.glob(glob))
+        return all(any(map(shows, sign.split("|"))) for sign in self.signs) if self.signs else place.is_file()
 
 
 @dataclass(frozen=True)
@@ -70,11 +52,7 @@ class Source:
     """Files of a publisher, a data set for example: what they are, where they come from, and how they lie on disk.
 
     Args:
-        name: The name by which they are loaded and fetched.
         title: What messages call them, such as "the ORL faces".
-        content: What is in them, in one line.
-        licence: Terms of use.
-        citation: The paper to cite.
         url: The file to download; without a `digest`, the page that offers it; empty where another package brings it.
         size: Size of the download, for people.
         layouts: The layouts that can be read, the preferred first.
@@ -85,15 +63,6 @@ class Source:
         folder: The folder inside the archive that is wanted. It is unpacked beside the archive, which is deleted then;
             nothing is downloaded where the first layout is already. Empty: the archive is kept as it is.
         by_hand: What to do where nothing can be downloaded, with ``{url}`` and ``{root}`` for these.
-
-    Example:
-        >>> page = {"url": "https://x.org", "by_hand": "Unpack what {url} offers to {root}/x"}
-        >>> layouts = (Layout("npz file", ("x/x.npz", "x.npz")),)
-        >>> source = Source("x", "the X", "10 x", "CC0", "X 2020", size="1 MB", layouts=layouts, holds="`x`", **page)
-        >>> source.fetch("data")
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the X below `root` but found nothing in data. Unpack what https://x.org offers to \
-data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
     """
 
     name: str
@@ -111,17 +80,7 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
     by_hand: str = ""
 
     def find(self, root: str | Path | None = None) -> tuple[str, Path]:
-        """Find the files on disk, without reading them.
-
-        Args:
-            root: Folder below which to look, see `data_root`.
-
-        Returns:
-            The name of the first layout that is there, and its file or folder.
-
-        Raises:
-            FileNotFoundError: If none is there; the message says how to get the files and where to put them.
-        """
+        """The name of the first layout that is on disk, and its file or folder, which is not read."""
         root = data_root(root)
         for layout in self.layouts:
             if place := layout.find(root):
@@ -132,20 +91,7 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         raise FileNotFoundError(f"Expected {self.title} below `root` but found nothing in {root}. {advice}.")
 
     def fetch(self, root: str | Path | None = None) -> Path:
-        """Download the files, verify and unpack them; what is there already is not downloaded again.
-
-        Args:
-            root: Folder below which they are put, see `data_root`.
-
-        Returns:
-            The file or folder.
-
-        Raises:
-            ConnectionError: If the download fails.
-            ValueError: If what came is not the published file, which is deleted then.
-            OSError: If it cannot be written or unpacked, for want of space for example; nothing is left of the attempt.
-            FileNotFoundError: If nothing is there and no digest is known; the message says what to do by hand.
-        """
+        """Download the files, verify and unpack them; what is there already is not downloaded again."""
         root = data_root(root)
         if not self.digest:
             return self.find(root)[1]
@@ -156,7 +102,6 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         return self._unpack(archive) if self.folder else archive
 
     def _retrieve(self, path: Path) -> None:
-        """Download the file and verify it; one that is there and verifies is not downloaded again."""
         pooch = require("pooch", "downloads files and verifies them")
         requests = require("requests", "downloads files")
         show = sys.stderr.isatty()
@@ -175,7 +120,8 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         target = archive.parent / self.folder
         try:
             with tempfile.TemporaryDirectory(dir=archive.parent, prefix="unpacking-") as scratch:
-                _extract(archive, scratch)
+                # Verified as it is, it may hold no more than folders need; nothing leads out of where it is put.
+                shutil.unpack_archive(archive, scratch, filter=None if archive.suffix == ".zip" else "data")
                 (Path(scratch) / self.folder).rename(target)
         except Exception as error:  # whatever a damaged archive makes of its reader
             raise OSError(
@@ -195,30 +141,3 @@ data/x, or point LIGHTNING_FCL_DATA at the folder that holds `x`.
         """What to do with a damaged copy, for messages."""
         again = f"run {self.command}" if self.digest else "unpack the publishers' archive again"
         return f"Delete this copy and {again}."
-
-
-def _extract(archive: Path, scratch: str) -> None:
-    """Unpack an archive of files and folders, none of which leads out of where they are put."""
-    packed, total = archive.stat().st_size, 0
-    if archive.suffix == ".zip":
-        with zipfile.ZipFile(archive) as zipped:
-            check_members(zipped, packed)
-            for member in zipped.infolist():
-                _check_name(member.filename, not stat.S_ISLNK(member.external_attr >> 16))
-            zipped.extractall(scratch)
-        return
-
-    def admit(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
-        nonlocal total
-        total += member.size
-        check_size(total, packed)
-        _check_name(member.name, member.isfile() or member.isdir())
-        return tarfile.data_filter(member, place)
-
-    with tarfile.open(archive) as tar:
-        tar.extractall(scratch, filter=admit)
-
-
-def _check_name(name: str, plain: bool) -> None:
-    if not plain or name.startswith("/") or ".." in name.replace("\\", "/").split("/"):
-        raise OSError(f"{name!r}, which is a link or leads out of the folder")

@@ -235,7 +235,8 @@ class MethodDriver(Callback):
             memory, at = method.memory, self._client_round(trainer, method)
             if method.server_entries and overrides(method, "contribute"):
                 sums = Aggregator(declare(method.server_entries, method.reductions))
-                sums.add(method.contribute(memory, entries(pl_module), self._data(method), at), weight=1.0)
+                sent = method.contribute(memory, entries(pl_module), self._data(method), at)
+                sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)
             method.memory = self._ended(pl_module, method, memory, at)
             if not (at.last_round or stream_of(trainer) is not None):

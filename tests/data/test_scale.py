@@ -10,7 +10,7 @@ from lightning_fcl import FederatedStream
 from lightning_fcl.data.partition import Natural
 from lightning_fcl.data.scenarios import ClassIncremental, Pool
 from lightning_fcl.data.split import Split
-from lightning_fcl.federation.participation import participants
+from lightning_fcl.federation.participation import Participation
 from lightning_fcl.randomness import keys_of
 
 
@@ -57,7 +57,7 @@ def test_the_lowest_lots_are_drawn(plan, number):
     for round in range(plan.rounds):
         lots = keys_of(5, plan.clients, round, "participation")
         drawn = {plan.clients[i] for i in np.argsort(lots, kind="stable")[:number]}
-        training, skipped = participants(plan, round, number, seed=5)
+        training, skipped = Participation(number, seed=5).chosen(plan, round)
         assert set(training) | set(skipped) == drawn
         assert set(training) == drawn & plan.train[round].keys()
 

@@ -157,9 +157,9 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
     assert store["client1"]["model"]["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_another_format_is_refused_by_name(tmp_path):
+def test_a_file_without_a_checksum_is_refused(tmp_path):
     save_file({"model\x1fweight": torch.zeros(2)}, tmp_path / "client1.safetensors")
-    with pytest.raises(ValueError, match=r"client1.safetensors to be of format 1 but it is of none: another version"):
+    with pytest.raises(ValueError, match=r"client1.safetensors to be as it was written but its checksum is another"):
         ClientStore("disk", tmp_path)["client1"]
 
 

@@ -97,7 +97,6 @@ def test_who_has_no_data_is_skipped(plan):
             ValueError,
             "Expected no `swarm` beside `schedule`",
         ),
-        (lambda: Deadline(Speeds(1.0)).timed(0), RuntimeError, "Expected `Deadline.begin` to have been called"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, error, message):

@@ -91,8 +91,14 @@ def test_every_client_has_a_time_for_its_samples():
         ({"spread": -0.1}, "Expected `spread` to be a finite number at least 0"),
         ({"variation": True}, "Expected `variation` to be a finite number"),
         ({"clients": {"a": 3}}, "Expected the speed of client a to name seconds_per_sample, .* but got 3"),
-        ({"clients": {"a": {"latencies": 3}}}, "but got latencies. Did you mean latency?"),
-        ({"clients": {"a": {"latency": -3}}}, "Expected `latency` of `a` to be a finite number at least 0 but got -3"),
+        (
+            {"clients": {"a": {"latencies": 3}}},
+            "client a to name .* argument 'latencies'",
+        ),
+        (
+            {"clients": {"a": {"latency": -3}}},
+            "client a .* `latency` to be a finite number at least 0 but got -3",
+        ),
     ],
 )
 def test_what_is_no_speed_is_refused_by_name(arguments, message):
@@ -103,12 +109,16 @@ def test_what_is_no_speed_is_refused_by_name(arguments, message):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "client,speed\na,1\n", "Expected the columns client, seconds_per_sample.* but got speed"),
-        ("a.csv", "latency\n1\n", "Expected a column `client` in .*a.csv but got latency"),
+        (
+            "a.csv",
+            "client,speed\na,1\n",
+            "Expected the speed of client a to name seconds_per_sample.* but got .*'speed': '1'",
+        ),
+        ("a.csv", "latency\n1\n", "Expected a column `client`, .*a.csv"),
         ("a.csv", "", "Expected .*a.csv to have lines but it is empty"),
         ("a.csv", "client,latency\na,1\na,2\n", "Expected each client once in .* but a comes twice"),
-        ("a.csv", "client,latency\na,fast\n", "Expected `latency` of `a` to be a number but got 'fast'"),
-        ("a.csv", "client,latency\na,1,2\n", "Expected as many cells as columns in .*a.csv"),
+        ("a.csv", "client,latency\na,fast\n", "Expected the speed of client a to name .* but got .*'latency': 'fast'"),
+        ("a.csv", "client,latency\na,1,2\n", "Expected a column `client`, and no more cells than columns, in .*a.csv"),
         ("a.csv", "client,latency\n\xe9,1\n", "Expected .*a.csv to be a text file but got: 'utf-8' codec"),
         ("a.yaml", "- a\n", "to map clients to their speeds"),
         ("a.yaml", "a: !!python/object:os.system {}", "to be YAML"),

@@ -1,11 +1,8 @@
 """What is downloaded verifies, and is unpacked whole or not at all."""
 
-import io
 import re
-import stat
 import sys
-import tarfile
-import zipfile
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -79,43 +76,26 @@ DAMAGES = {
     "cut short": lambda pack, name: pack(name, FILES)[: len(pack(name, FILES)) // 2],
     "no archive": lambda pack, name: b"hello",
     "another folder": lambda pack, name: pack(name, {"faces/train.csv": b""}),
-    "a way out": lambda pack, name: pack(name, {"../../../out.txt": b"out", **FILES}),
-    "a link": lambda pack, name: linked(name),
-    "a bomb": lambda pack, name: pack(name, {**FILES, "original/0.png": bytes(10**6)}),
 }
-
-
-def linked(name):
-    """An archive with the wanted folder, and in it a link."""
-    buffer = io.BytesIO()
-    if name.endswith(".zip"):
-        with zipfile.ZipFile(buffer, "w") as archive:
-            archive.writestr("original/train.csv", b"")
-            link = zipfile.ZipInfo("original/link")
-            link.external_attr = (stat.S_IFLNK | 0o777) << 16
-            archive.writestr(link, "train.csv")
-    else:
-        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-            archive.addfile(tarfile.TarInfo("original/train.csv"))
-            link = tarfile.TarInfo("original/link")
-            link.type, link.linkname = tarfile.SYMTYPE, "train.csv"
-            archive.addfile(link)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("archive", ["x.zip", "x.tgz"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, monkeypatch, damage, archive):
-    monkeypatch.setenv("LIGHTNING_FCL_MAX_BYTES", str(10**6))
+def test_it_is_unpacked_whole_or_not_at_all(tmp_path, serve, pack, damage, archive):
     served = serve(source(archive), archive, DAMAGES[damage](pack, archive))[0]
     folder = tmp_path / "data" / "x"
     message = f"Expected to unpack {folder / archive} to {folder / 'original'} but got: "
-    with pytest.raises(OSError, match=re.escape(message)) as refused:
+    with pytest.raises(OSError, match=re.escape(message)):
         served.fetch(tmp_path / "data")
     assert [path.name for path in folder.iterdir()] == [archive]
+
+
+@pytest.mark.parametrize("archive", ["x.zip", "x.tgz"])
+def test_nothing_is_unpacked_elsewhere(tmp_path, serve, pack, archive):
+    served = serve(source(archive), archive, pack(archive, {"../../../out.txt": b"out", **FILES}))[0]
+    with suppress(OSError):
+        served.fetch(tmp_path / "data")
     assert not list(tmp_path.rglob("out.txt"))
-    assert ("LIGHTNING_FCL_MAX_BYTES" in str(refused.value)) == (damage == "a bomb")
-    assert ("leads out" in str(refused.value)) == (damage in ("a way out", "a link"))
 
 
 def test_pooch_is_named_where_it_is_missing(tmp_path, monkeypatch):

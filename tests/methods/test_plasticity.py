@@ -16,7 +16,7 @@ from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import DomainIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.compression import TopK
-from lightning_fcl.federation.participation import participants
+from lightning_fcl.federation.participation import Participation
 
 ROUGH = {"normalize_grad": False, "eta": 1e-4, "sigma": 0.5}
 
@@ -206,7 +206,7 @@ def test_identical_clients_are_one(fit, make_series, make_reservoir_task):
 def test_only_participants_are_averaged(fit, make_series_stream, make_reservoir_task, fedip):
     stream, task, method = make_series_stream(5, rounds_per_experience=4), make_reservoir_task(), IntrinsicPlasticity()
     fit(task, stream, [method], participation=0.4, seed=3)
-    chosen = [participants(stream.plan, round, 0.4, 3)[0] for round in range(3)]
+    chosen = [Participation(0.4, 3).chosen(stream.plan, round)[0] for round in range(3)]
     assert len(set(map(tuple, chosen))) > 1 and all(len(names) == 2 for names in chosen)
     reservoir = make_reservoir_task().reservoir
     assert_plasticity(task.reservoir, fedip(reservoir, stream, method, range(3), seed=3, choose=chosen.__getitem__))

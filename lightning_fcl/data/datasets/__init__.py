@@ -25,20 +25,16 @@ _NAMES = (
 
 
 def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
-    """Load a data set by name.
+    """Load all samples of a data set by name.
 
     Args:
         name: One of the names that `describe` lists.
         root: Folder of the data sets, see `data_root`.
         **options: What the data set's own ``load`` takes besides `root`.
 
-    Returns:
-        All its samples.
-
     Raises:
-        ValueError: If no data set has this name, if it has no such option, or if the files are damaged.
+        ValueError: If there is no such data set or option, or if the files are damaged.
         FileNotFoundError: If the files are not there.
-        ModuleNotFoundError: If a package that reads them is not installed.
 
     Example:
         >>> data = load("digits")
@@ -58,10 +54,7 @@ def load(name: str, root: str | Path | None = None, **options: Any) -> Arrays:
 
 
 def describe() -> list[Source]:
-    """Describe every known data set, in alphabetical order.
-
-    Returns:
-        What each is, its terms of use, where it comes from and how it lies on disk.
+    """What each known data set is, its terms of use, where it comes from and how it lies on disk, by name.
 
     Example:
         >>> [source.name for source in describe()][:6]
@@ -71,18 +64,7 @@ def describe() -> list[Source]:
 
 
 def check(name: str, root: str | Path | None = None) -> str:
-    """Read a data set in full and say in one line what was found.
-
-    Args:
-        name: One of the names that `describe` lists.
-        root: Folder of the data sets, see `data_root`.
-
-    Returns:
-        Layout and place, samples, classes and clients.
-
-    Raises:
-        ValueError: If the name is unknown or the files are damaged.
-        FileNotFoundError: If the files are not there.
+    """Read a data set, as `load` does, and say in one line what was found.
 
     Example:
         >>> check("digits")  # doctest: +ELLIPSIS
@@ -96,14 +78,7 @@ def check(name: str, root: str | Path | None = None) -> str:
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
-    """Download a data set, verify it, and keep it below the folder of the data sets, see `Source.fetch`.
-
-    Args:
-        name: One of the names that `describe` lists.
-        root: Folder of the data sets, see `data_root`.
-
-    Returns:
-        The file or folder that `load` will read.
+    """Download a data set, verify it, and keep it below the folder of the data sets; the path that `load` will read.
 
     Raises:
         ValueError: If the name is unknown, or if the download is not the published file, which is deleted then.

@@ -31,14 +31,9 @@ class Arrays:
         measurement: What a device measured, and how `x` was made of that, or None.
 
     Raises:
-        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite; the
-            message says how many values of which sample.
+        ValueError: If shapes, types or labels do not fit together, or if `x` holds values that are not finite.
 
     Example:
-        >>> x = np.zeros((4, 2), dtype=np.float32)
-        >>> data = Arrays(x=x, y=np.array([0, 1, 1, 0]), client=None, classes=("rest", "walk"))
-        >>> data.x.shape, len(data.classes)
-        ((4, 2), 2)
         >>> scale = {"mean": np.zeros((1, 1, 1), np.float32), "std": np.full((1, 1, 1), 255, np.float32)}
         >>> pixels = np.full((2, 3, 8, 8), 51, np.uint8)
         >>> data = Arrays(x=pixels, y=np.array([0, 1]), client=None, classes=("cat", "dog"), **scale)
@@ -82,24 +77,13 @@ class Arrays:
                     f"Convert it, for example with `{name}.astype(str)`."
                 )
         _require_labels(self.y, self.classes)
-        if self.measurement is not None and self.measurement.shape != self.x.shape[1:]:
-            raise ValueError(
-                f"Expected `measurement` of samples of shape {self.x.shape[1:]} but got {self.measurement.shape}."
-            )
         if pixels:
             _require_scale(self.mean, self.std, self.x.shape[1:])
         else:
             _require_finite(self.x)
 
     def samples(self, indices: Any = slice(None)) -> NDArray[np.float32]:
-        """Samples as models take them: pixels normalised, all others as they are.
-
-        Args:
-            indices: Which samples, as NumPy indexes; default: all.
-
-        Returns:
-            The samples, float32.
-        """
+        """Samples as models take them, float32: pixels normalised, all others as they are."""
         chosen: NDArray[Any] = self.x[indices]
         return chosen if self.mean is None or self.std is None else (chosen - self.mean) / self.std
 

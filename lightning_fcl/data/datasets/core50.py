@@ -5,6 +5,7 @@ folder ``core50_128x128`` is read, or the smaller ``core50_32x32`` of the same l
 ``s<session>/o<object>/C_<session>_<object>_<frame>.png``. Sessions 3, 7 and 10 are the publishers' test set.
 """
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +57,8 @@ def load(
     of single frames, drawn at random, measures little more than memory.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels; other sizes than the files' are made by Pillow's antialiased bicubic filter.
             All 164866 frames of 128 x 128 take 8 GB and some minutes to read.
-        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         by_session: Whether an object is another class in every session: 550 classes, session by session, so that
             blocks of 50 are the sessions. That is how this project reads the 11 tasks of 50 classes of Zuo et al.
             2024. There is no official test set then, as its sessions would have no training images.
@@ -67,16 +66,6 @@ def load(
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` the 50 objects, or the objects
         of each session; `group` the session, 1 to 11; `official_test` sessions 3, 7 and 10.
-
-    Raises:
-        FileNotFoundError: If no folder is found.
-        ValueError: If an argument is unknown or out of range, if sessions are incomplete, or if a file is damaged; the
-            message names the file.
-
-    Example:
-        >>> load("a/folder/that/is/missing")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileNotFoundError: Expected CORe50 below `root` but found nothing in a/folder/that/is/missing. ...
     """
     check_photographs(size, normalize)
     if type(by_session) is not bool:
@@ -97,23 +86,17 @@ def load(
 
 
 def _frames(folder: Path) -> dict[tuple[int, int], list[Path]]:
-    """The frames of each session and object, in order."""
     found: dict[tuple[int, int], list[Path]] = {}
     for session in range(1, _SESSIONS + 1):
         for thing in range(1, len(_OBJECTS) + 1):
             pattern = rf"C_{session:02d}_{thing:02d}_(\d{{3}})\.png"
             if frames := numbered(folder / f"s{session}" / f"o{thing}", pattern):
                 found[session, thing] = frames
-    if not found:
-        raise ValueError(
-            f"Expected {folder} to hold frames such as `s1/o1/C_01_01_000.png` but got none. {SOURCE.remedy}"
-        )
-    sessions, things = (sorted(set(column)) for column in zip(*found, strict=True))
-    for session, thing in ((session, thing) for session in sessions for thing in things):
+    for session, thing in product(*(sorted(set(column)) for column in zip(*found, strict=True))) if found else [(1, 1)]:
         if (session, thing) not in found:
             raise ValueError(
                 f"Expected {folder / f's{session}' / f'o{thing}'} to hold frames such as "
-                f"`C_{session:02d}_{thing:02d}_000.png`, as another session has this object, but got none: the archive "
-                f"is not wholly unpacked. {SOURCE.remedy}"
+                f"`C_{session:02d}_{thing:02d}_000.png` but got none: the archive is not wholly unpacked. "
+                f"{SOURCE.remedy}"
             )
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.measurement import Measurement
+from lightning_fcl.data.datasets.images import measured
 from lightning_fcl.errors import require
 from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
@@ -27,36 +27,8 @@ SOURCE = Source(
 )
 
 
-_MEASUREMENT = Measurement(
-    shape=(1, 8, 8),
-    axes=("channel", "height", "width"),
-    channels=("ink",),
-    units=("pixels of 16",),
-    low=(0.0,),
-    high=(16.0,),
-    mean=(0.0,),
-    std=(16.0,),
-)
-
-
 def load(root: str | Path | None = None) -> Arrays:
-    """Load the digits, scaled from 0..16 to 0..1.
-
-    Args:
-        root: Not used: the file belongs to scikit-learn. It is here so that all data sets are called alike.
-
-    Returns:
-        `x` of shape (1797, 1, 8, 8) and `y` of the ten digits; no clients, no official test set.
-
-    Raises:
-        ModuleNotFoundError: If scikit-learn is not installed.
-        ValueError: If its file is damaged.
-
-    Example:
-        >>> data = load()
-        >>> data.x.shape, float(data.x.max())
-        ((1797, 1, 8, 8), 1.0)
-    """
+    """Load the digits, shape (1797, 1, 8, 8), scaled from 0..16 to 0..1; the file belongs to scikit-learn."""
     if find_spec("sklearn") is None:
         require("sklearn", "brings the digits")
     path = SOURCE.find(root)[1]
@@ -67,5 +39,5 @@ def load(root: str | Path | None = None) -> Arrays:
         y=table[:, -1].astype(np.int64),
         client=None,
         classes=tuple("0123456789"),
-        measurement=_MEASUREMENT,
+        measurement=measured((1, 8, 8), ("ink",), mean=[0.0], std=[16.0], unit="pixels of 16", high=16.0),
     )

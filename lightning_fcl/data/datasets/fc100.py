@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets import cifar100
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs
 from lightning_fcl.errors import one_of
+from lightning_fcl.hub.reading import ensure, reading
 
 SOURCE = replace(
     cifar100.SOURCE,
@@ -53,30 +53,21 @@ def load(
     classes are then two superclasses each.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: See `lightning_fcl.data.datasets.cifar100.load`.
-        normalize: See `lightning_fcl.data.datasets.images.photographs`.
         part: ``"all"`` classes, or those of one part: 60 to ``"train"``, 20 for ``"validation"``, 20 to ``"test"``.
 
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` superclass by superclass;
         `official_test` that of CIFAR-100. The complete set has n = 60000.
-
-    Raises:
-        FileNotFoundError: If CIFAR-100's folder, or one of its files, is not there.
-        ValueError: If an argument is unknown or out of range, or if a file is damaged; the message names the file.
-
-    Example:
-        >>> load(part="novel")
-        Traceback (most recent call last):
-        ValueError: Expected `part` to be "all", "train", "validation" or "test" but got "novel".
     """
     check_photographs(size, normalize)
     one_of(("all", *SUPERCLASSES), part=part)
-    layout, folder = SOURCE.find(root)
+    folder = SOURCE.find(root)[1]
     data, coarse, names = cifar100.read(folder, size)
     wanted = [name for key, group in SUPERCLASSES.items() if part in ("all", key) for name in group]
-    order = _order(data.y, coarse, names, wanted, f"{layout} {folder}")
+    with reading(folder / "meta", "to name each superclass of CIFAR-100, with classes of its own", SOURCE.remedy):
+        order = [label for name in wanted for label in np.unique(data.y[coarse == names.index(name)]).tolist()]
+        ensure(len(order) == len(set(order)), "classes of two superclasses")
     place = np.full(len(data.classes), -1)
     place[order] = np.arange(len(order))
     y = place[data.y]
@@ -84,19 +75,3 @@ def load(
     assert data.official_test is not None
     classes = [data.classes[label] for label in order]
     return photographs(data.x[kept], y[kept], classes, normalize, data.official_test[kept])
-
-
-def _order(
-    y: NDArray[np.int64], coarse: NDArray[np.int64], names: tuple[str, ...], wanted: list[str], where: str
-) -> list[int]:
-    """The fine labels of some superclasses, superclass by superclass."""
-    order: list[int] = []
-    for name in wanted:
-        own = np.unique(y[coarse == names.index(name)]).tolist() if name in names else []
-        if not own or set(own) & set(order):
-            raise ValueError(
-                f"Expected each superclass of CIFAR-100 to have classes of its own but {name!r} has not, in {where}. "
-                f"{cifar100.SOURCE.remedy}"
-            )
-        order += own
-    return order

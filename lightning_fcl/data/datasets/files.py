@@ -26,29 +26,9 @@ TEXT = 40
 
 
 def read_arrays(path: Path, names: Iterable[str], remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
-    """Read arrays of numbers and text of an npz file, with its checksums compared.
+    """The arrays of an npz file that are there, of numbers and text, with its checksums compared.
 
-    Nothing is unpacked of a file that claims to be larger than is plausible, see
-    `lightning_fcl.hub.reading.check_size`, nor of an array that claims another size than its file has.
-
-    Args:
-        path: The file.
-        names: The arrays.
-        remedy: What to do with a damaged copy.
-
-    Returns:
-        Those of the arrays that are there.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If it is no sound npz file, or too large.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.npz"
-        >>> np.savez(path, x=np.zeros(3), y=np.ones(2))
-        >>> read_arrays(path, ["y", "z"])
-        {'y': array([1., 1.])}
+    Nothing is unpacked of a file, or an array, that claims more than is plausible, or than there is.
     """
     with reading(path, "to be a sound npz file without pickles", remedy), ZipFile(path) as archive:
         check_members(archive, path.stat().st_size)
@@ -74,27 +54,11 @@ def _array(archive: ZipFile, member: ZipInfo) -> NDArray[Any]:
 
 
 def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArray[Any]]:
-    """Read arrays of an npz file, as `read_arrays` does, and check their kinds and shapes.
+    """Arrays of an npz file, as `read_arrays` reads them, of the wanted kinds and shapes.
 
     Args:
-        path: The file.
         wanted: For each name the admitted kinds of dtype, as in `numpy.dtype.kind`, or "pixels" for images of uint8,
             at least one; and the shape: sizes that have a name are free, but equal wherever they have the same name.
-        remedy: What to do with a damaged copy.
-
-    Returns:
-        The wanted arrays.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If it is no sound npz file or too large, lacks an array or holds another kind or shape.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.npz"
-        >>> np.savez(path, x=np.zeros((3, 2)), y=np.zeros(3, int))
-        >>> sorted(read_npz(path, {"x": ("f", ("n", 2)), "y": ("iu", ("n",))}))
-        ['x', 'y']
     """
     arrays = read_arrays(path, wanted, remedy)
     if missing := [name for name in wanted if name not in arrays]:
@@ -104,23 +68,7 @@ def read_npz(path: Path, wanted: Wanted, remedy: str = AGAIN) -> dict[str, NDArr
 
 
 def check_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], wanted: Wanted, remedy: str = AGAIN) -> None:
-    """Refuse arrays of other kinds and shapes than those that are wanted.
-
-    Args:
-        path: Their file, for messages.
-        arrays: All of the wanted.
-        wanted: As `read_npz` has it.
-        remedy: What to do.
-
-    Raises:
-        ValueError: If one is of another kind or shape.
-
-    Example:
-        >>> check_arrays(Path("a.npz"), {"x": np.zeros(3)}, {"x": ("iu", ("n",))})
-        Traceback (most recent call last):
-        ValueError: Expected `x` of a.npz to hold integers of shape (3,) but got float64 of shape (3,). Delete this \
-copy and get the file again.
-    """
+    """Refuse arrays of other kinds and shapes than those that are wanted."""
     sizes: dict[int | str, int] = {}
     for name, (kinds, shape) in wanted.items():
         found, dtype = arrays[name].shape, arrays[name].dtype
@@ -136,64 +84,25 @@ copy and get the file again.
             raise ValueError(f"Expected `{name}` of {path} to hold {problem}. {remedy}")
 
 
-def in_range(
-    values: NDArray[Any], high: int, name: str, remedy: str = AGAIN, low: int = 0, unit: str = "sample", first: int = 0
-) -> NDArray[np.int64]:
-    """Refuse whole numbers out of a range.
-
-    Args:
-        values: The numbers, shape ``(n,)``.
-        high: The highest that may be.
-        name: What the numbers are, with the file.
-        remedy: What to do.
-        low: The lowest that may be.
-        unit: What each belongs to.
-        first: The number of the first of these.
-
-    Returns:
-        The numbers, int64.
-
-    Raises:
-        ValueError: If one is out of range.
-
-    Example:
-        >>> in_range(np.array([0, 3]), 2, "`y` of a.npz")
-        Traceback (most recent call last):
-        ValueError: Expected `y` of a.npz to be between 0 and 2 but got 3 in sample 1. Delete this copy and get the \
-file again.
-    """
-    wrong = np.flatnonzero((values < low) | (values > high))
-    if wrong.size:
+def check_whole(what: str, given: object, example: str) -> None:
+    """Refuse what is no whole number of at least 1; a bool is an int to Python, hence `type`."""
+    if type(given) is not int or given < 1:
         raise ValueError(
-            f"Expected {name} to be between {low} and {high} but got {values[wrong[0]]} in {unit} {wrong[0] + first}. "
-            f"{remedy}"
+            f"Expected {what} to be a whole number of at least 1 but got {given!r}. Pass, for example, {example}."
+        )
+
+
+def in_range(values: NDArray[Any], high: int, name: str, remedy: str = AGAIN, low: int = 0) -> NDArray[np.int64]:
+    """Whole numbers, int64, if they are in a range."""
+    for place in np.flatnonzero((values < low) | (values > high)):
+        raise ValueError(
+            f"Expected {name} to be between {low} and {high} but got {values[place]} in sample {place}. {remedy}"
         )
     return values.astype(np.int64)
 
 
 def read_lines(path: Path, remedy: str, at_most: int | None = None, errors: str = "strict") -> list[str]:
-    r"""The lines of a text file that are not empty.
-
-    Args:
-        path: The file.
-        remedy: What to do if it is missing or no text.
-        at_most: How many lines are read, each up to a million characters; None: all.
-        errors: What to do with bytes that are no text, as in `open`.
-
-    Returns:
-        The lines, without white space at their ends.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If it is no text, too large or has no lines.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "wnids.txt"
-        >>> _ = path.write_text("n01443537\n\nn01629819\n")
-        >>> read_lines(path, "Get it again.")
-        ['n01443537', 'n01629819']
-    """
+    """The lines of a text file, or so many, that are not empty, without white space at their ends."""
     with reading(path, "to be a text file", remedy), path.open(encoding="utf-8-sig", errors=errors) as file:
         check_size(0 if at_most else TEXT * path.stat().st_size)
         lines = islice(iter(lambda: file.readline(1_000_000), ""), at_most)
@@ -204,21 +113,6 @@ def read_lines(path: Path, remedy: str, at_most: int | None = None, errors: str 
 
 
 def numbered(folder: Path, pattern: str) -> list[Path]:
-    r"""What lies in a folder under names that hold a number, in the order of the numbers.
-
-    Args:
-        folder: The folder.
-        pattern: Regular expression that a whole name must fit, with the number as its group.
-
-    Returns:
-        The paths; none if the folder is not there.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = [(folder / name).touch() for name in ("10.pgm", "9.pgm", "._9.pgm")]
-        >>> [path.name for path in numbered(folder, r"(\d+)\.pgm")]
-        ['9.pgm', '10.pgm']
-    """
+    """What lies in a folder under names that fit a pattern, in the order of the number that is the pattern's group."""
     found = {path: re.fullmatch(pattern, path.name) for path in folder.glob("*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]

@@ -90,7 +90,6 @@ def load(
     such stretch. Chunks are ordered by user, then by device, then by time.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         chunk: Time steps per chunk: 200 in De Caro et al. 2023, 500 in Bacciu et al. 2021. It must divide 128 for
             ``windows.npz``. None is 200, and 128 there.
         rate: Samples per second after interpolation.
@@ -103,23 +102,6 @@ def load(
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the user, "a" to "i"; `group` the place of the model in
         `devices`, None for ``windows.npz``.
-
-    Raises:
-        FileNotFoundError: If no layout is found, or one file of it is missing.
-        ValueError: If an argument is unknown, does not fit the layout or leaves no chunk, or if a file is damaged; the
-            message names the file.
-
-    Warns:
-        UserWarning: If a device of a user leaves no chunk; the others are kept.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> x = np.random.default_rng(0).normal(size=(2, 3, 128)).astype(np.float32)
-        >>> np.savez(root / "windows.npz", X=x, y=[0, 5], user=[0, 8])
-        >>> data = load(root, chunk=64)
-        >>> data.x.shape, data.client.tolist()
-        ((4, 64, 3), ['a', 'a', 'i', 'i'])
     """
     check_options(_WINDOW if chunk is None else chunk, normalize)
     chosen = _checked(rate, devices, features)
@@ -150,18 +132,8 @@ def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
     Windows of 200 steps start every 100. Each step takes the statistics of the newest window that is complete at that
     step; the paper does not say which, and the window around the step would look into the future. The first 199 steps,
-    which have no complete window yet, are dropped.
-
-    Args:
-        x: Accelerometer xyz and gyroscope xyz, shape ``(t, 6)``.
-
-    Returns:
-        The 6 signals, the magnitudes of both sensors, then mean, standard deviation, minimum and maximum of each of
-        the 6, shape ``(max(t - 199, 0), 32)``.
-
-    Example:
-        >>> statistics(np.zeros((201, 6), np.float32)).shape, statistics(np.zeros((9, 6), np.float32)).shape
-        ((2, 32), (0, 32))
+    which have no complete window yet, are dropped. Of accelerometer and gyroscope xyz, shape ``(t, 6)``, come these
+    signals, both magnitudes, and mean, standard deviation, minimum and maximum of each signal.
     """
     if len(x) < _SLIDING:
         return np.empty((0, 32), np.float32)
@@ -174,7 +146,6 @@ def statistics(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _checked(rate: float, devices: Sequence[str] | None, features: str) -> tuple[str, ...]:
-    """The devices, if all options are sound."""
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate <= 1000:
         raise ValueError(f"Expected `rate` to be above 0 and at most 1000 Hz but got {rate!r}. Pass, for example, 100.")
     one_of(("raw", "statistics"), features=features)

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
+from lightning_fcl.data.datasets.files import check_whole
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.errors import one_of, require
 from lightning_fcl.evaluation.files import cache_folder, write_whole
-from lightning_fcl.hub.reading import AGAIN, check_size, reading
+from lightning_fcl.hub.reading import check_size, ensure, reading
 
 Scale = Literal["imagenet", "channel", "none"]
 FaceScale = Literal["none", "image"]
@@ -31,35 +32,11 @@ _STEP = 1024
 
 
 def check_photographs(size: int, normalize: str) -> None:
-    """Refuse a size of photographs, height and width in pixels, or a way of scaling that cannot be.
-
-    Raises:
-        ValueError: If the size is no positive whole number, or the scaling is none of `Scale`.
-
-    Example:
-        >>> check_photographs(32, "image")
-        Traceback (most recent call last):
-        ValueError: Expected `normalize` to be "imagenet", "channel" or "none" but got "image". Did you mean imagenet?
-    """
-    if type(size) is not int or size < 1:
-        raise ValueError(
-            f"Expected `size` to be a positive whole number, height and width in pixels, but got {size!r}. Pass, for "
-            "example, 32."
-        )
+    check_whole("`size`, height and width in pixels,", size, "32")
     one_of(("imagenet", "channel", "none"), normalize=normalize)
 
 
 def check_faces(size: Sequence[int], normalize: str) -> None:
-    """Refuse a size of faces, (height, width) in pixels, or a way of scaling that cannot be.
-
-    Raises:
-        ValueError: If the size is not two positive whole numbers, or the scaling is none of `FaceScale`.
-
-    Example:
-        >>> check_faces((64, 0), "image")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: Expected `size` to be two positive whole numbers, height and width, but got (64, 0). ...
-    """
     # A bool is an int to Python, hence `type`.
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
         raise ValueError(
@@ -76,53 +53,29 @@ def read_image(
     shape: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> NDArray[np.uint8]:
-    """Read an image of 8 bits per channel; the checksums that a PNG file has are compared.
+    """An image of 8 bits per channel, shape (height, width, 3) or (height, width); a PNG's checksums are compared.
 
     Args:
-        path: The file.
-        file_format: The only format that is read, by Pillow's name: "JPEG", "PNG", or "PPM", to which PGM belongs.
-            None: any usual format, of any depth.
-        mode: ``"RGB"``: in colour, grey becomes three equal channels; ``"L"``: as grey, colours become ITU-R 601-2
-            luma.
-        shape: Height and width that the image must have. They stand in its header, so that a wrong image of any size
-            is refused before it takes memory. None: any.
+        file_format: The only format that is read, by Pillow's name; None: any usual one, of any depth.
+        mode: ``"RGB"``: grey becomes three equal channels; ``"L"``: colours become grey, by ITU-R 601-2 luma.
+        shape: Height and width that the image must have, by its header: a wrong one is refused before it takes memory.
         content: What the file holds, where it lies within another one; None: what is at the path.
-
-    Returns:
-        The pixels, of shape (height, width, 3) in colour or (height, width) as grey.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If it cannot be read, is cut short, too large, or has another size or depth.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "1.ppm"
-        >>> _ = path.write_bytes(b"P6 2 1 255 abcdef")
-        >>> read_image(path, "PPM", "RGB").tolist()
-        [[[97, 98, 99], [100, 101, 102]]]
     """
     require("PIL.Image", "reads images")
     from PIL import Image, PngImagePlugin
 
     formats = [file_format] if file_format else list(_FORMATS)
     place = path if content is None else io.BytesIO(content)
-    with reading(path, f"to be a whole {' or '.join(formats)} image"), Image.open(place, formats=formats) as image:
-        found, its_mode = (image.height, image.width), image.mode
+    what = f"to be a whole {' or '.join(formats)} image" + (f" of {shape[0]} x {shape[1]}" if shape else "")
+    with reading(path, what), Image.open(place, formats=formats) as image:
         check_size(4 * image.height * image.width, path.stat().st_size if content is None else len(content))
-        fits = shape in (None, found) and (file_format is None or its_mode in _MODES[mode])
+        fits = shape in (None, (image.height, image.width)) and (file_format is None or image.mode in _MODES[mode])
+        ensure(fits, f"one of {image.height} x {image.width} in Pillow's mode {image.mode!r}")
         if image.format == "PNG" and content is None:
             with path.open("rb") as file:
                 file.seek(8)  # to the first chunk; loading compares the checksums of some only
                 PngImagePlugin.ChunkStream(file).verify()
-        pixels = np.asarray(image.convert(mode)) if fits else np.empty(0, np.uint8)
-    if not fits:
-        size = "" if shape is None else f"of height {shape[0]} and width {shape[1]} "
-        raise ValueError(
-            f"Expected {path} to be an image {size}with 8 bits of grey or colour, "
-            f"as all of the original data, but got {found[0]} x {found[1]} in Pillow's mode {its_mode!r}. {AGAIN}"
-        )
-    return pixels
+        return np.asarray(image.convert(mode))
 
 
 def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np.uint8]:
@@ -135,23 +88,23 @@ def _resized(image: NDArray[np.uint8], size: Sequence[int] | None) -> NDArray[np
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def faces(images: Iterable[NDArray[np.uint8]], size: Sequence[int] | None, normalize: FaceScale) -> NDArray[np.float32]:
-    """Resize and scale grey images one by one and stack them.
+def faces(
+    images: Iterable[NDArray[np.uint8]],
+    y: NDArray[Any],
+    classes: Sequence[str],
+    size: Sequence[int] | None,
+    normalize: FaceScale,
+) -> Arrays:
+    """Grey images of shape (height, width), resized as `stacked` does and scaled one by one, as a data set.
 
     Args:
-        images: Pixels of shape (height, width) each, at least one image.
-        size: Height and width to resize to, as `stacked` does; None: as they are.
+        size: Height and width to resize to; None: as they are.
         normalize: ``"image"`` gives each image a mean of zero and a variance of one, and a constant image zeros;
             ``"none"`` scales 0..255 to 0..1.
-
-    Returns:
-        The images, of shape (n, 1, height, width).
-
-    Example:
-        >>> faces([np.array([[0, 255]], np.uint8)], None, "image").tolist()
-        [[[[-1.0, 1.0]]]]
     """
-    return np.stack([_scaled(_resized(image, size), normalize)[np.newaxis] for image in images])
+    x = np.stack([_scaled(_resized(image, size), normalize)[np.newaxis] for image in images])
+    mean, std = (None, None) if normalize == "image" else ([0.0], [255.0])
+    return Arrays(x, y.astype(np.int64), None, tuple(classes), measurement=measured(x.shape[1:], ("grey",), mean, std))
 
 
 def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float32]:
@@ -162,45 +115,31 @@ def _scaled(image: NDArray[np.uint8], normalize: FaceScale) -> NDArray[np.float3
     return (centred / (math.sqrt(np.square(centred).mean()) or 1.0)).astype(np.float32)
 
 
-def face_measurement(shape: tuple[int, ...], normalize: FaceScale) -> Measurement:
-    """What `faces` takes, and how it scales.
-
-    Args:
-        shape: Of one of its images.
-        normalize: As there.
-
-    Example:
-        >>> face_measurement((1, 64, 48), "image").describe()
-        '1 channel x 64 height x 48 width: grey (of 255); scaled by the mean and deviation of each sample'
-    """
+def measured(
+    shape: tuple[int, ...],
+    channels: tuple[str, ...],
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    unit: str = "of 255",
+    high: float = 255.0,
+) -> Measurement:
+    """What images measure, of bytes if not told; without a mean and deviation each is scaled by its own."""
+    number = len(channels)
     return Measurement(
         shape=shape,
         axes=("channel", "height", "width"),
-        channels=("grey",),
-        units=("of 255",),
-        low=(0.0,),
-        high=(255.0,),
-        scaled_over="sample" if normalize == "image" else "data",
-        mean=None if normalize == "image" else (0.0,),
-        std=None if normalize == "image" else (255.0,),
+        channels=channels,
+        units=(unit,) * number,
+        low=(0.0,) * number,
+        high=(high,) * number,
+        scaled_over="sample" if mean is None else "data",
+        mean=None if mean is None else tuple(mean),
+        std=None if std is None else tuple(std),
     )
 
 
 def stacked(images: Iterable[NDArray[np.uint8]], number: int, size: int) -> NDArray[np.uint8]:
-    """Resize images in colour one by one and stack them, channels first.
-
-    Args:
-        images: Pixels of shape (height, width, 3) each.
-        number: How many there are.
-        size: Height and width to resize to by Pillow's antialiased bicubic filter, whatever the aspect ratio.
-
-    Returns:
-        The pixels, of shape (number, 3, size, size).
-
-    Example:
-        >>> stacked([np.zeros((8, 6, 3), np.uint8)], 1, 4).shape
-        (1, 3, 4, 4)
-    """
+    """Images of shape (height, width, 3) resized by Pillow's antialiased bicubic filter and stacked, channels first."""
     pixels = np.empty((number, 3, size, size), np.uint8)
     for row, image in zip(pixels, images, strict=True):
         row[...] = _resized(image, (size, size)).transpose(2, 0, 1)
@@ -244,25 +183,12 @@ def photographs(
     test: NDArray[np.bool_] | None = None,
     group: NDArray[Any] | None = None,
 ) -> Arrays:
-    """Photographs as a data set: bytes, with the mean and deviation that normalise them.
+    """Photographs, shape (n, 3, height, width), as a data set: bytes, with the mean and deviation that normalise them.
 
     Args:
-        pixels: Shape (n, 3, height, width).
-        y: Labels, shape (n,).
-        classes: The names of the labels.
         normalize: ``"imagenet"`` subtracts the mean of ImageNet's red, green and blue from 0..1 and divides by their
             deviation; ``"channel"`` takes those of these images, the test set's left out; ``"none"`` leaves 0..1. A
             channel that is constant is only centred.
-        test: Whether an image belongs to the publishers' test set, shape (n,); None: they have none.
-        group: Natural domain of each image, shape (n,), or None.
-
-    Returns:
-        The data set.
-
-    Example:
-        >>> data = photographs(np.full((2, 3, 4, 4), 51, np.uint8), np.array([0, 1]), ("cat", "dog"), "none")
-        >>> data.samples().shape, round(float(data.samples().max()), 3)
-        ((2, 3, 4, 4), 0.2)
     """
     if normalize == "channel":
         mean, std = _channels(pixels if test is None or test.all() else pixels[~test])
@@ -271,16 +197,8 @@ def photographs(
     else:
         mean, std = np.zeros(3), np.full(3, 255.0)
     scale = {name: v.reshape(3, 1, 1).astype(np.float32) for name, v in (("mean", mean), ("std", std))}
-    measurement = Measurement(
-        shape=pixels.shape[1:],
-        axes=("channel", "height", "width"),
-        channels=("red", "green", "blue"),
-        units=("of 255",) * 3,
-        low=(0.0,) * 3,
-        high=(255.0,) * 3,
-        mean=tuple(scale["mean"].ravel().tolist()),
-        std=tuple(scale["std"].ravel().tolist()),
-    )
+    told = {name: values.ravel().tolist() for name, values in scale.items()}
+    measurement = measured(pixels.shape[1:], ("red", "green", "blue"), told["mean"], told["std"])
     return Arrays(pixels, y.astype(np.int64), None, tuple(classes), test, group, **scale, measurement=measurement)
 
 

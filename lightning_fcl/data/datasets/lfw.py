@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_measurement, faces, read_image
+from lightning_fcl.data.datasets.files import check_whole, in_range, numbered, read_npz
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
 _NPZ = "min35_gray_64x48.npz"
@@ -65,43 +65,19 @@ def load(
     """Load the faces of all people with enough images, who are the classes.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         min_faces: People with fewer images are left out. The npz file has nobody with fewer than 35.
         size: Height and width in pixels. The cut of 125 x 94, or the 64 x 48 of the npz file, is resized to it with
             Pillow's antialiased bicubic filter, so another aspect ratio than 4:3 distorts the faces.
-        normalize: See `lightning_fcl.data.datasets.images.faces`.
 
     Returns:
         `x` of shape (n, 1, height, width); `classes` the people's names in alphabetical order, as in ``Tony_Blair``.
         With 35 faces n = 2053 of 24 people.
-
-    Raises:
-        FileNotFoundError: If no layout is found.
-        ValueError: If an argument is out of range or asks for what the layout lacks, or if a file is damaged; the
-            message names the file.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> X = np.random.default_rng(0).integers(256, size=(71, 64, 48), dtype=np.uint8)
-        >>> np.savez(root / "min35_gray_64x48.npz", X=X, y=[0] * 35 + [1] * 36, names=["Ann_Lee", "Bob_Ray"])
-        >>> load(root).x.shape, load(root, min_faces=36).classes
-        ((71, 1, 64, 48), ('Bob_Ray',))
     """
     check_faces(size, normalize)
-    _check_least(min_faces)
+    check_whole("`min_faces`", min_faces, f"{_NPZ_FACES}")
     layout, path = SOURCE.find(root)
     images, y, classes = (_from_npz if layout == "npz file" else _from_folders)(path, min_faces)
-    x = faces(images, size, normalize)
-    return Arrays(x, y, None, tuple(classes), measurement=face_measurement(x.shape[1:], normalize))
-
-
-def _check_least(min_faces: int) -> None:
-    if not isinstance(min_faces, int) or isinstance(min_faces, bool) or min_faces < 1:
-        raise ValueError(
-            f"Expected `min_faces` to be a whole number of at least 1 but got {min_faces!r}. Pass, for example, "
-            f"{_NPZ_FACES}."
-        )
+    return faces(images, y, classes, size, normalize)
 
 
 def _from_folders(folder: Path, min_faces: int) -> _Faces:

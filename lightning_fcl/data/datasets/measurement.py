@@ -17,29 +17,13 @@ class Measurement:
     """What a device measures of a sample, and how it is scaled.
 
     Args:
-        shape: Of a sample.
-        axes: What each axis is: one of them ``"channel"``.
+        axes: What each axis of a sample's shape is: one of them ``"channel"``.
         channels: What each channel is, such as ``"gyro x"``.
-        units: The unit of each channel.
         rate: Time steps per second; None where there is no time, or the data do not tell.
-        low: The least value that each channel can have; None: any.
-        high: The largest value that each channel can have.
+        low: The least value that each channel can have, as ``high`` the largest; None: any.
         scaled_over: What mean and deviation are taken over: all of the ``"data"`` (``mean`` and ``std`` tell them),
             each ``"sample"`` by itself, or all samples of a ``"person"``.
-        mean: What is subtracted from each channel, in its unit, where that is the data's.
-        std: What the rest is divided by.
-
-    Raises:
-        ValueError: If these do not fit together.
-
-    Example:
-        >>> scale = {"mean": (4.0,), "std": (2.0,)}
-        >>> gauge = Measurement((1, 2), ("channel", "time"), ("load",), ("kg",), 10.0, (0.0,), (9.0,), **scale)
-        >>> gauge.prepare([[[4.0, 8.0]]], rate=10.0).tolist()
-        [[[0.0, 2.0]]]
-        >>> gauge.prepare([[[400.0, 800.0]]])
-        Traceback (most recent call last):
-        ValueError: Expected `x` to have values of load between 0.0 and 9.0 kg but got 800.0. Convert it to kg.
+        mean: What is subtracted from each channel, in its unit, where that is the data's; ``std``: the divisor.
     """
 
     shape: tuple[int, ...]
@@ -71,19 +55,12 @@ class Measurement:
             )
 
     def prepare(self, x: Any, rate: float | None = None, units: Sequence[str] | None = None) -> NDArray[np.float32]:
-        """Samples as networks take them, from a device's own values.
+        """Samples as networks take them, shape (n, ...), from a device's own values.
 
         Args:
             x: One sample, of `shape`, or several, shape (n, ...); of one person where they are scaled by person.
             rate: The time steps per second of ``x``, to compare; None: as here.
             units: The unit of each channel of ``x``, or the one of all, to compare; None: as here.
-
-        Returns:
-            Shape (n, ...), scaled.
-
-        Raises:
-            ValueError: If shape, rate or units are others, a value is not finite or none that the device gives, or a
-                single sample is to be scaled by its person's.
         """
         values = np.asarray(x)
         if values.dtype.kind not in "biuf":
@@ -107,13 +84,6 @@ class Measurement:
         return z_score(values.astype(np.float32), (0, *others))
 
     def describe(self) -> str:
-        """A sample in words.
-
-        Example:
-            >>> image = Measurement((1, 64, 48), ("channel", "height", "width"), ("grey",), ("",), scaled_over="sample")
-            >>> image.describe()
-            '1 channel x 64 height x 48 width: grey; scaled by the mean and deviation of each sample'
-        """
         size = " x ".join(f"{number} {axis}" for number, axis in zip(self.shape, self.axes, strict=True))
         names = ", ".join(
             f"{name} ({unit})" if unit else name for name, unit in zip(self.channels, self.units, strict=True)
@@ -162,29 +132,12 @@ class Measurement:
 
 
 def z_score(x: NDArray[np.float32], axes: tuple[int, ...]) -> NDArray[np.float32]:
-    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred.
-
-    Args:
-        x: The values.
-        axes: What is averaged over.
-
-    Returns:
-        The scaled values, same shape.
-
-    Example:
-        >>> z_score(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,)).tolist()
-        [[-1.0, 0.0], [1.0, 0.0]]
-    """
+    """Subtract the mean over some axes and divide by the standard deviation; what is constant is only centred."""
     return scaled(x, *moments(x, axes))
 
 
 def moments(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation over some axes, which stay with a length of 1; of what is constant, 1.
-
-    Example:
-        >>> [part.tolist() for part in moments(np.array([[1.0, 7.0], [3.0, 7.0]], np.float32), (0,))]
-        [[[2.0, 7.0]], [[1.0, 1.0]]]
-    """
+    """Mean and standard deviation over some axes, which stay with a length of 1; of what is constant, 1."""
     mean, std = (reduce(axis=axes, dtype=np.float64, keepdims=True) for reduce in (x.mean, x.std))
     # Rounding leaves a constant feature a tiny deviation, and dividing by that would blow the rounding up to ones.
     constant = x.min(axis=axes, keepdims=True) == x.max(axis=axes, keepdims=True)
@@ -192,10 +145,5 @@ def moments(x: NDArray[Any], axes: tuple[int, ...]) -> tuple[NDArray[np.float64]
 
 
 def scaled(x: NDArray[Any], mean: NDArray[Any], std: NDArray[Any]) -> NDArray[np.float32]:
-    """Subtract a mean and divide by a standard deviation, whose shapes broadcast, in double precision.
-
-    Example:
-        >>> scaled(np.array([3.0], np.float32), np.array([1.0]), np.array([2.0])).tolist()
-        [1.0]
-    """
+    """Subtract a mean and divide by a standard deviation, whose shapes broadcast, in double precision."""
     return cast(NDArray[np.float32], ((x - mean) / std).astype(np.float32))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_npz
-from lightning_fcl.data.datasets.images import FaceScale, check_faces, face_measurement, faces, read_image
+from lightning_fcl.data.datasets.images import FaceScale, check_faces, faces, read_image
 from lightning_fcl.hub.source import Layout, Source
 
 SOURCE = Source(
@@ -48,39 +48,23 @@ def load(
     """Load the faces of all people that are there, who are the classes.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels. The middle part of this aspect ratio (112 x 84 of 112 x 92 for 4:3) is resized
             to it with Pillow's antialiased bicubic filter. None keeps 112 x 92.
-        normalize: See `lightning_fcl.data.datasets.images.faces`.
 
     Returns:
         `x` of shape (n, 1, height, width), person by person; `classes` the original folders ``s1``, ``s2`` and so on.
         The complete set has n = 400 of 40 people.
-
-    Raises:
-        FileNotFoundError: If no layout is found.
-        ValueError: If an argument is unknown or out of range, or if a file is damaged; the message names the file.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> X = np.random.default_rng(0).integers(256, size=(3, 112, 92), dtype=np.uint8)
-        >>> np.savez(root / "faces.npz", X=X, y=[0, 0, 1])
-        >>> load(root).x.shape, load(root, size=None).x.shape, load(root).classes
-        ((3, 1, 64, 48), (3, 1, 112, 92), ('s1', 's2'))
     """
     check_faces(_SHAPE if size is None else size, normalize)
     layout, path = SOURCE.find(root)
-    pixels, number = _from_npz(path) if layout == "npz file" else _from_folders(path)
+    if layout == "npz file":
+        arrays = read_npz(path, {"X": ("pixels", ("images", *_SHAPE)), "y": ("iu", ("images",))})
+        pixels, number = arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1
+    else:
+        pixels, number = _from_folders(path)
     people, y = np.unique(number, return_inverse=True)
-    x = faces(pixels if size is None else [_middle(image, size) for image in pixels], size, normalize)
-    return Arrays(
-        x=x,
-        y=y.astype(np.int64),
-        client=None,
-        classes=tuple(f"s{person}" for person in people),
-        measurement=face_measurement(x.shape[1:], normalize),
-    )
+    images = pixels if size is None else [_middle(image, size) for image in pixels]
+    return faces(images, y, [f"s{person}" for person in people], size, normalize)
 
 
 def _middle(image: NDArray[np.uint8], size: Sequence[int]) -> NDArray[np.uint8]:
@@ -96,8 +80,3 @@ def _from_folders(folder: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     found = {int(person.name[1:]): numbered(person, r"([1-9]\d?)\.pgm") for person in numbered(folder, r"s([1-9]\d?)")}
     pixels = [read_image(path, "PPM", "L", _SHAPE) for own in found.values() for path in own]
     return np.stack(pixels), np.repeat(list(found), [len(own) for own in found.values()])
-
-
-def _from_npz(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    arrays = read_npz(path, {"X": ("pixels", ("images", *_SHAPE)), "y": ("iu", ("images",))})
-    return arrays["X"], in_range(arrays["y"], _PEOPLE - 1, f"`y` of {path}") + 1

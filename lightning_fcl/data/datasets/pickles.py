@@ -4,6 +4,7 @@ import math
 import mmap
 import pickle
 import pickletools
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,33 +27,10 @@ _OBJECT = 256  # bytes that an opcode makes at most, beside its argument: those 
 
 
 def read_pickle(path: Path, remedy: str = AGAIN) -> Any:
-    """Read a pickle of numbers, strings, lists, dicts and NumPy arrays of numbers; refuse every other.
+    """What a pickle holds, if it is numbers, strings, lists, dicts and NumPy arrays of numbers.
 
     What the file wants called is only noted down, never called; from the notes, arrays are built afterwards, if they
     hold numbers. Pickles of Python 2 are read with Latin-1, which is how NumPy keeps their bytes.
-
-    Args:
-        path: The file.
-        remedy: What to do if it is missing or damaged.
-
-    Returns:
-        What was pickled.
-
-    Raises:
-        FileNotFoundError: If the file is missing.
-        ValueError: If the file wants anything but arrays of numbers, is cut short, no pickle or claims to be larger
-            than is plausible; the message names the refused global and the file.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.pkl"
-        >>> _ = path.write_bytes(pickle.dumps({"label": np.array([1, 2])}, protocol=2))
-        >>> read_pickle(path)
-        {'label': array([1, 2])}
-        >>> _ = path.write_bytes(pickle.dumps(print))
-        >>> read_pickle(path)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ValueError: Expected ...a.pkl to be a whole pickle ... but got: `builtins.print`, which could run any code. ...
     """
     with reading(path, "to be a whole pickle of numbers", remedy), path.open("rb") as file:
         if not path.stat().st_size:
@@ -80,7 +58,7 @@ class _Call:
 
     __slots__ = ("args", "name", "state")
 
-    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, *args: Any) -> None:
         self.name = name
         self.args = args
         self.state: Any = None
@@ -89,25 +67,13 @@ class _Call:
         self.state = state
 
 
-class _Global:
-    """A name that a pickle may mention; calling it only notes the call down."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: Any) -> _Call:
-        return _Call(self.name, args)
-
-
 class _Notes(pickle.Unpickler):
-    """Resolves no global: the ones that arrays need become `_Global`, all others are refused."""
+    """Resolves no global: what calls those that arrays need is noted down, all others are refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
             raise ValueError(f"`{module}.{name}`, which could run any code")
-        return _Global(_ADMITTED[module, name])
+        return partial(_Call, _ADMITTED[module, name])
 
     def persistent_load(self, pid: Any) -> Any:
         raise ValueError("objects outside of itself")

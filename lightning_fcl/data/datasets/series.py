@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import read_npz
+from lightning_fcl.data.datasets.files import check_whole, read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, scaled, z_score
 from lightning_fcl.errors import one_of
 from lightning_fcl.hub.reading import AGAIN
@@ -22,14 +22,7 @@ Sensor = tuple[str, str, float, float]  # a feature: its name, unit, least and l
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one device recorded of one person.
-
-    Args:
-        client: The person's name or number.
-        stretches: Series of one label each, shape ``(t, features)``, and these labels, in time order.
-        name: Whose recording it is, for messages.
-        group: Number of the kind of device, or None.
-    """
+    """What one device recorded of one person: series of one label each, shape ``(t, features)``, in time order."""
 
     client: str | int
     stretches: Sequence[tuple[NDArray[np.float32], int]]
@@ -48,35 +41,7 @@ def chunked(
     sensors: Sequence[Sensor] = (),
     rate: float | None = None,
 ) -> Arrays:
-    """Cut recordings into chunks that do not overlap, each inside one stretch; incomplete rests are dropped.
-
-    Args:
-        recordings: The recordings; each is scaled by itself.
-        chunk: Time steps per chunk.
-        normalize: See `normalized`.
-        classes: Names of the labels.
-        path: The files, for messages.
-        longest: What a stretch is called in the message that none is long enough.
-        remedy: What to do then.
-        sensors: What each feature is.
-        rate: Time steps per second, or None.
-
-    Returns:
-        The chunks, shape ``(n, chunk, features)``, recording by recording.
-
-    Raises:
-        ValueError: If no stretch is as long as a chunk.
-
-    Warns:
-        UserWarning: If a recording leaves no chunk; the others are kept.
-
-    Example:
-        >>> series = np.arange(5, dtype=np.float32)[:, np.newaxis]
-        >>> recordings = [Recording("a", [(series[:3], 0), (series[3:], 1)])]
-        >>> data = chunked(recordings, 2, "none", ("walk", "sit"), Path("a.csv"))
-        >>> data.x[:, :, 0].tolist(), data.y.tolist(), data.client.tolist()
-        ([[0.0, 1.0], [3.0, 4.0]], [0, 1], ['a', 'a'])
-    """
+    """Recordings in chunks, shape ``(n, chunk, features)``, each inside one stretch; incomplete rests are dropped."""
     x: list[NDArray[np.float32]] = []
     y: list[int] = []
     owners: list[tuple[str | int, int | None]] = []
@@ -107,18 +72,7 @@ def chunked(
 
 
 def measurement(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: float | None) -> Measurement | None:
-    """What the chunks of some sensors measure; None where that cannot be told for one person's chunks alone.
-
-    Args:
-        chunk: Time steps.
-        normalize: See `normalized`.
-        sensors: What each feature is.
-        rate: Time steps per second, or None.
-
-    Example:
-        >>> measurement(32, "user", [("pulse", "1/min", 0.0, 300.0)], 4.0).describe()
-        '32 time x 1 channel at 4 Hz: pulse (1/min); scaled by the mean and deviation of all samples of a person'
-    """
+    """What the chunks of some sensors measure; None where that cannot be told for one person's chunks alone."""
     if not sensors or normalize == "causal":  # which one chunk does not tell
         return None
     channels, units, low, high = zip(*sensors, strict=True)
@@ -132,26 +86,11 @@ def measurement(chunk: int, normalize: Scale, sensors: Sequence[Sensor], rate: f
 def read_windows(
     path: Path, chunk: int, shape: tuple[int, int], columns: Mapping[str, str], remedy: str = AGAIN
 ) -> dict[str, NDArray[Any]]:
-    """Read an npz file of windows that can be cut into chunks.
+    """The arrays of an npz file of windows that can be cut into chunks, ``X`` of shape (n, steps, features), float32.
 
     Args:
-        path: The file, with the windows ``X`` of shape (n, features, steps) and their labels ``y``.
-        chunk: Time steps per chunk.
         shape: Number of features and of steps.
         columns: Kinds of dtype of further arrays of shape (n,), see `read_npz`.
-        remedy: What to do with a damaged copy.
-
-    Returns:
-        The arrays; ``X`` with time first, shape (n, steps, features), float32.
-
-    Raises:
-        ValueError: If a window cannot be cut into whole chunks, or the file is damaged.
-
-    Example:
-        >>> read_windows(Path("a.npz"), 100, (6, 320), {})
-        Traceback (most recent call last):
-        ValueError: Expected `chunk` to divide 320, the time steps of a window in a.npz, but got 100. Pass, for \
-example, 32, or use a layout with whole recordings.
     """
     if shape[1] % chunk:
         raise ValueError(
@@ -164,18 +103,11 @@ example, 32, or use a layout with whole recordings.
 
 
 def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) -> list[tuple[int, int]]:
-    """Return where uninterrupted stretches of one label start and stop.
+    """First index, and the one past the last, of every stretch of one label, in time order.
 
     Args:
         labels: Labels in time order, shape ``(t,)``; below 0 means none.
         gaps: Whether there is a gap between each and the next, shape ``(t - 1,)``; None: nowhere.
-
-    Returns:
-        First index and the one past the last of every stretch that has a label, in time order.
-
-    Example:
-        >>> stretches(np.array([0, 0, -1, 0, 2, 2]))
-        [(0, 2), (3, 4), (4, 6)]
     """
     changes = np.diff(labels) != 0
     breaks = changes if gaps is None else changes | gaps
@@ -184,22 +116,13 @@ def stretches(labels: NDArray[np.int64], gaps: NDArray[np.bool_] | None = None) 
 
 
 def normalized(x: NDArray[np.float32], how: Scale) -> NDArray[np.float32]:
-    """Scale the chunks of one owner, feature by feature.
+    """The chunks of one owner in time order, shape ``(n, chunk, features)``, scaled feature by feature.
 
     Args:
-        x: Chunks in time order, shape ``(n, chunk, features)``.
         how: ``"user"`` is the z-score over all chunks, so every value depends on the future too. ``"causal"`` scales a
             chunk with mean and standard deviation of the chunks before it; the first chunk has no past and is scaled
             with its own. ``"none"`` leaves the units. A feature that does not vary (in ``"causal"``: that has not
             varied so far) is only centred.
-
-    Returns:
-        Scaled chunks, same shape.
-
-    Example:
-        >>> x = np.array([[[0.0], [2.0]], [[4.0], [4.0]]], dtype=np.float32)
-        >>> normalized(x, "causal")[:, :, 0].tolist()
-        [[-1.0, 1.0], [3.0, 3.0]]
     """
     if how == "none" or len(x) == 0:
         return x
@@ -229,19 +152,5 @@ def _before(totals: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_options(chunk: int, normalize: str) -> None:
-    """Refuse a chunk that is no whole number of time steps of at least 1, or an unknown way of scaling.
-
-    Raises:
-        ValueError: If one of them is.
-
-    Example:
-        >>> check_options(0, "user")
-        Traceback (most recent call last):
-        ValueError: Expected `chunk` to be a whole number of time steps, at least 1, but got 0. Pass, for example, 32.
-    """
-    if isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-        raise ValueError(
-            f"Expected `chunk` to be a whole number of time steps, at least 1, but got {chunk!r}. "
-            "Pass, for example, 32."
-        )
+    check_whole("`chunk`, the time steps,", chunk, "32")
     one_of(("user", "causal", "none"), normalize=normalize)

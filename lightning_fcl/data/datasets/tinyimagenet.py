@@ -5,7 +5,6 @@ the original folder ``tiny-imagenet-200``, whose test set has no labels, so that
 for it; and ``tinyimagenet32/100classes.npz``, 100 of the classes at 32 x 32 with 120 training images each.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
 from lightning_fcl.data.datasets.images import Scale, check_photographs, photographs, read_image, stacked
 from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.hub.reading import reading
 from lightning_fcl.hub.source import Layout, Source
 
 _NPZ = "100classes.npz"
@@ -54,29 +54,12 @@ def load(root: str | Path | None = None, size: int = 32, normalize: Scale = "ima
     """Load all images that have labels: the training images class by class, then the publishers' validation set.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         size: Height and width in pixels, such as 32 or the original 64; other sizes than the file's are made by
             Pillow's antialiased bicubic filter.
-        normalize: See `lightning_fcl.data.datasets.images.photographs`.
 
     Returns:
         `x` of shape (n, 3, size, size), pixels with their mean and deviation; `classes` in the order of their WordNet
-        ids, by their first name; `official_test` the validation set. The complete set has n = 110000, the npz file
-        17000.
-
-    Raises:
-        FileNotFoundError: If no layout is found, or a file of it is missing.
-        ValueError: If an argument is unknown or out of range, or if a file is damaged; the message names the file.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> X = np.random.default_rng(0).integers(256, size=(4, 32, 32, 3), dtype=np.uint8)
-        >>> words = {"wnids": ["n01443537", "n01629819"], "names": ["goldfish, Carassius auratus", "salamander"]}
-        >>> np.savez(root / "100classes.npz", X_train=X, y_train=[0, 0, 1, 1], X_val=X[:2], y_val=[1, 0], **words)
-        >>> data = load(root)
-        >>> data.samples().shape, data.classes, data.official_test.sum().item()
-        ((6, 3, 32, 32), ('goldfish', 'salamander'), 2)
+        ids; `official_test` the validation set. The complete set has n = 110000, the npz file 17000.
     """
     check_photographs(size, normalize)
     layout, path = SOURCE.find(root)
@@ -105,17 +88,10 @@ def _from_folder(folder: Path, size: int) -> _Photographs:
 def _annotated(folder: Path, wnids: list[str]) -> tuple[list[Path], list[int]]:
     """The validation images and their labels, in the order of the annotations: file, class, and the object's box."""
     path = folder / "val" / "val_annotations.txt"
-    images, labels = [], []
-    for number, line in enumerate(read_lines(path, SOURCE.remedy), start=1):
-        name, wnid, *_ = [*line.split("\t"), ""]
-        if not re.fullmatch(r"val_\d+\.JPEG", name) or wnid not in wnids:
-            raise ValueError(
-                f"Expected line {number} of {path} to name an image such as `val_0.JPEG` and a class of `wnids.txt` "
-                f"but got {line[:60]!r}. {SOURCE.remedy}"
-            )
-        images.append(inside(folder / "val" / "images", name))
-        labels.append(wnids.index(wnid))
-    return images, labels
+    lines = read_lines(path, SOURCE.remedy)
+    with reading(path, "to name images and their classes", SOURCE.remedy):
+        rows = [line.split("\t") for line in lines]
+        return [inside(folder / "val" / "images", name) for name, *_ in rows], [wnids.index(row[1]) for row in rows]
 
 
 def read_words(path: Path) -> dict[str, str]:

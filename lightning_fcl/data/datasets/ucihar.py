@@ -7,13 +7,12 @@ today).
 """
 
 import io
-import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from lightning_fcl.data.datasets.arrays import Arrays
 from lightning_fcl.data.datasets.files import TEXT, in_range, read_npz
 from lightning_fcl.data.datasets.measurement import Measurement, moments, scaled
 from lightning_fcl.errors import one_of
-from lightning_fcl.hub.reading import check_members, check_size, reading
+from lightning_fcl.hub.reading import check_members, check_size, ensure, reading
 from lightning_fcl.hub.source import Layout, Source
 
 _FOLDER = "UCI HAR Dataset"
@@ -80,7 +79,6 @@ def load(
     constant is only centred.
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         sensors: Which sensors, in this order, xyz each: ``"total_acc"`` (with gravity) and ``"body_acc"`` (without) in
             standard gravity units, ``"gyro"`` in rad/s.
         standardize: ``"sensor"`` subtracts one mean and divides by one standard deviation for the three axes of a
@@ -89,19 +87,6 @@ def load(
 
     Returns:
         `x` of shape (n, 3 x sensors, 128), `client` the subject 1..30, `official_test`. The complete set has n = 10299.
-
-    Raises:
-        FileNotFoundError: If no layout is found, or one file of it is missing.
-        ValueError: If an argument is unknown, or a file is damaged; the message names the file.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> X = np.random.default_rng(0).normal(size=(2, 9, 128)).astype(np.float32)
-        >>> np.savez(root / "inertial.npz", X=X, y=[0, 5], subject=[1, 30], official_test=[0, 1])
-        >>> data = load(root)
-        >>> data.x.shape, data.classes[5], data.client.tolist()
-        ((2, 6, 128), 'laying', [1, 30])
     """
     known = ", ".join(repr(name) for name in SENSORS)
     if isinstance(sensors, str) or not sensors or len(set(sensors)) < len(sensors) or not set(sensors) <= set(SENSORS):
@@ -175,20 +160,25 @@ def _inside(path: Path) -> zipfile.Path:
 
 
 def _from_text(folder: Path | zipfile.Path, path: Path, sensors: Sequence[str]) -> Arrays:
-    read = partial(_read, folder, path)
-    _require_activities(read("activity_labels.txt"))
+    read = partial(_rows, folder, path)
+    names = [[str(number), name.upper()] for number, name in enumerate(_CLASSES, start=1)]
+    read("activity_labels.txt", "1 WALKING to 6 LAYING", lambda rows: rows.tolist() == names, str)
     x, y, subject = [], [], []
     for part in ("train", "test"):
-        labels, owners = f"{part}/y_{part}.txt", f"{part}/subject_{part}.txt"
-        y.append(_integers(read(labels), labels, len(_CLASSES)) - 1)
-        subject.append(_integers(read(owners), owners, _SUBJECTS))
-        _require_rows(owners, len(subject[-1]), labels, len(y[-1]))
-        channels = []
-        for sensor in sensors:
-            for axis in "xyz":
-                name = f"{part}/Inertial Signals/{SENSORS[sensor]}_{axis}_{part}.txt"
-                channels.append(_signal(read(name), name))
-                _require_rows(name, len(channels[-1]), labels, len(y[-1]))
+        tables = {
+            name: read(name, f"a whole number from 1 to {high}", partial(_are_numbers, high=high))
+            for name, high in ((f"{part}/y_{part}.txt", len(_CLASSES)), (f"{part}/subject_{part}.txt", _SUBJECTS))
+        }
+        for name in (f"{SENSORS[sensor]}_{axis}" for sensor in sensors for axis in "xyz"):
+            file = f"{part}/Inertial Signals/{name}_{part}.txt"
+            tables[file] = read(file, f"{_STEPS} numbers", lambda rows: rows.shape[1] == _STEPS)
+        lines = {name: len(table) for name, table in tables.items()}
+        if len(set(lines.values())) > 1:
+            told = ", ".join(f"`{name}`: {number}" for name, number in lines.items())
+            raise ValueError(f"Expected files of equally many lines in {path} but got {told}. {SOURCE.remedy}")
+        labels, owners, *channels = tables.values()
+        y.append(labels[:, 0].astype(np.int64) - 1)
+        subject.append(owners[:, 0].astype(np.int64))
         x.append(np.stack(channels, axis=1))
     return Arrays(
         x=np.concatenate(x),
@@ -199,58 +189,31 @@ def _from_text(folder: Path | zipfile.Path, path: Path, sensors: Sequence[str]) 
     )
 
 
-def _read(folder: Path | zipfile.Path, path: Path, name: str) -> bytes:
+def _are_numbers(rows: NDArray[Any], high: int) -> bool:
+    return rows.shape[1] == 1 and bool(np.isin(rows, np.arange(1, high + 1)).all())
+
+
+def _rows(
+    folder: Path | zipfile.Path,
+    path: Path,
+    name: str,
+    what: str,
+    fits: Callable[[NDArray[Any]], bool],
+    dtype: type = np.float32,
+) -> NDArray[Any]:
+    """The rows of a text file, if they are what they should be."""
     place = folder.joinpath(name)
     try:
         if isinstance(place, Path):  # of a zip file's members, the sizes are checked
             check_size(TEXT * place.stat().st_size)
         content = place.read_bytes()
         check_size(TEXT * len(content))
-        return content
+        ensure(content.strip(), "nothing")
+        rows: NDArray[Any] = np.loadtxt(io.BytesIO(content), dtype, ndmin=2)
+        ensure(fits(rows), f"{len(rows)} lines of {rows.shape[1]}, first {rows[0].tolist()}"[:100])
+        return rows
     except (FileNotFoundError, KeyError) as error:
         raise FileNotFoundError(f"Expected the file `{name}` in {path} but it is missing. {SOURCE.remedy}") from error
     except Exception as error:  # whatever a damaged file makes of its reader
-        raise ValueError(f"Expected `{name}` in {path} to be readable but got: {error}. {SOURCE.remedy}") from error
-
-
-def _signal(text: bytes, name: str) -> NDArray[np.float32]:
-    lines = text.rstrip().splitlines()
-    # Counted line by line: two faults that cancel out in the total would shift all samples between them.
-    for number, line in enumerate(lines, start=1):
-        count = len(line.split())
-        if count != _STEPS:
-            raise ValueError(f"Expected {_STEPS} values on line {number} of `{name}` but got {count}. {SOURCE.remedy}")
-    try:
-        return np.array(b" ".join(lines).split(), dtype=np.float32).reshape(-1, _STEPS)
-    except ValueError as error:
-        raise ValueError(f"Expected `{name}` to hold numbers only but got: {error}. {SOURCE.remedy}") from error
-
-
-def _integers(text: bytes, name: str, high: int) -> NDArray[np.int64]:
-    lines = text.rstrip().splitlines() or [b""]
-    for number, line in enumerate(lines, start=1):
-        if not re.fullmatch(rb"\s*[+-]?\d{1,9}\s*", line):
-            shown = line[:40].decode(errors="replace")
-            raise ValueError(
-                f"Expected one whole number on line {number} of `{name}` but got {shown!r}. {SOURCE.remedy}"
-            )
-    values = np.array([int(line) for line in lines])
-    return in_range(values, high, f"`{name}`", SOURCE.remedy, low=1, unit="line", first=1)
-
-
-def _require_rows(name: str, rows: int, other: str, expected: int) -> None:
-    if rows != expected:
-        raise ValueError(
-            f"Expected `{name}` and `{other}` to have equally many lines but got {rows} and {expected}: "
-            f"the shorter one is truncated. {SOURCE.remedy}"
-        )
-
-
-def _require_activities(text: bytes) -> None:
-    found = [line.split() for line in text.decode(errors="replace").lower().splitlines() if line.strip()]
-    wanted = [[str(number), name] for number, name in enumerate(_CLASSES, start=1)]
-    if found != wanted:
-        raise ValueError(
-            f"Expected `activity_labels.txt` to list 1 {_CLASSES[0].upper()} to 6 {_CLASSES[-1].upper()} "
-            f"but got {found!r}. {SOURCE.remedy}"
-        )
+        reason = str(error).partition(";")[0]
+        raise ValueError(f"Expected {what} a line of `{name}` in {path} but got: {reason}. {SOURCE.remedy}") from error

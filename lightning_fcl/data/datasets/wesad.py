@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_fcl.data.datasets.arrays import Arrays
-from lightning_fcl.data.datasets.files import in_range, numbered, read_lines, read_npz
+from lightning_fcl.data.datasets.files import numbered, read_lines, read_npz
 from lightning_fcl.data.datasets.pickles import read_pickle
 from lightning_fcl.data.datasets.series import (
     Recording,
@@ -32,6 +32,7 @@ from lightning_fcl.data.datasets.series import (
     stretches,
 )
 from lightning_fcl.errors import one_of
+from lightning_fcl.hub.reading import ensure, reading
 from lightning_fcl.hub.source import Layout, Source
 
 _PLACES = ("wesad/WESAD", "WESAD", "wesad", ".")
@@ -59,6 +60,7 @@ _CLASSES = ("baseline", "stress", "amusement", "meditation")
 _CONDITIONS = {"Base": 0, "TSST": 1, "Fun": 2, "Medi 1": 3, "Medi 2": 3}
 # Samples per second of the wristband, an Empatica E4; its acceleration has three axes, in 1/64 g.
 _WRIST = {"ACC": 32, "BVP": 64, "EDA": 4, "TEMP": 4}
+_WRIST_AXES = {"ACC": 3, "BVP": 1, "EDA": 1, "TEMP": 1}
 _CHEST = {"ACC": 3, "ECG": 1, "EMG": 1, "EDA": 1, "Temp": 1, "Resp": 1}
 # What each feature is, in which unit, and what the devices can tell.
 _AXES = tuple((f"acceleration {axis}", "g", -16.0, 16.0) for axis in "xyz")
@@ -101,7 +103,6 @@ def load(
     al. 2021).
 
     Args:
-        root: Folder below which to look, see `lightning_fcl.data.datasets.data_root`.
         device: ``"wrist"``: acceleration xyz (g), blood volume pulse, skin conductance, temperature at 32 Hz; the
             pulse is the mean of two samples, the slow signals hold their last value. ``"chest"``: acceleration xyz,
             ECG, EMG, skin conductance, temperature, respiration at 700 Hz, in the pickles only.
@@ -111,23 +112,6 @@ def load(
 
     Returns:
         `x` of shape (n, chunk, features), time first; `client` the subject's number, 2 to 17.
-
-    Raises:
-        FileNotFoundError: If no layout is found, or one file of it is missing.
-        ValueError: If an argument is unknown, does not fit the layout or leaves no chunk, or if a file is damaged; the
-            message names the file.
-
-    Warns:
-        UserWarning: If a subject leaves no chunk; the others are kept.
-
-    Example:
-        >>> import tempfile
-        >>> root = Path(tempfile.mkdtemp())
-        >>> X = np.random.default_rng(0).normal(size=(2, 6, 320)).astype(np.float32)
-        >>> np.savez(root / "windows_10s.npz", X=X, y=[0, 3], subject=[2, 17], start=[5.0, 8.0])
-        >>> data = load(root, chunk=160)
-        >>> data.x.shape, data.client.tolist()
-        ((4, 160, 6), [2, 2, 17, 17])
     """
     one_of(("wrist", "chest"), device=device)
     check_options(chunk, normalize)
@@ -171,44 +155,31 @@ def _recordings(layout: str, path: Path, device: str) -> Iterator[Recording]:
 def _from_pickle(folder: Path, device: str) -> _Series:
     path = folder / f"{folder.name}.pkl"
     content = read_pickle(path, SOURCE.remedy)
-    try:
-        signals, label = content["signal"][device], np.asarray(content["label"])
-        columns = {name: np.asarray(signals[name]) for name in (_CHEST if device == "chest" else _WRIST)}
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"Expected {path} to hold the {device}'s signals but it lacks {error}. {SOURCE.remedy}"
-        ) from error
-    if label.ndim != 1 or label.dtype.kind not in "iu":
-        raise ValueError(
-            f"Expected `label` of {path} to be a row of integers but got {label.dtype} of shape {label.shape}. "
-            f"{SOURCE.remedy}"
-        )
-    if device == "chest":
-        for name, width in _CHEST.items():
-            _require_signal(path, name, columns[name], width)
-            if len(columns[name]) != len(label):
-                raise ValueError(
-                    f"Expected `{name}` of {path} to have a row for each of the {len(label)} labels but got "
-                    f"{len(columns[name])}. {SOURCE.remedy}"
-                )
-        return np.concatenate([column.astype(np.float32) for column in columns.values()], axis=1), _numbered(
-            label, path
-        )
-    # The label at the time of each wrist sample: 700 Hz against 32 Hz.
-    x = _at_32_hz(columns, path)
-    at = np.arange(len(x)) * 175 // 8
-    at = at[at < len(label)]
-    _require_together(path, {"label": len(label) / 700, "signals": len(x) / 32})
-    return x[: len(at)], _numbered(label[at], path)
+    with reading(path, f"to hold the {device}'s signals with their labels", SOURCE.remedy):
+        label = _numbered(np.asarray(content["label"]))
+        widths = _CHEST if device == "chest" else _WRIST_AXES
+        columns = {name: np.asarray(content["signal"][device][name]) for name in widths}
+        if device == "chest":
+            _check_signals(columns, widths)
+            ensure({len(column) for column in columns.values()} == {len(label)}, "not a row for each label")
+            return np.concatenate([column.astype(np.float32) for column in columns.values()], axis=1), label
+        x = _at_32_hz(columns)
+        # The label at the time of each wrist sample: 700 Hz against 32 Hz.
+        at = np.arange(len(x)) * 175 // 8
+        at = at[at < len(label)]
+        _check_together({"label": len(label) / 700, "signals": len(x) / 32})
+        return x[: len(at)], label[at]
 
 
 def _from_stream(path: Path) -> _Series:
     free = {"acc": ("iuf", ("a", 3)), "bvp": ("f", ("b",)), "eda": ("f", ("e",)), "temp": ("f", ("t",))}
     arrays = read_npz(path, {**free, "label32": ("iu", ("l",))})
-    x = _at_32_hz({name.upper(): arrays[name].reshape(len(arrays[name]), -1) for name in free}, path)
-    _require_together(path, {"label32": len(arrays["label32"]) / 32, "signals": len(x) / 32})
-    n = min(len(x), len(arrays["label32"]))
-    return x[:n], _numbered(arrays["label32"][:n], path)
+    with reading(path, "to hold the wrist's signals with their labels"):
+        x = _at_32_hz({name.upper(): arrays[name].reshape(len(arrays[name]), -1) for name in free})
+        label = _numbered(arrays["label32"])
+        _check_together({"label32": len(label) / 32, "signals": len(x) / 32})
+    n = min(len(x), len(label))
+    return x[:n], label[:n]
 
 
 def _from_csv(folder: Path) -> _Series:
@@ -226,82 +197,69 @@ def _from_csv(folder: Path) -> _Series:
     return x, labels
 
 
-def _numbered(label: NDArray[Any], path: Path) -> NDArray[np.int64]:
+def _numbered(label: NDArray[Any]) -> NDArray[np.int64]:
     """Labels from 0, the conditions that are left out as -1."""
-    label = in_range(label, 7, f"the labels of {path}", SOURCE.remedy, unit="step")
-    return np.where((label >= 1) & (label <= 4), label - 1, -1)
+    ensure(label.ndim == 1 and label.dtype.kind in "iu", f"labels of {label.dtype} and shape {label.shape}")
+    ensure(not len(label) or (label.min() >= 0 and label.max() <= 7), "labels beyond 0 to 7")
+    return np.where((label >= 1) & (label <= 4), label.astype(np.int64) - 1, -1)
 
 
 def _protocol(path: Path) -> list[tuple[int, float, float]]:
     """Label, start and end of each condition, in seconds since the start of the chest device."""
-    rows: dict[str, list[str]] = {}
-    for line in read_lines(path, _MISSING, errors="replace"):
-        key, *values = (field.strip() for field in line.split(";"))
-        rows.setdefault(key.lstrip("# "), values)
-    order, starts, ends = (rows.get(key, []) for key in ("ORDER", "START", "END"))
-    named = zip(order, starts, ends, strict=False)
-    found = [(_CONDITIONS[name], _seconds(a, path), _seconds(b, path)) for name, a, b in named if name in _CONDITIONS]
-    if len(found) < len(_CONDITIONS) or any(last - first <= 2 * _MARGIN for _, first, last in found):
-        raise ValueError(
-            f"Expected {path} to give start and end of {', '.join(_CONDITIONS)} in its lines ORDER, START and END but "
-            f"got {order}, {starts} and {ends}. {SOURCE.remedy}"
-        )
+    lines = read_lines(path, _MISSING, errors="replace")
+    with reading(path, f"to give start and end of {', '.join(_CONDITIONS)}", SOURCE.remedy):
+        rows: dict[str, list[str]] = {}
+        for line in lines:
+            key, *values = (field.strip() for field in line.split(";"))
+            rows.setdefault(key.lstrip("# "), values)
+        named = zip(rows["ORDER"], rows["START"], rows["END"], strict=False)
+        found = [(_CONDITIONS[name], _seconds(a), _seconds(b)) for name, a, b in named if name in _CONDITIONS]
+        ensure(len(found) >= len(_CONDITIONS), f"{len(found)} of them")
+        ensure(all(last - first > 2 * _MARGIN for _, first, last in found), f"{found}")
     return found
 
 
-def _seconds(text: str, path: Path) -> float:
+def _seconds(text: str) -> float:
     # Minutes and seconds, written as if it were a decimal fraction: 50.3 is 50 min 30 s.
     match = re.fullmatch(r"(\d{1,4})(?:\.(\d{1,2}))?", text)
     seconds = int((match[2] or "").ljust(2, "0")) if match else 60
-    if not match or seconds > 59:
-        raise ValueError(f"Expected minutes.seconds in {path} but got {text!r}. {SOURCE.remedy}")
-    return 60.0 * int(match[1]) + seconds
+    ensure(seconds < 60, f"{text!r}, which is no time in minutes.seconds")
+    return 60.0 * int(text.partition(".")[0]) + seconds
 
 
 def _chest_start(path: Path) -> float:
     """Start of the chest device in seconds since a full hour of its clock."""
     head = read_lines(path, _MISSING, at_most=5, errors="replace")
-    try:
-        header = json.loads(next(line for line in head if line.startswith("# {"))[1:])
+    with reading(path, "to begin with a header that gives the start as `time`", SOURCE.remedy):
+        header = json.loads(next((line for line in head if line.startswith("# {")), "")[1:])
         _, minutes, seconds = next(iter(header.values()))["time"].split(":")
         return 60.0 * int(minutes) + float(seconds)
-    except (StopIteration, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"Expected {path} to begin with a header that gives the start as `time` but got {head[:2]}. {SOURCE.remedy}"
-        ) from error
 
 
 def _read_recording(folder: Path) -> tuple[NDArray[np.float32], float]:
-    """The signals at 32 Hz and their start, of CSV files that begin with the start (seconds since 1970) and the rate.
+    """The signals at 32 Hz and their start, of CSV files of a start (seconds since 1970), a rate and samples.
 
-    The recording starts with the last signal to start and ends with the first to end: the device does not stop them
-    together.
+    It starts with the last signal to start and ends with the first to end: the device does not stop them together.
     """
     starts, signals = {}, {}
     for name, rate in _WRIST.items():
-        path, width = folder / f"{name}.csv", 3 if name == "ACC" else 1
-        try:
-            table = np.loadtxt(read_lines(path, _MISSING, errors="replace"), delimiter=",", ndmin=2)
-        except ValueError as error:
-            raise ValueError(
-                f"Expected {path} to hold {width} numbers a line but got: {error}. {SOURCE.remedy}"
-            ) from error
-        if len(table) < 3 or table.shape[1] != width or not (table[1] == rate).all() or not np.isfinite(table[0]).all():
-            raise ValueError(
-                f"Expected {path} to hold a start time, the rate {rate} and then samples of {width} but got "
-                f"{len(table)} lines of {table.shape[1]}, first {table[:2].tolist()}. {SOURCE.remedy}"
-            )
+        path = folder / f"{name}.csv"
+        lines = read_lines(path, _MISSING, errors="replace")
+        with reading(path, f"to hold a start, the rate {rate} and samples of {_WRIST_AXES[name]}", SOURCE.remedy):
+            table = np.loadtxt(lines, delimiter=",", ndmin=2)
+            sound = len(table) >= 3 and (table[1] == rate).all() and np.isfinite(table[0]).all()
+            ensure(sound, f"{len(table)} lines, first {table[:2].tolist()}")
+            _check_signals({name: table}, _WRIST_AXES)
         starts[name], signals[name] = float(table[0, 0]), table[2:]
     start = max(starts.values())
     late = {name: signal[round((start - starts[name]) * _WRIST[name]) :] for name, signal in signals.items()}
-    return _at_32_hz(late, folder, tolerance=np.inf), start
+    return _at_32_hz(late, tolerance=np.inf), start
 
 
-def _at_32_hz(signals: Mapping[str, NDArray[Any]], path: Path, tolerance: float = 1.0) -> NDArray[np.float32]:
+def _at_32_hz(signals: Mapping[str, NDArray[Any]], tolerance: float = 1.0) -> NDArray[np.float32]:
     """Acceleration in g, pulse, skin conductance and temperature, shape (t, 6), cut to the shortest of them."""
-    for name in _WRIST:
-        _require_signal(path, name, signals[name], 3 if name == "ACC" else 1)
-    _require_together(path, {name: len(signals[name]) / rate for name, rate in _WRIST.items()}, tolerance)
+    _check_signals(signals, _WRIST_AXES)
+    _check_together({name: len(signals[name]) / rate for name, rate in _WRIST.items()}, tolerance)
     acc, bvp, eda, temp = (signals[name].astype(np.float32) for name in _WRIST)
     pulse = bvp[: len(bvp) // 2 * 2].reshape(-1, 2).mean(axis=1, keepdims=True)
     columns = [acc / 64, pulse, np.repeat(eda, 8, axis=0), np.repeat(temp, 8, axis=0)]
@@ -309,19 +267,13 @@ def _at_32_hz(signals: Mapping[str, NDArray[Any]], path: Path, tolerance: float 
     return np.concatenate([column[:n] for column in columns], axis=1)
 
 
-def _require_signal(path: Path, name: str, signal: NDArray[Any], width: int) -> None:
-    if signal.ndim != 2 or signal.shape[1] != width or signal.dtype.kind not in "iuf":
-        raise ValueError(
-            f"Expected `{name}` of {path} to hold {width} numbers a sample but got {signal.dtype} of shape "
-            f"{signal.shape}. {SOURCE.remedy}"
-        )
+def _check_signals(signals: Mapping[str, NDArray[Any]], widths: Mapping[str, int]) -> None:
+    for name, signal in signals.items():
+        fits = signal.dtype.kind in "iuf" and signal.shape[1:] == (widths[name],)
+        ensure(fits, f"`{name}` of {signal.dtype} and shape {signal.shape}, not {widths[name]} numbers a sample")
 
 
-def _require_together(path: Path, seconds: Mapping[str, float], tolerance: float = 1.0) -> None:
+def _check_together(seconds: Mapping[str, float], tolerance: float = 1.0) -> None:
     """Refuse signals whose durations, in seconds, differ by more than a tolerance."""
-    short, long = min(seconds, key=lambda name: seconds[name]), max(seconds, key=lambda name: seconds[name])
-    if seconds[long] - seconds[short] > tolerance:
-        raise ValueError(
-            f"Expected the signals of {path} to last equally long but got {seconds[short]:.1f} s of `{short}` and "
-            f"{seconds[long]:.1f} s of `{long}`: the shorter one is truncated. {SOURCE.remedy}"
-        )
+    fits = max(seconds.values()) - min(seconds.values()) <= tolerance
+    ensure(fits, f"{', '.join(f'{length:.1f} s of `{name}`' for name, length in seconds.items())}, as if truncated")

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_fcl.data.scenarios.scenario import MOST_ROUNDS, IntArray, Plan, Pool, Scenario, numbered
-from lightning_fcl.errors import between
+from lightning_fcl.errors import argument, at_least, between, check_fields
 
 Blocks = tuple[tuple[int, ...], ...]
 
@@ -18,19 +18,14 @@ Blocks = tuple[tuple[int, ...], ...]
 class FedViTScenario(Scenario):
     """The scenario of Zuo et al. 2024, section 5.1: every client learns every task, in its own order, with few samples.
 
-    The paper says: the classes are divided into tasks; each client has a distinct sequence of the tasks; of a task's
-    classes 2 to 5 are assigned to a client at random, and of each of these classes 5 % to 10 % of the training samples.
-    The rest is our reading. The tasks are blocks of equal size, the same for all clients. Numbers and shares are drawn
-    uniformly, the share anew for each class of a client. A class's samples are dealt to the clients in turn, so that no
-    two have the same one while there are enough; when the last one is dealt, dealing begins anew at the first, so that
-    of a class no sample goes to more than one client more than another does (the paper's 100 clients ask for more than
-    there is). No client has a sample twice. All of a task's samples are there in each of its rounds.
+    As the paper says, each client has a distinct sequence of the tasks, 2 to 5 of a task's classes, and 5 % to 10 % of
+    the training samples of each. Our reading: tasks are blocks of equal size, the same for all; numbers and shares are
+    drawn uniformly, the share anew for each class of a client; a class's samples are dealt in turn, and anew from the
+    first when the last is dealt, so that no sample goes to more than one client more than another. All of a task's
+    samples are there in each of its rounds. A client's draws depend on the seed, its number and the block alone.
 
     Evaluation is task-incremental: a sample of a task is classified among the task's whole block,
     `Plan.classes_of_task`, of which the client's own classes, `Plan.tasks`, are the ones that it is tested on.
-
-    A client's draws depend on the seed, its number and the block alone: a stream of fewer clients holds the first ones
-    of a stream of more.
 
     Args:
         tasks: Blocks into which the classes are cut; it must divide their number.
@@ -57,23 +52,18 @@ class FedViTScenario(Scenario):
     """
 
     own_clients = True
-    tasks: int = 10
-    clients: int = 20
+    tasks: int = argument(10, at_least, 1)
+    clients: int = argument(20, at_least, 1)
     classes_per_client: Sequence[int] = (2, 5)
     share: Sequence[float] = (0.05, 0.1)
-    rounds_per_task: int = 10
+    rounds_per_task: int = argument(10, between, 1, MOST_ROUNDS)
     order_per_client: bool = True
     class_order: Sequence[int | str] | Literal["ascending"] | None = None
 
     def __post_init__(self) -> None:
-        numbers = {"tasks": self.tasks, "clients": self.clients, "rounds_per_task": self.rounds_per_task}
-        for name, number in numbers.items():
-            if type(number) is not int or number < 1:
-                raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {number!r}. Raise it.")
-        between(1, MOST_ROUNDS, rounds_per_task=self.rounds_per_task)
+        check_fields(self)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The tasks of all clients, each in its order."""
         y, members, clients = pool.y, pool.train, range(self.clients)
         blocks = _blocks(y[members], self.tasks, self.class_order, pool.classes, seed)
         _require_classes(self.classes_per_client, len(blocks[0]))
@@ -101,7 +91,6 @@ class FedViTScenario(Scenario):
 def _blocks(
     y: IntArray, tasks: int, order: Sequence[int | str] | str | None, names: Sequence[str], seed: int
 ) -> Blocks:
-    """The classes of each task, ascending."""
     classes = np.unique(y).tolist()
     if not classes or len(classes) % tasks:
         raise ValueError(
@@ -151,14 +140,12 @@ def _require_share(given: Sequence[float], y: IntArray) -> None:
 def _asked(
     block: tuple[int, ...], number: int, client: int, classes: Sequence[int], share: Sequence[float], seed: int
 ) -> dict[int, float]:
-    """The classes that a client has of a block, and its share of each."""
     rng = np.random.default_rng([seed, 6, client, number])
     own = rng.choice(block, size=rng.integers(classes[0], classes[1], endpoint=True), replace=False).tolist()
     return {label: rng.uniform(share[0], share[1]) for label in own}
 
 
 def _dealt(y: IntArray, members: IntArray, asked: list[list[dict[int, float]]], seed: int) -> list[list[IntArray]]:
-    """The samples of every client and block, dealt class by class."""
     pools = {
         int(c): np.random.default_rng([seed, 7, int(c)]).permutation(members[y[members] == c]) for c in np.unique(y)
     }

@@ -51,7 +51,6 @@ class FLwFScenario(Scenario):
     history: History = "round"
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The clients' rounds, their samples drawn without replacement."""
         between(1, MOST_ROUNDS, rounds=self.rounds)
         classes = np.unique(pool.y).tolist()
         tasks = self.tasks or {"client1": [[1], [2]], "generalized": [classes]}
@@ -83,7 +82,6 @@ class FLwFScenario(Scenario):
         )
 
     def _draw(self, left: dict[int, IntArray], labels: Sequence[int], number: int) -> IntArray:
-        """Take so many of each class from those that are left."""
         drawn = [EMPTY]
         for label in labels:
             rows = left.get(label, EMPTY)

@@ -41,8 +41,7 @@ class ClassIncremental(Scenario):
         class_order: The classes in the order in which they come, by number or by name; or, for each client, an order
             of its own; None draws one from the seed.
         order_per_client: Whether an order is drawn for each client.
-        history: ``"round"``: a round's own samples; ``"seen"``: those of all rounds so far; ``"all"``: of all rounds
-            (offline learning, an upper bound).
+        history: A ``"round"``'s own samples, all that were ``"seen"`` so far, or ``"all"`` (offline, an upper bound).
 
     Raises:
         ValueError: If an argument is out of range, or the classes cannot be shared out so.
@@ -67,7 +66,6 @@ class ClassIncremental(Scenario):
         _require_one_order("class_order", self.class_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The experiences of all clients."""
         rng = np.random.default_rng([seed, 1])
         if not pool.classes and self.experiences == 1:
             parts = {client: [rows] for client, rows in pool.clients.items()}
@@ -78,7 +76,7 @@ class ClassIncremental(Scenario):
                 "others. Take one experience, or `DomainIncremental` with the `group` of each sample. Labels are whole "
                 "numbers or names: `y.astype(int)`."
             )
-        parts, tasks = {}, {}
+        parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):
             for position, (client, rows) in enumerate(pool.clients.items()):
                 order = _order_of(client, pool.clients, self.class_order, pool.classes, "class_order")
@@ -125,19 +123,22 @@ class DomainIncremental(Scenario):
         _require_one_order("domain_order", self.domain_order, self.order_per_client)
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The experiences of all clients."""
         rng = np.random.default_rng([seed, 1])
         if pool.group is None:
             raise ValueError(
                 "Expected `group`, the domain of every sample, for a domain-incremental stream but got None."
             )
-        parts, tasks = {}, {}
+        parts, tasks = {}, dict[str, Groups]()
         for client, indices in pool.clients.items():
             order = _order_of(client, pool.clients, self.domain_order, pool.domains, "domain_order")
             order = order or np.unique(pool.group).tolist()
             if self.order_per_client:
                 order = rng.permutation(np.unique(pool.group[indices])).tolist()
-            parts[client], tasks[client] = _domain_experiences(indices, pool.group, order)
+            present = np.unique(pool.group[indices]).tolist()
+            if len(set(order)) < len(order) or not set(present) <= set(order):
+                raise ValueError(f"Expected `domain_order` to order all domains {present} but got {list(order)}.")
+            parts[client] = [indices[pool.group[indices] == domain] for domain in order]
+            tasks[client] = [(int(domain),) for domain in order]
         return _plan(self, pool, parts, tasks, pool.group, False, rng)
 
 
@@ -194,14 +195,6 @@ def _parts(pool: Pool, everyone: IntArray, groups: Groups) -> dict[str, list[Int
     return {client: pieces[n * len(groups) : (n + 1) * len(groups)] for n, client in enumerate(pool.clients)}
 
 
-def _domain_experiences(indices: IntArray, group: IntArray, order: Sequence[int]) -> tuple[list[IntArray], Groups]:
-    """The samples and the domain of each experience, in an order."""
-    present = np.unique(group[indices]).tolist()
-    if len(set(order)) < len(order) or not set(present) <= set(order):
-        raise ValueError(f"Expected `domain_order` to order all domains {present} but got {list(order)}.")
-    return [indices[group[indices] == d] for d in order], [(int(d),) for d in order]
-
-
 def _plan(
     scenario: ClassIncremental | DomainIncremental,
     pool: Pool,
@@ -211,7 +204,6 @@ def _plan(
     of_classes: bool,
     rng: np.random.Generator,
 ) -> Plan:
-    """Each client's experiences, spread over rounds."""
     each = scenario.rounds_per_experience
     last = max(len(own) for own in parts.values())
     if scenario.samples_per_round is None:  # all of an experience's samples in each of its rounds, which share them
@@ -220,10 +212,11 @@ def _plan(
     else:
         shuffled = {client: [rng.permutation(samples) for samples in own] for client, own in parts.items()}
         train = [_round(scenario, shuffled, *divmod(r, each)) for r in range(each * last)]
+    shared = {id(own): tuple(own) for own in tasks.values()}  # tasks that clients share stay one object
     return Plan(
         train=with_history(train, scenario.history),
         experiences=dict.fromkeys(parts, tuple(r // each for r in range(len(train)))),
-        tasks=_tuples(tasks),
+        tasks={client: shared[id(own)] for client, own in tasks.items()},
         groups=groups,
         test=pool.test,
         validation=pool.validation,
@@ -238,7 +231,6 @@ def _round(
     experience: int,
     within: int,
 ) -> dict[str, IntArray]:
-    """The samples of every client in a round of an experience."""
     number = scenario.samples_per_round
     current = {}
     for client, parts in dealt.items():
@@ -252,12 +244,6 @@ def _round(
         if len(samples):
             current[client] = samples if (samples[1:] >= samples[:-1]).all() else np.sort(samples)
     return current
-
-
-def _tuples(tasks: Mapping[str, Groups]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Each client's tasks; those that clients share stay one object."""
-    made = {id(own): tuple(own) for own in tasks.values()}
-    return {client: made[id(own)] for client, own in tasks.items()}
 
 
 def _require_one_order(name: str, order: Order, per_client: bool) -> None:

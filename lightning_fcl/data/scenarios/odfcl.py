@@ -24,18 +24,15 @@ from lightning_fcl.errors import argument, at_least, between, check_fields
 class ODFCLScenario(Scenario):
     """The scenario of Kröger et al.: a base session, then sessions in which each node of a swarm sees its own class.
 
-    The people are drawn from the data set and numbered in the order in which they are learnt. Experience 0 is the base
-    session, which is not a round: `lightning_fcl.callbacks.BaseSession` trains it. The people that are not drawn are
-    there for pre-training, numbered behind the others.
+    The people are drawn from the data set and numbered in the order in which they are learnt; the others are there for
+    pre-training. Experience 0 is the base session, which is no round: `lightning_fcl.callbacks.BaseSession` trains it.
 
     Args:
         people: Classes to learn.
         base: Classes of the base session; the sessions share the others evenly.
         sessions: Sessions after the base session.
-        nodes: Clients. Each has its own classes of a session; where there are more nodes than classes, a class's
-            samples are shared by several.
-        train_per_class: Training samples of each class.
-        test_per_class: Test samples of each class.
+        nodes: Clients, each with its own classes of a session, or a part of one class where there are fewer.
+        train_per_class: Training samples of each class, as ``test_per_class``.
         validation_per_class: Of the training samples, those that are kept to choose settings on.
         pretrain_per_class: At most so many samples of each person that is not drawn; 0: no pre-training.
         rounds_per_session: Synchronisations in each session.
@@ -73,7 +70,6 @@ class ODFCLScenario(Scenario):
             )
 
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """The sessions of all nodes, and the base session's samples."""
         rng, y = np.random.default_rng([seed, 3]), pool.y
         sizes = (self.train_per_class, self.test_per_class, self.validation_per_class)
         drawn, parts = _draw_people(y, self.people, sizes, rng)

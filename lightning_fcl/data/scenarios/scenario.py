@@ -34,10 +34,7 @@ class Plan:
         experiences: For every client, its experience in every round.
         tasks: For every client, the test groups (classes, or domains) of each of its experiences.
         groups: The test group of every sample of the data set, shape (n,).
-        test: The test samples.
-        validation: The validation samples.
-        pretrain: Samples for the server before the first round.
-        base: Samples of a base session, which the server learns before the first round.
+        pretrain: Samples for the server before the first round, as those of a ``base`` session.
         order: The classes in the order in which the scenario numbers them, shape (C,); None keeps the data set's.
         outputs: Number of classes to tell apart, the first ones of ``order``.
         of_classes: Whether the test groups are classes.
@@ -76,28 +73,22 @@ class Plan:
 
     @cached_property
     def _classes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """What `classes` has found: every client of a round asks."""
         return {}
 
     @cached_property
     def _ways(self) -> set[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
-        """The tasks and experiences that there are, each once, of however many clients."""
         return {(parts, self.experiences[client]) for client, parts in self.tasks.items()}
 
     def classes_of_task(self, client: str, experience: int) -> tuple[int, ...]:
-        """The classes among which a sample of a client's experience is classified, if it is told which experience.
+        """The outputs to which a task-incremental method slices the logits of a client's experience.
 
-        These are the outputs to which a task-incremental method slices the logits; ``tasks`` has the classes of which
-        the client has samples. Empty where experiences are not told apart: all classes then compete.
+        ``tasks`` has those of which the client has samples. Empty where all classes compete.
         """
         return self.task_classes[client][experience] if self.task_classes else ()
 
     @property
     def common_tasks(self) -> tuple[tuple[int, ...], ...]:
-        """The classes of each task that all clients have in common, each in its order, by their first label.
-
-        Empty where tasks are not of classes, or two of them overlap in part.
-        """
+        """The classes of each task, if all clients have these in common, by their first label; empty if not."""
         parts = self.task_classes or (self.tasks if self.of_classes else {})
         blocks = tuple(sorted({block for own in parts.values() for block in own}))
         labels = [label for block in blocks for label in block]
@@ -110,7 +101,7 @@ class Plan:
 
     @cached_property
     def name_keys(self) -> Keys:
-        """A number of each client's name, shape (clients,), of which `lightning_fcl.randomness.keyed` makes keys."""
+        """A number of each client's name, shape (clients,), see `lightning_fcl.randomness.keyed`."""
         return name_keys(self.clients)
 
     @cached_property
@@ -141,7 +132,6 @@ class Plan:
 
     @cached_property
     def _samples(self) -> dict[str, int]:
-        """What `samples_of` has counted."""
         return {}
 
     @property
@@ -163,13 +153,10 @@ class Pool:
 
     Args:
         y: Label of each sample, shape (n,); all 0 where targets are no classes.
-        train: The samples to train on.
-        test: The test samples.
-        validation: The validation samples.
+        train: The samples to train on, as ``test`` and ``validation`` are the others.
         clients: The training samples of each client, as the stream's partition has divided them.
         group: Natural domain of each sample, numbered from 0, shape (n,); None where the data name none.
-        classes: Names of the classes; empty where targets are no classes.
-        domains: Names of the domains.
+        classes: Names of the classes, as of the ``domains``; empty where targets are no classes.
     """
 
     y: IntArray
@@ -198,11 +185,7 @@ class Scenario(ABC):
 
     @abstractmethod
     def plan(self, pool: Pool, seed: int = 0) -> Plan:
-        """Who sees which samples when.
-
-        Args:
-            pool: The samples.
-            seed: Seed of all draws.
+        """Who sees which samples when, all draws by the seed.
 
         Raises:
             ValueError: If the samples cannot be dealt out so.
@@ -213,13 +196,7 @@ class Scenario(ABC):
 
 
 def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Split samples into the rest and a stratified random ``fraction`` of each class.
-
-    Example:
-        >>> rest, part = split(np.array([0, 0, 0, 0, 1, 1, 1, 1]), 0.25, np.random.default_rng(0))
-        >>> len(rest), len(part)
-        (6, 2)
-    """
+    """Split samples into the rest and a stratified random ``fraction`` of each class."""
     if not 0 <= fraction < 1:
         raise ValueError(f"Expected the fraction of a split to be at least 0 and below 1 but got {fraction}.")
     part = [rng.permutation(np.flatnonzero(y == c))[: round(fraction * int((y == c).sum()))] for c in np.unique(y)]
@@ -230,23 +207,13 @@ def split(y: IntArray, fraction: float, rng: np.random.Generator) -> tuple[IntAr
 
 
 def views(clients: Sequence[str], rows: IntArray, counts: IntArray) -> dict[str, IntArray]:
-    """Each client's samples, where they lie one client after the other in one array: no client has a copy.
-
-    Example:
-        >>> views(["a", "b"], np.array([4, 5, 7]), np.array([1, 2]))
-        {'a': array([4]), 'b': array([5, 7])}
-    """
+    """Each client's samples, where they lie one client after the other in one array: no client has a copy."""
     first = [0, *np.cumsum(counts).tolist()]
     return {client: rows[first[n] : first[n + 1]] for n, client in enumerate(clients)}
 
 
 def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tuple[dict[str, IntArray], ...]:
-    """Add to each round what its clients have seen before (``"seen"``) or will ever see (``"all"``).
-
-    Example:
-        >>> with_history([{"a": np.array([1])}, {"a": np.array([0])}], "seen")[1]
-        {'a': array([0, 1])}
-    """
+    """Add to each round what its clients have seen before (``"seen"``) or will ever see (``"all"``)."""
     if history == "round":
         return tuple(rounds)
     if history not in ("seen", "all"):
@@ -259,16 +226,7 @@ def with_history(rounds: Sequence[dict[str, IntArray]], history: History) -> tup
 
 
 def numbered(order: Sequence[int | str], names: Sequence[str], argument: str) -> list[int]:
-    """An order of classes or domains by number, where it may name them.
-
-    Raises:
-        ValueError: If there is no such name or number.
-        TypeError: If it is a word, or has entries that are neither.
-
-    Example:
-        >>> numbered(["walk", 0], ["sit", "walk"], "class_order")
-        [1, 0]
-    """
+    """An order of classes or domains by number, where it may name them."""
     if isinstance(order, str):
         raise TypeError(f'Expected `{argument}` to be a list of names or numbers but got "{order}".')
     for entry in order:

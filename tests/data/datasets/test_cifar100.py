@@ -110,42 +110,42 @@ def without(content, key):
 
 
 WRONG = {
-    "no data": ("train", lambda c: without(c, "data"), "to hold 'data' but it does not."),
-    "no coarse labels": ("test", lambda c: without(c, "coarse_labels"), "to hold 'coarse_labels' but it does not."),
-    "no names": ("meta", lambda c: without(c, "fine_label_names"), "to hold 'fine_label_names' but it does not."),
-    "a list": ("meta", lambda c: ["a"], "to hold 'fine_label_names' but it does not."),
+    "no data": ("train", lambda c: without(c, "data"), "but got: 'data'"),
+    "no coarse labels": ("test", lambda c: without(c, "coarse_labels"), "but got: 'coarse_labels'"),
+    "no names": ("meta", lambda c: without(c, "fine_label_names"), "to name the classes but got: 'fine_label_names'"),
+    "a list": ("meta", lambda c: ["a"], "to name the classes but got: list"),
     "CIFAR-10's shape of rows": (
         "train",
         lambda c: {**c, "data": c["data"][:, :1024]},
-        "to hold rows of 3072 uint8 values but got uint8 of shape (200, 1024).",
+        "but got: uint8 of (200, 1024)",
     ),
-    "no array": ("train", lambda c: {**c, "data": "x"}, "to hold rows of 3072 uint8 values but got str of shape ()."),
+    "no array": ("train", lambda c: {**c, "data": "x"}, "but got: 'str' object"),
     "no images": (
         "test",
         lambda c: {**c, "data": c["data"][:0], "fine_labels": [], "coarse_labels": []},
-        "to hold rows of 3072 uint8 values but got uint8 of shape (0, 3072).",
+        "but got: no 0 whole numbers as labels",
     ),
     "fewer labels": (
         "test",
         lambda c: {**c, "fine_labels": c["fine_labels"][1:]},
-        "to be a list of 100 whole numbers, one for each image, but it is not.",
+        "but got: no 100 whole numbers as labels",
     ),
     "labels of text": (
         "train",
         lambda c: {**c, "fine_labels": ["a"] * 200},
-        "to be a list of 200 whole numbers, one for each image, but it is not.",
+        "but got: no 200 whole numbers as labels",
     ),
     "a label too many": (
         "train",
         lambda c: {**c, "fine_labels": [*c["fine_labels"][:-1], 100]},
-        "to be between 0 and 99 but got 100 in sample 199.",
+        "but got: labels beyond 0 to 99",
     ),
     "a superclass too many": (
         "test",
         lambda c: {**c, "coarse_labels": [20, *c["coarse_labels"][1:]]},
-        "to be between 0 and 19 but got 20 in sample 0.",
+        "but got: labels beyond 0 to 19",
     ),
-    "names of numbers": ("meta", lambda c: {**c, "fine_label_names": [1, 2]}, "to be a list of names but it is not."),
+    "names of numbers": ("meta", lambda c: {**c, "fine_label_names": [1, 2]}, "to name the classes but got: no names"),
 }
 
 

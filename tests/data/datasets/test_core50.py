@@ -101,10 +101,10 @@ def test_what_is_no_frame_is_skipped(tmp_path, put):
 
 
 DAMAGES = {
-    "empty": (b"", "to be a whole PNG image but got: cannot identify image file"),
-    "cut short": (png(0)[:2000], "to be a whole PNG image but got: "),
-    "another size": (png(0, 32), "to be an image of height 128 and width 128 with 8 bits of grey or colour, as all"),
-    "a palette": (png(0, mode="P"), "but got 128 x 128 in Pillow's mode 'P'."),
+    "empty": (b"", "to be a whole PNG image of 128 x 128 but got: cannot identify image file"),
+    "cut short": (png(0)[:2000], "to be a whole PNG image of 128 x 128 but got: "),
+    "another size": (png(0, 32), "but got: one of 32 x 32 in"),
+    "a palette": (png(0, mode="P"), "but got: one of 128 x 128 in Pillow's mode 'P'."),
 }
 
 
@@ -122,8 +122,8 @@ def test_half_an_unpacked_archive(tmp_path, put):
     assert len(core50.load(tmp_path).x) == 23  # videos are not equally long
     (folder / "s10/o10/C_10_10_008.png").unlink()
     message = (
-        f"Expected {folder / 's10' / 'o10'} to hold frames such as `C_10_10_000.png`, as another session has this "
-        f"object, but got none: the archive is not wholly unpacked. {REMEDY}"
+        f"Expected {folder / 's10' / 'o10'} to hold frames such as `C_10_10_000.png` but got none: "
+        f"the archive is not wholly unpacked. {REMEDY}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         core50.load(tmp_path)
@@ -132,7 +132,7 @@ def test_half_an_unpacked_archive(tmp_path, put):
 def test_folders_without_frames(tmp_path):
     folder = tmp_path / "core50_128x128"
     (folder / "s1" / "o1").mkdir(parents=True)
-    message = f"Expected {folder} to hold frames such as `s1/o1/C_01_01_000.png` but got none. {REMEDY}"
+    message = f"Expected {folder / 's1' / 'o1'} to hold frames such as `C_01_01_000.png` but got none: the archive"
     with pytest.raises(ValueError, match=re.escape(message)):
         core50.load(tmp_path)
 

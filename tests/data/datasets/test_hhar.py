@@ -197,7 +197,7 @@ def test_damaged_files_are_named(tmp_path, damage):
 
 
 OPTIONS = {
-    "chunk": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
+    "chunk": ({"chunk": 0}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 0."),
     "rate": ({"rate": 0}, "Expected `rate` to be above 0 and at most 1000 Hz but got 0."),
     "rate nan": ({"rate": float("nan")}, "Expected `rate` to be above 0 and at most 1000 Hz but got nan."),
     "devices": ({"devices": ["s4"]}, "Expected `devices` to be different models among nexus4, s3,"),

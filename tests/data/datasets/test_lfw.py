@@ -176,23 +176,24 @@ WHOLE = FILES["Zoe_Ray/Zoe_Ray_0002.jpg"]
 # The size in the header of a JPEG file follows the marker of its frame.
 SIZE_AT = WHOLE.index(b"\xff\xc0") + 5
 DAMAGES = {
-    "empty": (b"", "to be a whole JPEG image but got: cannot identify image file"),
-    "text": (b"<html>404</html>", "to be a whole JPEG image but got: cannot identify image file"),
-    "cut short": (WHOLE[: len(WHOLE) // 2], "to be a whole JPEG image but got: image file is truncated"),
-    "a PNG": (encoded(Image.new("RGB", (250, 250)), "PNG"), "to be a whole JPEG image but got: cannot identify"),
+    "empty": (b"", "but got: cannot identify image file"),
+    "text": (b"<html>404</html>", "but got: cannot identify image file"),
+    "cut short": (WHOLE[: len(WHOLE) // 2], "but got: image file is truncated"),
+    "a PNG": (
+        encoded(Image.new("RGB", (250, 250)), "PNG"),
+        "but got: cannot identify",
+    ),
     "a bomb": (
         WHOLE[:SIZE_AT] + b"\xff\xff\xff\xff" + WHOLE[SIZE_AT + 4 :],
-        "to be a whole JPEG image but got: Image size (4294836225 pixels) exceeds limit",
+        "but got: Image size (4294836225 pixels) exceeds limit",
     ),
     "another size": (
         encoded(Image.new("RGB", (200, 250))),
-        "to be an image of height 250 and width 250 with 8 bits of grey or colour, as all of the original data, but "
-        "got 250 x 200 in Pillow's mode 'RGB'.",
+        "but got: one of 250 x 200 in Pillow's mode 'RGB'.",
     ),
     "printing colours": (
         encoded(Image.new("CMYK", (250, 250))),
-        "to be an image of height 250 and width 250 with 8 bits of grey or colour, as all of the original data, but "
-        "got 250 x 250 in Pillow's mode 'CMYK'.",
+        "but got: one of 250 x 250 in Pillow's mode 'CMYK'.",
     ),
 }
 
@@ -203,7 +204,7 @@ def test_damaged_images_are_named(tmp_path, damage, put, refused):
     folder = put(tmp_path / "lfw", changed(content))
     path = folder / "Zoe_Ray" / "Zoe_Ray_0002.jpg"
     said = refused(lfw.load, tmp_path, min_faces=1)
-    assert f"Expected {path} {message}" in said and REMEDY in said
+    assert said.startswith(f"Expected {path} to be a whole JPEG image") and message in said and REMEDY in said
 
 
 def test_people_left_out_are_not_read(tmp_path, put):

@@ -78,7 +78,9 @@ def test_nothing_there_says_what_to_do(tmp_path, name):
             call(name, tmp_path)
 
 
-SIDE = "Expected `size` to be a positive whole number, height and width in pixels, but got {}. Pass, for example, 32."
+SIDE = (
+    "Expected `size`, height and width in pixels, to be a whole number of at least 1 but got {}. Pass, for example, 32."
+)
 SHAPE = "Expected `size` to be two positive whole numbers, height and width, but got {}. Pass, for example, (64, 48)."
 OPTIONS = [
     *(("tinyimagenet", {"size": size}, SIDE.format(repr(size))) for size in (0, -1, 32.0, True, (32, 32), "32")),

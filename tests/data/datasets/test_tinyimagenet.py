@@ -137,12 +137,11 @@ def test_a_constant_channel_is_only_centred(tmp_path, put):
 
 
 DAMAGES = {
-    "empty": (b"", "to be a whole JPEG image but got: cannot identify image file"),
-    "cut short": (FILES[ORDER[0]][:500], "to be a whole JPEG image but got: "),
+    "empty": (b"", "to be a whole JPEG image of 64 x 64 but got: cannot identify image file"),
+    "cut short": (FILES[ORDER[0]][:500], "to be a whole JPEG image of 64 x 64 but got: "),
     "another size": (
         photograph(0, size=84),
-        "to be an image of height 64 and width 64 with 8 bits of grey or colour, as all of the original data, but got "
-        "84 x 84 in Pillow's mode 'RGB'.",
+        "but got: one of 84 x 84 in Pillow's mode 'RGB'.",
     ),
 }
 
@@ -193,10 +192,8 @@ def test_texts_that_are_missing_empty_or_no_text(tmp_path, name, put):
 def test_wrong_annotations_are_named(tmp_path, line, put):
     path = put(tmp_path, FILES) / "val" / "val_annotations.txt"
     put(path, f"val_0.JPEG\tn01443537\t0\t0\t1\t1\n{line}\n".encode())
-    message = (
-        f"Expected line 2 of {path} to name an image such as `val_0.JPEG` and a class of `wnids.txt` but got {line!r}. "
-    )
-    with pytest.raises(ValueError, match=re.escape(message + REMEDY)):
+    message = re.escape(f"Expected {path} to name images and their classes but got: ")
+    with pytest.raises(ValueError, match=f"{message}.*{re.escape(REMEDY)}"):
         tinyimagenet.load(tmp_path)
 
 

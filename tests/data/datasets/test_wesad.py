@@ -298,23 +298,31 @@ def shorter(place, name, rows):
 
 
 BAD = {
-    "no label": ({"label": None}, "wrist", "Expected `label` of {path} to be a row of integers but got object"),
-    "label 9": ({"label": np.full(42000, 9)}, "wrist", "Expected the labels of {path} to be between 0 and 7 but got 9"),
+    "no label": (
+        {"label": None},
+        "wrist",
+        "but got: labels of object",
+    ),
+    "label 9": ({"label": np.full(42000, 9)}, "wrist", "but got: labels beyond 0 to 7"),
     "no BVP": (
         {"signal": without("wrist", "BVP")},
         "wrist",
-        "Expected {path} to hold the wrist's signals but it lacks",
+        "Expected {path} to hold the wrist's signals with their labels but got: ",
     ),
     "no ECG": (
         {"signal": without("chest", "ECG")},
         "chest",
-        "Expected {path} to hold the chest's signals but it lacks",
+        "Expected {path} to hold the chest's signals with their labels but got: 'ECG'",
     ),
-    "short EDA": ({"signal": shorter("wrist", "EDA", 100)}, "wrist", "to last equally long but got 25.0 s of `EDA`"),
-    "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "Expected `ECG` of {path} to have a row for each"),
-    "short label": ({"label": labels()[:700]}, "wrist", "to last equally long but got 1.0 s of `label`"),
+    "short EDA": (
+        {"signal": shorter("wrist", "EDA", 100)},
+        "wrist",
+        "25.0 s of `EDA`, 60.0 s of `TEMP`, as if",
+    ),
+    "short ECG": ({"signal": shorter("chest", "ECG", 9)}, "chest", "but got: not a row for each label"),
+    "short label": ({"label": labels()[:700]}, "wrist", "1.0 s of `label`, 60.0 s of `signals`, as if truncated"),
     "one axis": ({"signal": {"wrist": signals()["wrist"] | {"ACC": np.zeros((9, 1))}}}, "wrist", "3 numbers a sample"),
-    "text": ({"signal": "hello"}, "wrist", "Expected {path} to hold the wrist's signals but it lacks"),
+    "text": ({"signal": "hello"}, "wrist", "Expected {path} to hold the wrist's signals with their labels but got: "),
 }
 
 
@@ -343,12 +351,18 @@ def test_a_subject_without_its_pickle(tmp_path):
 
 CSV = {
     "ends early": ({"seconds": 200}, "to last until 'meditation' ends, in second 210, but got 200 seconds"),
-    "a word": ({"S2_E4_Data/EDA.csv": "1\n4\nabc\n"}, "EDA.csv to hold 1 numbers a line but got: could not convert"),
-    "cut line": ({"S2_E4_Data/ACC.csv": "1,1,1\n32,32,32\n1,2\n"}, "ACC.csv to hold 3 numbers a line but got"),
-    "wrong rate": ({"S2_E4_Data/BVP.csv": "1\n32\n1\n"}, "BVP.csv to hold a start time, the rate 64 and then"),
-    "wrong columns": ({"S2_E4_Data/ACC.csv": "1,1\n32,32\n1,2\n"}, "ACC.csv to hold a start time, the rate 32"),
+    "a word": (
+        {"S2_E4_Data/EDA.csv": "1\n4\nabc\n"},
+        "the rate 4 and samples of 1 but got: could not convert",
+    ),
+    "cut line": (
+        {"S2_E4_Data/ACC.csv": "1,1,1\n32,32,32\n1,2\n"},
+        "the rate 32 and samples of 3 but got",
+    ),
+    "wrong rate": ({"S2_E4_Data/BVP.csv": "1\n32\n1\n"}, "BVP.csv to hold a start, the rate 64 and samples"),
+    "wrong columns": ({"S2_E4_Data/ACC.csv": "1,1\n32,32\n1,2\n"}, "not 3 numbers a sample"),
     "no order": ({"S2_quest.csv": "hello"}, "S2_quest.csv to give start and end of Base, TSST"),
-    "bad time": ({"S2_quest.csv": PROTOCOL.replace("2.2", "2.75")}, "minutes.seconds in"),
+    "bad time": ({"S2_quest.csv": PROTOCOL.replace("2.2", "2.75")}, "'2.75', which is no time in minutes.seconds"),
     "no header": ({"S2_respiban.txt": "0\t0\n"}, "S2_respiban.txt to begin with a header"),
     "no time": ({"S2_respiban.txt": '# {"a": {}}\n'}, "S2_respiban.txt to begin with a header"),
 }
@@ -375,7 +389,7 @@ NPZ = {
     "acc of one axis": ({"acc": np.zeros((9, 1), np.int8)}, "Expected `acc` of"),
     "labels of floats": ({"label32": np.zeros(9)}, "Expected `label32` of"),
     "pickled": ({"bvp": np.array([None])}, "without pickles but got: Object arrays cannot be loaded"),
-    "short": ({"label32": np.zeros(9, np.uint8)}, "`label32` and 60.0 s of `signals`: the shorter one is truncated"),
+    "short": ({"label32": np.zeros(9, np.uint8)}, "0.3 s of `label32`, 60.0 s of `signals`, as if truncated"),
 }
 
 
@@ -393,8 +407,8 @@ def test_wrong_streams_are_named(tmp_path, case):
 
 OPTIONS = {
     "chest": ({"device": "chest"}, "Expected `device` to be 'wrist' with the wrist streams in"),
-    "chunk 0": ({"chunk": 0}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 0."),
-    "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk` to be a whole number of time steps, at least 1, but got 1.5."),
+    "chunk 0": ({"chunk": 0}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 0."),
+    "chunk 1.5": ({"chunk": 1.5}, "Expected `chunk`, the time steps, to be a whole number of at least 1 but got 1.5."),
     "chunk long": ({"chunk": 321}, "Expected `chunk` to be at most 320, the time steps of the longest condition"),
 }
 

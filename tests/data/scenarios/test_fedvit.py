@@ -165,9 +165,9 @@ def test_labels_need_not_be_those_of_all_classes():
 CLASSES = "two whole numbers from 2 to 10, fewest and most of the 10 classes of a task"
 SHARES = "two numbers above 0 and at most 1, smallest and largest"
 REFUSED = [
-    ({"tasks": 0}, "Expected `tasks` to be a whole number of at least 1 but got 0. Raise it."),
-    ({"clients": True}, "Expected `clients` to be a whole number of at least 1 but got True. Raise it."),
-    ({"rounds_per_task": 0.5}, "Expected `rounds_per_task` to be a whole number of at least 1 but got 0.5. Raise it."),
+    ({"tasks": 0}, "Expected `tasks` to be at least 1 but got 0."),
+    ({"clients": 0}, "Expected `clients` to be at least 1 but got 0."),
+    ({"rounds_per_task": 0}, "Expected `rounds_per_task` to be between 1 and 1000000 but got 0."),
     ({"tasks": 7}, "Expected `tasks` to divide the number of classes, 100, but got 7. Change it."),
     (
         {"tasks": 200},
