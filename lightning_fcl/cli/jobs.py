@@ -33,15 +33,7 @@ _STAMP = "fingerprint"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one recipe.
-
-    Args:
-        label: How the run is shown.
-        configs: The recipe's files, later ones over earlier ones.
-        seed: Its seed.
-        out: Its folder.
-        extra: Further words of its command line.
-    """
+    """One run of one recipe."""
 
     label: str
     configs: tuple[Path, ...]
@@ -51,7 +43,6 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The words of its command line."""
         return [
             "fit",
             *config_words(self.configs),
@@ -69,7 +60,6 @@ class Job:
         return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
 
     def sign(self, folder: Path) -> None:
-        """Say that what a folder holds is of this very job."""
         write_whole(folder / _STAMP, self.fingerprint)
 
     def wrote(self, folder: Path) -> bool:

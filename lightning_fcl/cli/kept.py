@@ -16,13 +16,7 @@ from lightning_fcl.evaluation.run_folder import write_files
 
 
 def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
-    """Bring kept runs of the same fingerprint to where those of some jobs would be; say which cannot be used, and why.
-
-    Args:
-        jobs: Those that are finished already are left as they are.
-        out: The folder that all of them lie below.
-        kept: The folder that the kept runs lie below.
-    """
+    """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
     taken = 0
     for job in jobs:
         source = kept / job.out.relative_to(out)
@@ -38,17 +32,7 @@ def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
 
 
 def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
-    """Put a finished run below a paper's folder, in two small files.
-
-    Args:
-        job: The run.
-        out: The folder that it lies below.
-        kept: The folder that it comes to lie below.
-        command: What writes it again.
-
-    Returns:
-        Its folder there.
-    """
+    """Put a finished run below a paper's folder, in two small files."""
     target = kept / job.out.relative_to(out)
     target.mkdir(parents=True, exist_ok=True)
     write_results(target, read_results(job.out) | {"command": command}, indent=None)

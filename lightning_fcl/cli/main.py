@@ -38,7 +38,6 @@ COMMANDS = {
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),
     "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
-    "tables": ("tables", "bring finished tables, and the pages of recipes, up to date"),
 }
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
@@ -48,15 +47,7 @@ A `class_path` may name a class in a file of the working directory, as in my_mod
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line.
-
-    Args:
-        arguments: The words after ``lightning-fcl``; default: those of this process.
-
-    Raises:
-        SystemExit: With code 2 and one message if the input is at fault; with 128 and the signal's number if it was
-            told to stop.
-    """
+    """Run a command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     raw = argparse.RawDescriptionHelpFormatter
     lines = [f"  {name:15} {what}" for name, (_, what) in COMMANDS.items()]
@@ -141,12 +132,7 @@ def _kept(error: Exception, words: Sequence[str]) -> str:
 
 
 def _plain(message: str) -> str:
-    """A message without jsonargparse's account of all the types that an argument might have had.
-
-    Example:
-        >>> _plain("Does not validate against any of the Union subtypes. Errors: - Expected `rho` to be above 0.")
-        'Expected `rho` to be above 0.'
-    """
+    """A message without jsonargparse's account of all the types that an argument might have had."""
     reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
     return reasons[0] if reasons else message
 

@@ -37,16 +37,8 @@ class Search:
     """What a search file says.
 
     Args:
-        configs: The recipe's files, later ones over earlier ones.
-        objective: The metric to improve, as it is called in ``results.json``.
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
-        trials: Number of trials; None: the whole grid.
-        sampler: ``"random"``, ``"grid"`` or ``"tpe"``.
-        seeds: Seeds of each trial; the mean of their objectives counts.
-        direction: ``"maximize"`` or ``"minimize"``.
-        measure_on: The samples that the objective is measured on.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
-        case: The case that is searched; None where there are none.
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         words: What else the command line of each run says: that of such a row.
@@ -99,9 +91,6 @@ class Search:
         """Read a search file, perhaps with another number of trials, choose one of its cases, and perhaps a row.
 
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
-
-        Raises:
-            ValueError: If it is not understood, has no such case, or the row is not known.
         """
         content = read_yaml(path)
         if not isinstance(content, dict):
@@ -128,22 +117,14 @@ class Search:
         return search if row is None else search.of_row(path.parent, row)
 
     def of_row(self, folder: Path, name: str) -> Search:
-        """The same search for a row of a folder's ``rows.yaml``.
-
-        Raises:
-            ValueError: If the row is not known, or not run at the search's scale.
-        """
+        """The same search for a row of a folder's ``rows.yaml``."""
         row, set_here = paper_rows(folder, [name], self.scale)[name], {*self.space, *self.fixed}
         pairs = zip(row.words[::2], row.words[1::2], strict=True)
         words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
         return replace(self, configs=(*row.configs, *self.configs), words=tuple(words))
 
     def among(self, file: Path) -> Search:
-        """The same search with the best settings of another one over the same space, by its ``trials.csv``, best first.
-
-        Raises:
-            ValueError: If the file is not understood, or its trials are of another objective or space.
-        """
+        """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         try:
             trials = pd.read_csv(file, dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
@@ -164,12 +145,10 @@ class Search:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The settings of the case, by path."""
         return self.cases[self.case] if self.case is not None else {}
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The space in Optuna's terms."""
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
@@ -199,7 +178,6 @@ class Search:
 
 
 def _distribution(key: str, what: Any) -> BaseDistribution:
-    """What a line of ``space`` stands for."""
     problem = ""
     if isinstance(what, list) and what:
         labels = [_label(choice) for choice in what]
@@ -248,14 +226,6 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
     Args:
         settings: Values by path; ``trainer.callbacks.CLASS.ARGUMENT`` finds the callback in the list.
-        callbacks: The callbacks of the other recipes, with all their arguments.
-
-    Raises:
-        ValueError: If not just one callback is of that class.
-
-    Example:
-        >>> trial_recipe({"trainer.callbacks.FedProx.mu": 0.5}, [{"class_path": "x.FedProx", "init_args": {"mu": 0.1}}])
-        {'trainer': {'callbacks': [{'class_path': 'x.FedProx', 'init_args': {'mu': 0.5}}]}}
     """
     recipe: dict[str, Any] = {}
     for key, value in settings.items():
@@ -279,11 +249,7 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 
 def check(search: Search) -> list[dict[str, Any]]:
-    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
     from lightning_fcl.running.fit import as_list, resolve
 
     words = [*config_words(search.configs), *search.words]
@@ -322,7 +288,6 @@ def _class_name(callback: Mapping[str, Any]) -> str:
 
 
 def _paths(recipe: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Every path in a recipe with all its defaults."""
     for name, value in recipe.items():
         yield (path := f"{before}{name}")
         if path == "trainer.callbacks":

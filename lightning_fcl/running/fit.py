@@ -23,7 +23,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
-from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
@@ -215,7 +214,6 @@ class _Fit(FederatedCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """This alone."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
 
@@ -224,7 +222,6 @@ class _Test(_Fit):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """This alone."""
         return {"test": LightningCLI.subcommands()["test"]}
 
 
@@ -232,13 +229,11 @@ class Parts(FederatedCLI):
     """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Also take what only `fit` has, as ``--print_config`` writes it."""
         super().add_arguments_to_parser(parser)
         for name in ("--ckpt_path", "--weights_only"):
             parser.add_argument(name)
 
     def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
-        """Make none, but note what it would be made of."""
         strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
         self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
         self.callbacks: list[Callback] = as_list(callbacks)
@@ -248,7 +243,6 @@ class PartsWithTrainer(Parts):
     """What recipes stand for, with a Trainer that writes nothing: no logger, and no checkpoint of its own."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
-        """Make it, for as many rounds as the stream has."""
         super().instantiate_trainer()
         self.datamodule.setup("fit")
         quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -257,16 +251,7 @@ class PartsWithTrainer(Parts):
 
 
 def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_trainer: bool = False) -> Parts:
-    """What recipes stand for, later ones over earlier ones.
-
-    Args:
-        recipes: Their files.
-        words: What else a command line would say.
-        with_trainer: Whether a Trainer is made, too.
-
-    Raises:
-        ValueError: If a recipe is not understood, or has no model.
-    """
+    """What recipes stand for, later ones over earlier ones."""
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
     try:
@@ -282,16 +267,11 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
-    """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 def run(arguments: Sequence[str], kind: type[FederatedCLI] | None = None) -> FederatedCLI:
-    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own.
-
-    Raises:
-        ValueError: If a recipe or an argument is not understood.
-    """
+    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
     return _cli(kind or {"fit": _Fit, "test": _Test}[arguments[0]], arguments)
 
 
@@ -319,13 +299,10 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Say in one sentence what the parser, or Lightning, has refused."""
     try:
         yield
     except ArgumentError as error:
-        told = new_name(str(error))
-        said = f"{error}{told}" if told else remedy(str(error))
-        raise ValueError(f"{_REFUSED} {said}") from error
+        raise ValueError(f"{_REFUSED} {remedy(str(error))}") from error
     except MisconfigurationException as error:
         raise ValueError(refused_by_lightning(str(error)) or f"{_BY_LIGHTNING} {error}") from error
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -16,11 +16,7 @@ from lightning_fcl.running.rows import config_words
 
 
 def flat(recipe: Named) -> str:
-    """A recipe as one file that stands for the same but for its folder, with the comments of all its files.
-
-    Raises:
-        ValueError: If one file cannot say it.
-    """
+    """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120
     heads, whole = [], CommentedMap()

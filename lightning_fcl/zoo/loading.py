@@ -44,7 +44,6 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
 
 
 def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
-    """As `load`, from a folder."""
     entry = read_folder(folder)
     network = build(entry, model)
     fill(network, read_tensors(folder / WEIGHTS), entry)
@@ -60,11 +59,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
 
 
 def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
-    """The network of an entry, before its weights.
-
-    Raises:
-        ValueError: If it is of a class that is not made again here, and was not handed in.
-    """
+    """The network of an entry, before its weights."""
     if model is not None:
         return model
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
@@ -75,11 +70,7 @@ def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
 
 
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> None:
-    """Put weights into a network: each that it has, and no other.
-
-    Raises:
-        ValueError: If one is missing, unknown, of another shape or kind, or not finite.
-    """
+    """Put weights into a network: each that it has, and no other."""
     state = network.state_dict()
     if missing := sorted({*state} - {*tensors}):
         raise ValueError(f"Expected the weights of {entry.full_name} to hold {missing[0]} but they do not.")
@@ -110,11 +101,6 @@ def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

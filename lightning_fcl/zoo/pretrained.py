@@ -139,11 +139,7 @@ class Pretrained(nn.Module):
 
 
 def features_of(network: nn.Module, x: Tensor) -> Tensor:
-    """Features of prepared samples, shape (n, features).
-
-    Raises:
-        ValueError: If the network has no ``embed(x)``.
-    """
+    """Features of prepared samples, shape (n, features)."""
     embed = getattr(network, "embed", None)
     if embed is None:
         raise ValueError(f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none.")

@@ -18,7 +18,7 @@ from lightning_fcl.device.report import device_report
 from lightning_fcl.evaluation.files import TemporaryFolder, locked, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import FORMAT, Cell, format_of, read_table
+from lightning_fcl.evaluation.table import Cell, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
@@ -57,11 +57,7 @@ LOST = 1e-3
 
 @runtime_checkable
 class MakesNetwork(Speaks, Protocol):
-    """A task that gives a plain network which predicts classes as it does.
-
-    Attributes:
-        gives: What the outputs are: ``"logits"``, or least-squares estimates of ``"0/1"`` or ``"-1/1"``.
-    """
+    """A task that gives a plain network which predicts classes as it does."""
 
     @property
     def gives(self) -> Outputs:
@@ -256,23 +252,16 @@ def renew_card(folder: Path) -> bool:
     """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
 
     Weights and version stay. Cut off, it goes on.
-
-    Args:
-        folder: The entry's, beside its registry.
-
-    Raises:
-        ValueError: If its configuration, its weights or the registry are damaged.
     """
     entry = read_config(folder)
     check_file(folder / WEIGHTS, entry.files[WEIGHTS])
     old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
     text = card(entry, spread_of(entry), _numbers(read_tensors(folder / WEIGHTS))).encode()
     with locked(folder.parent / LOCK):
-        withdrawn = {one.entry.full_name: one.withdrawn for one in registered(folder.parent)}
         write_whole(folder / CARD, text)
         files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
         write_whole(folder / CONFIG, replace(entry, files=files).text())
-        register(folder.parent, published_in(folder, withdrawn.get(entry.full_name, "")))
+        register(folder.parent, published_in(folder))
     return text != old
 
 
@@ -290,7 +279,5 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
-    home, scale = paper_folder(paper), scale_of(configs)
-    file = place_of(home, scale) / "table.json"
-    known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
-    return read_table(file).rows.get(str(row), {}) if known else {}
+    file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
+    return read_table(file).rows.get(str(row), {}) if file.is_file() else {}

@@ -68,8 +68,8 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert results["metrics"]["upload_bytes/total"] == 2 * 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
     lines = (out / "metrics.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 4
-    assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
     page = (out / "report.html").read_text()
+    assert "<h1>FLwF-2T + replay" in page
     assert "MLP in Classifier" in page and "digits, ClassIncremental, IID" in page and "FLwF2T, Replay" in page
     assert (out / "config.yaml").read_text().splitlines()[1] in page
     assert list(out.glob("events.out.tfevents.*"))
@@ -112,7 +112,6 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        ({"data": {"owners": ["a"]}}, "Instead of `data.owners` write split=Split(train_clients=...)"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 3}}}},
             "`experiences` to divide the number of classes, 10, but got 3",
