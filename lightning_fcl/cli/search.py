@@ -13,23 +13,18 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import did_you_mean, one_of
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.rows import config_words, paper_rows
-
-_ONE_OF = {
-    "sampler": ("random", "grid", "tpe"),
-    "direction": ("maximize", "minimize"),
-    "measure_on": ("validation", "test"),
-}
 
 
 @dataclass(frozen=True)
@@ -49,10 +44,10 @@ class Search:
     objective: str
     space: dict[str, Any]
     trials: int | None = None
-    sampler: str = "random"
+    sampler: Literal["random", "grid", "tpe"] = "random"
     seeds: int = 1
     direction: Literal["maximize", "minimize"] = "maximize"
-    measure_on: str = "validation"
+    measure_on: Literal["validation", "test"] = "validation"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     case: str | None = None
     first_seed: int = 0
@@ -61,30 +56,18 @@ class Search:
     points: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in _ONE_OF.items():
-            one_of(known, **{name: getattr(self, name)})
-        for name in ("trials", "seeds"):
-            value = getattr(self, name)
-            if (value is not None or name == "seeds") and (type(value) is not int or value < 1):
-                raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {value}.")
-        if type(self.first_seed) is not int or self.first_seed < 0:
-            raise ValueError(f"Expected `first_seed` to be a whole number of at least 0 but got {self.first_seed}.")
+        at_least(1, trials=1 if self.trials is None else self.trials, seeds=self.seeds)
+        at_least(0, first_seed=self.first_seed)
         if self.trials is None and self.sampler != "grid":
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
-        if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
-            raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
-        self._check_cases()
-        _ = self.distributions  # refuses a line that is not understood
-
-    def _check_cases(self) -> None:
-        cases = self.cases
-        if not isinstance(cases, dict) or not all(isinstance(fixed, dict) and fixed for fixed in cases.values()):
-            raise ValueError(f"Expected `cases` to give settings, path: value, for each name but got {cases}.")
-        if self.case not in (cases or (None,)):
-            known = ", ".join(map(str, cases)) or "none, as the search file has no `cases`,"
+        if not self.space:
+            raise ValueError("Expected `space` to have a line for each setting but got none.")
+        if self.case not in (self.cases or (None,)):
+            known = ", ".join(self.cases) or "none, as the search file has no `cases`,"
             raise ValueError(f"Expected `case` to be one of {known} but got {self.case}. Choose with --case.")
         if twice := sorted({*self.fixed} & {*self.space}):
             raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
+        _ = self.distributions  # refuses a line that is not understood
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:
@@ -92,28 +75,25 @@ class Search:
 
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
         """
-        content = read_yaml(path)
+        content, parser = read_yaml(path), ArgumentParser(exit_on_error=False)
+        known = parser.add_class_arguments(cls, skip={"case", "words", "points"})
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        known = [entry.name for entry in fields(cls) if entry.name not in ("case", "words", "points")]
         for name in content:
             if name not in known:
-                raise ValueError(
-                    f"Expected entries {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}"
-                )
-        for entry in fields(cls):
-            if entry.default is entry.default_factory is MISSING and entry.name not in content:
-                raise ValueError(f"Expected the entry {entry.name} in {path} but it is missing.")
-        files = [content["configs"]] if isinstance(content["configs"], str) else content["configs"]
-        if not isinstance(files, list) or not files:
-            raise ValueError(f"Expected `configs` to be a list of recipes but got {files}.")
-        configs = tuple(path.parent / str(name) for name in files)
-        if missing := [str(config) for config in configs if not config.is_file()]:
+                raise ValueError(f"Expected {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}")
+        if isinstance(content.get("configs"), str):
+            content["configs"] = [content["configs"]]
+        if isinstance(cases := content.get("cases"), dict):
+            content["cases"] = {str(name): fixed for name, fixed in cases.items()}
+        try:
+            told = vars(parser.parse_object(content))
+        except ArgumentError as error:
+            raise ValueError(f"Expected {path} to be a search file but got: {error}.") from error
+        told["configs"] = tuple(path.parent / name for name in told["configs"])
+        if missing := [str(config) for config in told["configs"] if not config.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
-        cases = content.get("cases", {})
-        cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else cases
-        given = {"configs": configs, "cases": cases, "case": case, **({} if trials is None else {"trials": trials})}
-        search = cls(**{**content, **given})
+        search = cls(**{**told, "case": case, **({} if trials is None else {"trials": trials})})
         return search if row is None else search.of_row(path.parent, row)
 
     def of_row(self, folder: Path, name: str) -> Search:
@@ -169,11 +149,6 @@ class Search:
         """Changes when trials would no longer be comparable; a search may be made longer."""
         content = {**asdict(self), "trials": None, "configs": [path.read_text() for path in self.configs], "seed": seed}
         content["cases"] = self.fixed  # the others are searches of their own
-        if not self.cases:  # searches of before there were cases
-            del content["cases"], content["case"]
-        for name, plain in (("first_seed", 0), ("scale", "paper"), ("words", ()), ("points", ())):  # and these
-            if content[name] == plain:
-                del content[name]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 

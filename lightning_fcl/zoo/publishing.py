@@ -36,14 +36,11 @@ from lightning_fcl.zoo.entry import (
     WEIGHTS,
     Entry,
     Outputs,
-    check_file,
     check_name,
-    file_told,
-    read_config,
     read_folder,
 )
 from lightning_fcl.zoo.hub import Head, head_of, upload
-from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder, read_tensors
+from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import LOCK, Published, published_in, register, registered
@@ -235,34 +232,14 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     write_whole(partial / CHECK, save(pair))
     if isinstance(later, dict):
         write_whole(partial / CONTINUE, continuation_bytes(later))
-    write_whole(partial / CARD, card(entry, spread_of(entry), _numbers(network.state_dict())))
+    numbers = sum(value.numel() for value in network.state_dict().values())
+    write_whole(partial / CARD, card(entry, spread_of(entry), numbers))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     register(to, published_in(folder))
     return folder
-
-
-def _numbers(state: Mapping[str, Tensor]) -> int:
-    return sum(value.numel() for value in state.values())
-
-
-def renew_card(folder: Path) -> bool:
-    """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
-
-    Weights and version stay. Cut off, it goes on.
-    """
-    entry = read_config(folder)
-    check_file(folder / WEIGHTS, entry.files[WEIGHTS])
-    old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
-    text = card(entry, spread_of(entry), _numbers(read_tensors(folder / WEIGHTS))).encode()
-    with locked(folder.parent / LOCK):
-        write_whole(folder / CARD, text)
-        files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
-        write_whole(folder / CONFIG, replace(entry, files=files).text())
-        register(folder.parent, published_in(folder))
-    return text != old
 
 
 def spread_of(entry: Entry) -> dict[str, tuple[float, float, int]]:

@@ -96,11 +96,14 @@ def test_a_missing_file_is_named(small_zoo, folder, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: {k: v for k, v in state.items() if k != "1.bias"}, "to hold 1.bias but they do not"),
-        (lambda state: state | {"more": torch.zeros(1)}, "but they hold more besides"),
-        (lambda state: state | {"1.bias": torch.zeros(3)}, r"1.bias .* of shape \(64,\) .* but got \(3,\)"),
-        (lambda state: state | {"1.bias": torch.zeros(64, dtype=torch.long)}, "1.bias .* torch.int64"),
-        (lambda state: state | {"1.bias": torch.full((64,), torch.nan)}, "1.bias .* to be finite"),
+        (lambda state: {k: v for k, v in state.items() if k != "1.bias"}, "there is no `1.bias`"),
+        (lambda state: state | {"more": torch.zeros(1)}, "there is `more` beside it"),
+        (
+            lambda state: state | {"1.bias": torch.zeros(3)},
+            r"`1.bias` to be .* of shape \(64,\) but got .* of shape \(3,\)",
+        ),
+        (lambda state: state | {"1.bias": torch.zeros(64, dtype=torch.long)}, "`1.bias` .* torch.int64"),
+        (lambda state: state | {"1.bias": torch.full((64,), torch.nan)}, "finite numbers but `1.bias` has 64"),
         (lambda state: state | {"1.bias": state["1.bias"] + 1}, "to give the published outputs"),
     ],
 )
