@@ -23,7 +23,14 @@ def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
         if finished(job) or not (source / "results.json").is_file():
             continue
         try:
-            _bring(job, source)
+            if not job.wrote(source):
+                raise ValueError(
+                    f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+                )
+            results = read_results(source)
+            begin(job)
+            write_results(job.out, results)
+            write_files(job.out)
             taken += 1
         except ValueError as error:
             print(f"{job.label} is run anew: {error}", file=sys.stderr)
@@ -38,12 +45,3 @@ def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
     write_results(target, read_results(job.out) | {"command": command}, indent=None)
     job.sign(target)
     return target
-
-
-def _bring(job: Job, source: Path) -> None:
-    if not job.wrote(source):
-        raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
-    results = read_results(source)
-    begin(job)
-    write_results(job.out, results)
-    write_files(job.out)

@@ -66,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
-    _import_from_here()
+    # Recipes name classes of the working directory, as under `python -m`; workers take it over. It comes last: a file
+    # there stands in for no module that is installed. The recipe's own folder does not count, so that a `config.yaml`
+    # means what the recipe meant.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     with stop.listening():
         try:
             own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
@@ -102,17 +106,6 @@ def _spoken_by_the_first() -> Iterator[None]:
         return
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         yield
-
-
-def _import_from_here() -> None:
-    """Let recipes name classes of the working directory, as under ``python -m``; worker processes take it over.
-
-    It comes last: a file there stands in for no module that is installed. The recipe's own folder does not count, so
-    that the ``config.yaml`` of a run means what the recipe meant.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def _kept(error: Exception, words: Sequence[str]) -> str:

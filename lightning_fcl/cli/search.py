@@ -87,12 +87,15 @@ class Search:
         if isinstance(cases := content.get("cases"), dict):
             content["cases"] = {str(name): fixed for name, fixed in cases.items()}
         try:
-            told = vars(parser.parse_object(content))
+            told = vars(parser.parse_object(copy.deepcopy(content)))
         except ArgumentError as error:
             raise ValueError(f"Expected {path} to be a search file but got: {error}.") from error
         told["configs"] = tuple(path.parent / name for name in told["configs"])
         if missing := [str(config) for config in told["configs"] if not config.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
+        told |= {
+            name: content[name] for name in ("space", "cases") if name in content
+        }  # a parser makes classes of mappings
         search = cls(**{**told, "case": case, **({} if trials is None else {"trials": trials})})
         return search if row is None else search.of_row(path.parent, row)
 

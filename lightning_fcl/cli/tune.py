@@ -160,7 +160,8 @@ def run_trials(
             runs = [other for other, number in jobs.items() if number == jobs[job]]
             whole = all(run in problems for run in runs)
             if whole and settle(study, search, jobs[job], {run: problems[run] for run in runs}):
-                bar.set_postfix_str(_best_so_far(study))
+                best = study.best_trial if _those(study, TrialState.COMPLETE) else None
+                bar.set_postfix_str(f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet")
                 bar.update()
 
 
@@ -279,11 +280,6 @@ def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out:
 
 def _those(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
-
-
-def _best_so_far(study: optuna.Study) -> str:
-    best = study.best_trial if _those(study, TrialState.COMPLETE) else None
-    return f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:

@@ -60,7 +60,9 @@ def stands(cell: Cell) -> Literal["near", "spread", "outside", ""]:
     """How a mean stands to the paper's number, as `Verdict` counts; nothing where the paper tells none."""
     if cell.paper is None:
         return ""
-    return "near" if near(cell) else "spread" if _in_spread(cell) else "outside"
+    distance = _distance(cell)
+    in_spread = distance is not None and cell.n > 1 and abs(distance) <= _SPREADS * (cell.std or 0.0)
+    return "near" if near(cell) else "spread" if in_spread else "outside"
 
 
 def verdict(table: Table) -> Verdict:
@@ -138,8 +140,3 @@ def _distance(cell: Cell) -> float | None:
     if cell.mean is None or cell.paper is None:
         return None
     return round(cell.mean, 3) - round(cell.paper, 3)
-
-
-def _in_spread(cell: Cell) -> bool:
-    distance = _distance(cell)
-    return distance is not None and cell.n > 1 and abs(distance) <= _SPREADS * (cell.std or 0.0)

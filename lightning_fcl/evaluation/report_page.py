@@ -55,10 +55,14 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> Page:
         *_tasks(record),
         _others(results),
     ]
-    folds = [_every_metric(results), _what_ran(results), _recipe(recipe)]
+    head, lines, notes = _metrics(results["metrics"], record)
+    folds = [Section("Every metric", facts=notes, grids=[Grid.of(head, lines)], folded=True), _what_ran(results)]
+    if recipe:
+        folds.append(Section("The recipe, with every default", code=recipe, folded=True))
+    parts = map(str, results.get("parts", {}).values())
     return Page(
         title=_title(results),
-        subtitle=_subtitle(results),
+        subtitle=" · ".join([*parts, extent_of(results), f"seed\u00a0{results['seed']}"]),
         warnings=_warnings(results),
         tiles=[Tile(one.name, one.text, one.note) for one in headlines(results)],
         sections=[section for section in (*sections, *folds) if section is not None],
@@ -75,11 +79,6 @@ def extent_of(results: Mapping[str, Any]) -> str:
     clients = [model for model in results["record"]["tasks"] if model != "server"]
     counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
     return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
-
-
-def _subtitle(results: Mapping[str, Any]) -> str:
-    parts = map(str, results.get("parts", {}).values())
-    return " · ".join([*parts, extent_of(results), f"seed\u00a0{results['seed']}"])
 
 
 def _warnings(results: Mapping[str, Any]) -> list[str]:
@@ -192,11 +191,6 @@ def _metrics(
     return ["model", *kinds], lines, told
 
 
-def _every_metric(results: Mapping[str, Any]) -> Section:
-    head, lines, notes = _metrics(results["metrics"], results["record"])
-    return Section("Every metric", facts=notes, grids=[Grid.of(head, lines)], folded=True)
-
-
 def _clock(metrics: Mapping[str, float]) -> str:
     """How long the rehearsed deployment took, and how many uploads came late; nothing where no clock ran."""
     if "simulated_seconds/total" not in metrics:
@@ -216,10 +210,6 @@ def _what_ran(results: Mapping[str, Any]) -> Section:
         ("versions", versions),
     ]
     return Section("What ran", facts=facts, code=results["command"], folded=True)
-
-
-def _recipe(recipe: str) -> Section | None:
-    return Section("The recipe, with every default", code=recipe, folded=True) if recipe else None
 
 
 def recipe_of(folder: Path) -> str:

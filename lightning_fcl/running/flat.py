@@ -49,17 +49,17 @@ def _merge(whole: CommentedMap, more: CommentedMap) -> None:
         elif isinstance(value, CommentedMap) and isinstance(here, str) and "class_path" not in value:
             whole[name] = CommentedMap({"class_path": here})
             _merge(whole[name], value)
-        elif isinstance(value, CommentedMap) and isinstance(here, CommentedMap) and not _other_class(here, value):
+        elif (
+            isinstance(value, CommentedMap)
+            and isinstance(here, CommentedMap)
+            and not ("class_path" in value and value["class_path"] != here.get("class_path"))
+        ):
             here.fa.set_block_style()  # a comment on a line of its own breaks the lines of a flow
             _merge(here, value)
         else:
             whole[name] = value
         if key in more.ca.items:
             whole.ca.items[name] = more.ca.items[key]
-
-
-def _other_class(here: CommentedMap, value: CommentedMap) -> bool:
-    return "class_path" in value and value["class_path"] != here.get("class_path")
 
 
 def _set(place: Any, path: list[str], value: Any) -> None:

@@ -418,7 +418,10 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
     ("changes", "message"),
     [
         ({"objectiv": "x"}, "but got objectiv. Did you mean objective?"),
-        ({"objective": None}, 'search.yaml to be a search file but got: Key "objective" is required'),
+        (
+            {"objective": None},
+            "search.yaml to be a search file but got: the following arguments are required: objective",
+        ),
         ({"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
         ({"trials": 0}, "`trials` to be at least 1 but got 0"),
         ({"trials": None}, "Expected `trials`, the number of trials of the random sampler"),
