@@ -117,7 +117,7 @@ def _made(spec: Any, hint: Any = None) -> Any:
         return {name: _made(value) for name, value in spec.items()}
     if isinstance(spec, list):
         made: Sequence[Any] = [_made(value) for value in spec]
-        return tuple(made) if _is_tuple(hint) else made
+        return tuple(made) if any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint))) else made
     return spec
 
 
@@ -127,7 +127,3 @@ def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     except (NameError, TypeError):  # of names that only type checkers import
         hints = {}
     return {name: _made(value, hints.get(name)) for name, value in given.items()}
-
-
-def _is_tuple(hint: Any) -> bool:
-    return any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint)))

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NEAR", "Verdict", "against_figure", "stands", "told", "verdict"]
-
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""
 

@@ -79,13 +79,6 @@ def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArr
 def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
     """Seconds of communication of a whole run. See `communication_times`.
 
-    Args:
-        record: That of a run.
-        bandwidth: Bytes per second of each client's link, the same up and down.
-
-    Raises:
-        ValueError: If ``bandwidth`` is not a positive number.
-
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}
         >>> communication_time(record, bandwidth=1e6)

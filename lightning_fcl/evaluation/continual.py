@@ -2,8 +2,11 @@
 
 The functions take ``correct`` of shape (R, G), a row for every round in which the model was tested and a column for
 each *group* of test samples (a class, or a domain). A round in which a client did not take part is simply not there. A
-group that it was not tested on has None (NaN); a metric that asks for it cannot be computed. Accuracies are between 0
-and 1.
+group that it was not tested on has None (NaN); a metric that asks for it cannot be computed.
+
+``totals``, shape (G,), are the test samples of each group, ``experience``, shape (R,), the number (from 0) of the task
+that each round trained on, and ``tasks`` the groups of each of the T tasks. ``matrix``, shape (T, T), is that of
+`accuracy_matrix`, whose NaN entries are left out, and ``t`` the number of tasks learnt. Accuracies are between 0 and 1.
 
 `general_accuracy`, `personal_accuracy`, `average_accuracy` and `forgetting` follow section 4.3 of Usmanova et al. 2021,
 "A distillation-based approach integrating continual learning and federated learning for pervasive services".
@@ -24,10 +27,6 @@ Values: TypeAlias = Callable[[Iterable[int]], FloatArray]
 def general_accuracy(correct: ArrayLike, totals: ArrayLike) -> float:
     """A_gen: accuracy on the whole test set, mean over the rounds (Usmanova et al. 2021, section 4.3).
 
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-
     Example:
         >>> general_accuracy([[10, 0], [8, 4]], totals=[10, 10])
         0.55
@@ -37,12 +36,6 @@ def general_accuracy(correct: ArrayLike, totals: ArrayLike) -> float:
 
 def personal_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike, tasks: Tasks) -> float:
     """A_per: accuracy on all groups the client has learnt so far, mean over the rounds (Usmanova et al. 2021, 4.3).
-
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-        experience: Number of the task (from 0) that each round trained on, shape (R,).
-        tasks: Groups of each task.
 
     Example:
         >>> personal_accuracy([[10, 0], [0, 10]], totals=[10, 10], experience=[0, 1], tasks=[[0], [1]])
@@ -84,10 +77,6 @@ def accuracy_matrix(
 def average_accuracy(matrix: ArrayLike, t: int) -> float:
     """A_t: mean accuracy on the tasks 1..t after learning task t (Usmanova et al. 2021, section 4.3).
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out of the mean.
-        t: Number of tasks learnt, from 1 to T.
-
     Returns:
         A_t, or NaN if task t has not been learnt.
 
@@ -100,10 +89,6 @@ def average_accuracy(matrix: ArrayLike, t: int) -> float:
 
 def forgetting(matrix: ArrayLike, t: int) -> float:
     """F_t: best earlier accuracy on a task minus the one after task t, mean over tasks 1..t-1 (Usmanova 2021, 4.3).
-
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out.
-        t: Number of tasks learnt, from 2 to T.
 
     Returns:
         F_t between -1 and 1, negative if the model improved; NaN if task t has not been learnt.
@@ -123,9 +108,6 @@ def backward_transfer(matrix: ArrayLike) -> float:
 
     Equation 3 of Lopez-Paz and Ranzato 2017, "Gradient episodic memory for continual learning".
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T) with T at least 2, see `accuracy_matrix`. NaN entries are left out.
-
     Returns:
         BWT between -1 and 1, negative if the model forgets; NaN if the last task has not been learnt.
 
@@ -139,9 +121,6 @@ def backward_transfer(matrix: ArrayLike) -> float:
 
 def learning_accuracy(matrix: ArrayLike) -> float:
     """LA: accuracy on a task right after it was learnt, mean over tasks (Riemer et al. 2019, section 5).
-
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out.
 
     Returns:
         LA between 0 and 1; NaN if no task has been learnt.
@@ -158,12 +137,6 @@ def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike
 
     Weighted by samples; a group that several experiences share counts once. The stream accuracy of De Caro et al. 2023,
     "Decentralized plasticity in reservoir dynamical networks for pervasive environments", table 2.
-
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-        experience: Number of the experience (from 0) that each round trained on, shape (R,).
-        tasks: Groups of each of the T experiences.
 
     Returns:
         The accuracies, with NaN for an experience without a round.

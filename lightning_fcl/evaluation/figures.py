@@ -32,8 +32,6 @@ Results: TypeAlias = Mapping[str, Any]
 Panels: TypeAlias = Mapping[str, Mapping[str, str]]
 ResultsByRow: TypeAlias = Mapping[str, Sequence[Results]]
 
-__all__ = ["figures_at", "write_figures"]
-
 
 def figures_at(scale: str, figures: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those that are drawn at a scale: all that name none of their own under ``scales``, or this one among them."""

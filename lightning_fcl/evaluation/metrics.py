@@ -4,8 +4,11 @@ A ``record``, that of `ContinualMetrics`, tells how many test samples of each *g
 got right after each round: ``groups``, ``totals`` (test samples of each group), ``tasks`` (of each model, the groups of
 each task) and ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
 Where a task is measured by other quantities than accuracy, ``measures`` tells their names and which way is better, and
-the rounds tell what each came to, under ``values``. What is computed is defined in
-`lightning_fcl.evaluation.continual`.
+the rounds tell what each came to, under ``values``.
+
+Functions of arrays take ``correct``, shape (R, G), a row for each round and a column for each group; ``totals``, shape
+(G,); ``experience``, shape (R,), the number (from 0) of the task that each round trained on; ``tasks``, the groups of
+each of the T tasks; ``matrix``, shape (T, T), that of `accuracy_matrix`; and ``t``, the number of tasks learnt.
 """
 
 from collections.abc import Mapping

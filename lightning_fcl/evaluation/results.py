@@ -12,8 +12,6 @@ from lightning_fcl.evaluation.files import sha256, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.record_file import NAME as RECORD
 
-__all__ = ["CONFIG", "FORMAT", "LAST", "is_whole", "read_results", "run_of", "seal", "start_over", "write_results"]
-
 FORMAT = 1
 """The format of ``results.json`` and of the seal."""
 

@@ -13,17 +13,6 @@ from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 
-__all__ = [
-    "FORMAT",
-    "Cell",
-    "Table",
-    "cells",
-    "metric_number",
-    "metric_title",
-    "read_table",
-    "write_table",
-]
-
 T = TypeVar("T")
 
 FORMAT = 1

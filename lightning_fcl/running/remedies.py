@@ -90,7 +90,7 @@ def _no_key(key: str) -> str:
     section, _, name = key.partition(".")
     if section not in _TOP:
         return f"Expected {', '.join(_TOP[:3])} or the like but got `{section}`.{did_you_mean(section, _TOP)}"
-    owners = {"trainer": [("", L.Trainer)], "data": [("", FederatedStream)]}
+    owners: dict[str, list[tuple[str, type]]] = {"trainer": [("", L.Trainer)], "data": [("", FederatedStream)]}
     owners["data"] += [("partition.", kind) for kind in Partition.__subclasses__()]
     owners["data"] += [("scenario.", kind) for kind in Scenario.__subclasses__()]
     arguments = [

@@ -73,9 +73,6 @@ def create_model(
 def pretrained_reservoir(name: str) -> EchoStateNetwork:
     """The reservoir of a published network, for a readout of one's own.
 
-    Args:
-        name: As `lightning_fcl.zoo.load` takes it.
-
     Raises:
         ValueError: If nothing is known by that name, or it has no reservoir.
 

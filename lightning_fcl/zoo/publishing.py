@@ -129,7 +129,10 @@ def publish(
     entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits))
     model = Pretrained(network, entry)
     asked = [False, True] if half is None and classes else [bool(half)]
-    models = {halved: _halved(model) if halved else model for halved in asked}
+    models = {halved: model for halved in asked}
+    if True in models:  # as it is loaded from a file that holds it in half precision
+        models[True] = Pretrained(build(entry), entry)
+        fill(models[True].network, _tensors(network, half=True), entry)
     told = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half = len(told) == 2 and abs(told[True] - told[False]) <= LOST if half is None else half
     metrics = {"test_accuracy": told[half], **entry.metrics} if told else entry.metrics
@@ -195,13 +198,6 @@ def _private(parts: Parts) -> bool:
         return True
     reductions = reductions_of(parts.model, parts.strategy.federation.rules)
     return any(reduction.name == "none" and name.startswith("model.") for name, reduction in reductions.items())
-
-
-def _halved(model: Pretrained) -> Pretrained:
-    """The network as it is loaded from a file that holds it in half precision."""
-    network = build(model.entry)
-    fill(network, _tensors(model.network, half=True), model.entry)
-    return Pretrained(network, model.entry)
 
 
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
