@@ -49,7 +49,6 @@ MOVED = {
     "partition": "data.partition",
     "plots": "evaluation.plots",
     "projection": "methods.projection",
-    "report": "evaluation.report",
     "reproduce": "cli.reproduce",
     "rounds": "simulation.loader",
     "scenarios": "data.scenarios",
