@@ -7,9 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser
-
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.hub.documents import read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
@@ -148,7 +146,8 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
 
 
 def _check(kind: type[Profile], name: str, content: Any, where: str) -> Profile:
-    parser = ArgumentParser(exit_on_error=False)
+    jsonargparse = require("jsonargparse", "reads profiles of devices")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
     known = parser.add_class_arguments(kind, skip={"name"})
     if not isinstance(content, dict):
         raise ValueError(f"Expected {where} to map names to values but got {content}. See {SHIPPED}.")
@@ -157,7 +156,7 @@ def _check(kind: type[Profile], name: str, content: Any, where: str) -> Profile:
             raise ValueError(f"Expected entries {', '.join(known)} in {where} but got {key}.{did_you_mean(key, known)}")
     try:
         made = kind(name=name, **vars(parser.parse_object(content)))
-    except ArgumentError as error:
+    except jsonargparse.ArgumentError as error:
         raise ValueError(f"Expected {where} to have the entries of {SHIPPED} but got: {error}.") from error
     memory = {f"memory.{one}": size for one, size in content.get("memory", {}).items()}
     for one in memory:
