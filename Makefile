@@ -77,7 +77,7 @@ recipes: .venv/ready ## the smallest run of every recipe (those whose data is th
 
 RUNS ?= $(patsubst %/table.json,%,$(wildcard runs/*-paper/table.json runs/*-medium/table.json runs/*-small/table.json))
 tables: .venv/ready ## finished tables of runs/ into recipes/, and their pages by them; RUNS=runs/flwf-paper
-	$(BIN)/lightning-fcl tables $(RUNS)
+	$(BIN)/python recipes/make_pages.py $(RUNS)
 
 zoo: .venv/ready ## the networks of zoo/models.yaml, trained by their recipes and published in zoo/; NAMES="mlp.digits.flwf2t_replay"
 	$(BIN)/python zoo/train.py $(NAMES)

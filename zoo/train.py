@@ -5,15 +5,20 @@ With --cards nothing is trained: the cards of all that is here are written anew,
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lightning_fcl.evaluation.files import locked, write_whole
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder, row_slug
 from lightning_fcl.zoo import publish
-from lightning_fcl.zoo.publishing import renew_card
-from lightning_fcl.zoo.registry import registered
+from lightning_fcl.zoo.card import card
+from lightning_fcl.zoo.entry import CARD, CONFIG, WEIGHTS, check_file, file_told, read_config
+from lightning_fcl.zoo.loading import read_tensors
+from lightning_fcl.zoo.publishing import spread_of
+from lightning_fcl.zoo.registry import LOCK, published_in, register, registered
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs"
@@ -35,11 +40,22 @@ def train(told: dict[str, Any]) -> Path:
     return run
 
 
-def renew_cards() -> None:
-    """Write all cards anew, and name those that have changed."""
-    for one in registered(HERE):
-        if renew_card(HERE / one.folder):
-            print(HERE / one.folder)
+def renew_card(folder: Path) -> bool:
+    """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
+
+    Weights and version stay. Cut off, it goes on.
+    """
+    entry = read_config(folder)
+    check_file(folder / WEIGHTS, entry.files[WEIGHTS])
+    old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
+    numbers = sum(value.numel() for value in read_tensors(folder / WEIGHTS).values())
+    text = card(entry, spread_of(entry), numbers).encode()
+    with locked(folder.parent / LOCK):
+        write_whole(folder / CARD, text)
+        files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
+        write_whole(folder / CONFIG, replace(entry, files=files).text())
+        register(folder.parent, published_in(folder))
+    return text != old
 
 
 def publish_all(names: list[str]) -> None:
@@ -54,6 +70,8 @@ def publish_all(names: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--cards"]:
-        renew_cards()
+        for one in registered(HERE):
+            if renew_card(HERE / one.folder):
+                print(HERE / one.folder)
     else:
         publish_all(sys.argv[1:])

@@ -24,7 +24,6 @@ _PREAMBLE = {
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Print the script of a shell, which holds all names: it starts no Python when it completes."""
     parser.description, parser.epilog = "Print what a shell needs to complete commands, recipes and options.", MORE
     parser.add_argument("shell", choices=tuple(_PREAMBLE))
     shell = parser.parse_args(words[1:]).shell
@@ -47,7 +46,6 @@ class _Listening(ArgumentParser):
 
 
 def _whole(shtab: Any) -> ArgumentParser:
-    """The parsers of all commands in one."""
     whole = ArgumentParser("lightning-fcl")
     whole.add_argument("--version", action="store_true")
     commands = whole.add_subparsers(parser_class=_Listening)
@@ -62,7 +60,6 @@ def _whole(shtab: Any) -> ArgumentParser:
 
 
 def _actions(parser: ArgumentParser) -> Iterator[Action]:
-    """What a parser takes, and what its commands take."""
     for action in parser._actions:
         yield action
         for below in (action.choices or {}).values() if isinstance(action.choices, dict) else ():

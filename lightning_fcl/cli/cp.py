@@ -10,11 +10,6 @@ from lightning_fcl.evaluation.files import write_whole
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Write a recipe into one file.
-
-    Raises:
-        ValueError: If there is no such recipe, or the file is there.
-    """
     parser.description = "Write a recipe into one flat file, comments kept."
     parser.add_argument("recipe", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, or a YAML file")
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the file to write")

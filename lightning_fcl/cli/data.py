@@ -8,11 +8,6 @@ from collections.abc import Sequence
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """List, check or fetch data sets.
-
-    Raises:
-        ValueError: If one cannot be used.
-    """
     parser.description = "Look after data sets."
     parser.add_argument("action", choices=("list", "check", "fetch"))
     parser.add_argument("names", nargs="*", help="data sets (default: all)")

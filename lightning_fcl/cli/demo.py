@@ -18,7 +18,6 @@ from lightning_fcl.running.rows import recipes_folder
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Run the quickstart as it is, and with its methods taken away; print both and where the reports are."""
     parser.description = "Run and compare the quickstart."
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     out: Path = parser.parse_args(words[1:]).out

@@ -17,11 +17,6 @@ WHAT = """A recipe on real machines, over Flower.
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Write an app or a split, or stay and answer.
-
-    Raises:
-        ValueError: If the recipe cannot be deployed, or the folder holds something else.
-    """
     if words[1:2] == ["executor"]:
         from lightning_fcl.deployment.resident import stay
 

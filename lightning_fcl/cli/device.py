@@ -20,7 +20,6 @@ your own has the entries of one of them.
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Report what a recipe would need on a device."""
     parser.description = "What a microcontroller would need to run a recipe: nothing is trained."
     parser.epilog = MORE
     add = parser.add_argument
@@ -49,20 +48,8 @@ def report_recipe(
     """Print what a recipe needs; also write ``device.json`` and ``device.md`` into a folder.
 
     Args:
-        recipes: Files, later ones over earlier ones.
-        profile: As in `device_report`.
-        link: As in `device_report`.
         nodes: Nodes of a round; default: the clients that take part in the recipe's fullest round, or 3 without data.
         samples: Samples of a local epoch; default: the recipe's mean per client and round, or 28 without data.
-        input_shape: Shape of a sample; default: that of the recipe's data.
-        out: Folder to write to.
-
-    Returns:
-        What `device_report` returns, and the ``recipes``.
-
-    Raises:
-        ValueError: If a recipe or an argument is not understood.
-        FileNotFoundError: If the shape of a sample is not known, as the recipe's data are not there.
     """
     from lightning_fcl.callbacks.base_session import BaseSession
     from lightning_fcl.device.report import device_report
@@ -126,7 +113,6 @@ def _of_data(parts: Parts, required: bool) -> tuple[tuple[int, ...], int, int]:
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that a command line gives."""
     try:
         shape = tuple(int(size) for size in text.split(","))
     except ValueError:

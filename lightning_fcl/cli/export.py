@@ -8,11 +8,6 @@ from pathlib import Path
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Write the model of a run's newest checkpoint as a file, and its frozen backbone, if it has one, as another.
-
-    Raises:
-        ValueError: If the folder is no finished run's, or the checkpoint does not fit its recipe.
-    """
     parser.description = "Write a run's model as files for devices, compared with PyTorch."
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
     parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")

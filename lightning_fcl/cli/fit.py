@@ -30,11 +30,6 @@ _HELPED = [
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Run ``fit`` or ``test``.
-
-    Raises:
-        ValueError: If a checkpoint, a recipe or an argument is not understood.
-    """
     name, *words = words
     parser.description, parser.epilog = WHAT[name], MORE
     parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
@@ -132,7 +127,6 @@ def _end(out: Path) -> str:
 
 
 def _help(name: str) -> str:
-    """What a class or function does, and its arguments."""
     short = name.rpartition(".")[2]
     known = {one: package for package in _HELPED for one in summaries(package)}
     if short not in known:

@@ -37,13 +37,8 @@ _STAMP = "fingerprint"
 class Job:
     """One run of one recipe.
 
-    Args:
-        label: How the run is shown.
-        configs: The recipe's files, later ones over earlier ones.
-        seed: Its seed.
-        out: Its folder.
-        extra: Further words of its command line.
-        tasks: The first tasks that are trained; None: all. It stays the same run, which goes on from one to the other.
+    ``tasks`` are the first tasks that are trained; None: all. It stays the same run, which goes on from one to the
+    other.
     """
 
     label: str
@@ -55,7 +50,6 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The words of its command line."""
         return [
             "fit",
             *config_words(self.configs),
@@ -86,7 +80,6 @@ class Job:
         return results | {"record": record, "metrics": summarize(record), "tasks": self.tasks}
 
     def sign(self, folder: Path) -> None:
-        """Say that what a folder holds is of this very job."""
         write_whole(folder / _STAMP, self.fingerprint)
 
     def wrote(self, folder: Path) -> bool:

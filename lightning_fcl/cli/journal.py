@@ -17,11 +17,6 @@ from lightning_fcl.evaluation.files import write_whole
 
 
 def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.Study:
-    """The trials so far.
-
-    Raises:
-        ValueError: If they are of another search, or the journal is damaged.
-    """
     if restart:
         for folder in out.glob("trial-[0-9]*"):
             shutil.rmtree(folder)
@@ -49,11 +44,7 @@ def open_study(search: Search, seed: int, out: Path, restart: bool) -> optuna.St
 
 
 def _mend(journal: Path) -> None:
-    """Take away the line that a kill or a full disk has cut off at a journal's end; it is of nothing that was done.
-
-    Raises:
-        ValueError: If another line is damaged.
-    """
+    """Take away the line that a kill or a full disk has cut off at a journal's end; it is of nothing that was done."""
     if not journal.exists():
         return
     content = journal.read_bytes()

@@ -16,20 +16,25 @@ from lightning_fcl.evaluation.run_folder import write_files
 
 
 def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
-    """Bring kept runs of the same fingerprint to where those of some jobs would be; say which cannot be used, and why.
-
-    Args:
-        jobs: Those that are finished already are left as they are.
-        out: The folder that all of them lie below.
-        kept: The folder that the kept runs lie below.
-    """
+    """Bring kept runs of the same fingerprint to where those of jobs that are not finished would be."""
     taken = 0
     for job in jobs:
         source = kept / job.out.relative_to(out)
         if finished(job) or not (source / "results.json").is_file():
             continue
         try:
-            _bring(job, source)
+            if not job.wrote(source):
+                raise ValueError(
+                    f"Expected {source} to be of this recipe, seed and version but its fingerprint is another."
+                )
+            results = read_results(source)
+            if job.needs(results):
+                raise ValueError(
+                    f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}."
+                )
+            begin(job)
+            write_results(job.out, results)
+            write_files(job.out)
             taken += 1
         except ValueError as error:
             print(f"{job.label} is run anew: {error}", file=sys.stderr)
@@ -38,30 +43,9 @@ def take(jobs: Sequence[Job], out: Path, kept: Path) -> None:
 
 
 def keep(job: Job, out: Path, kept: Path, command: str) -> Path:
-    """Put a finished run below a paper's folder, in two small files.
-
-    Args:
-        job: The run.
-        out: The folder that it lies below.
-        kept: The folder that it comes to lie below.
-        command: What writes it again.
-
-    Returns:
-        Its folder there.
-    """
+    """Put a finished run below a paper's folder, in two small files."""
     target = kept / job.out.relative_to(out)
     target.mkdir(parents=True, exist_ok=True)
     write_results(target, read_results(job.out) | {"command": command}, indent=None)
     job.sign(target)
     return target
-
-
-def _bring(job: Job, source: Path) -> None:
-    if not job.wrote(source):
-        raise ValueError(f"Expected {source} to be of this recipe, seed and version but its fingerprint is another.")
-    results = read_results(source)
-    if job.needs(results):
-        raise ValueError(f"Expected {source} to be of all tasks that are asked for but it is of {results['tasks']}.")
-    begin(job)
-    write_results(job.out, results)
-    write_files(job.out)

@@ -12,11 +12,6 @@ from lightning_fcl.errors import did_you_mean, one_of
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """List recipes, methods, models, data sets, scenarios, partitions, or the zoo.
-
-    Raises:
-        ValueError: If nothing is of that kind or name.
-    """
     parser.description = "List what there is, a line each."
     parser.add_argument("kind", nargs="?", metavar="KIND", help=f"one of {', '.join(KINDS)} (default: how many)")
     parser.add_argument("pattern", nargs="?", default="", help='part of a name, or a pattern such as "flwf/*-ex"')

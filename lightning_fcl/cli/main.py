@@ -38,7 +38,6 @@ COMMANDS = {
     "demo": ("demo", "the quickstart, compared with plain fine-tuning"),
     "data": ("data", "list, check or fetch data sets"),
     "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
-    "tables": ("tables", "bring finished tables, and the pages of recipes, up to date"),
 }
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
@@ -48,15 +47,7 @@ A `class_path` may name a class in a file of the working directory, as in my_mod
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line.
-
-    Args:
-        arguments: The words after ``lightning-fcl``; default: those of this process.
-
-    Raises:
-        SystemExit: With code 2 and one message if the input is at fault; with 128 and the signal's number if it was
-            told to stop.
-    """
+    """Run a command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     raw = argparse.RawDescriptionHelpFormatter
     lines = [f"  {name:15} {what}" for name, (_, what) in COMMANDS.items()]
@@ -75,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         parser.error(f"Expected COMMAND to be one of {', '.join(COMMANDS)} but got {command}.{hint}")
-    _import_from_here()
+    # Recipes name classes of the working directory, as under `python -m`; workers take it over. It comes last: a file
+    # there stands in for no module that is installed. The recipe's own folder does not count, so that a `config.yaml`
+    # means what the recipe meant.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     with stop.listening():
         try:
             own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
@@ -113,17 +108,6 @@ def _spoken_by_the_first() -> Iterator[None]:
         yield
 
 
-def _import_from_here() -> None:
-    """Let recipes name classes of the working directory, as under ``python -m``; worker processes take it over.
-
-    It comes last: a file there stands in for no module that is installed. The recipe's own folder does not count, so
-    that the ``config.yaml`` of a run means what the recipe meant.
-    """
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-
-
 def _kept(error: Exception, words: Sequence[str]) -> str:
     """What is said of an error that nobody has foreseen: where its traceback is, and what to do with it."""
     text = "".join(traceback.format_exception(error))
@@ -141,12 +125,7 @@ def _kept(error: Exception, words: Sequence[str]) -> str:
 
 
 def _plain(message: str) -> str:
-    """A message without jsonargparse's account of all the types that an argument might have had.
-
-    Example:
-        >>> _plain("Does not validate against any of the Union subtypes. Errors: - Expected `rho` to be above 0.")
-        'Expected `rho` to be above 0.'
-    """
+    """A message without jsonargparse's account of all the types that an argument might have had."""
     reasons = re.findall("Expected `.*", message) if "Union subtypes" in message else []
     return reasons[0] if reasons else message
 

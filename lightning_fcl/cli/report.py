@@ -14,12 +14,6 @@ from lightning_fcl.evaluation.webpage import render
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Write one HTML file of a run, of several, or of what `reproduce` has run; print where it is.
-
-    Raises:
-        FileNotFoundError: If a folder holds no run.
-        ValueError: If the results of a run are not understood.
-    """
     parser.description = "Write report.html of a run; of several, one page with all of them side by side."
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)")

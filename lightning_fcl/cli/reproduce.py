@@ -14,12 +14,12 @@ from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.kept import keep, take
 from lightning_fcl.errors import at_least
 from lightning_fcl.evaluation.against import against_figure
-from lightning_fcl.evaluation.figures import check_figures, figures_at, write_figures
+from lightning_fcl.evaluation.figures import figures_at, write_figures
 from lightning_fcl.evaluation.files import save_figure, write_whole
 from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.evaluation.task_by_task import with_tasks
 from lightning_fcl.evaluation.webpage import render
-from lightning_fcl.running.rows import Row, at_scale, expanded, paper_folder, paper_rows, place_of, row_slug, row_words
+from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of, row_slug, row_words
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -28,10 +28,6 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
     The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`,
     and ``against-paper.png`` where the paper tells numbers. Runs kept beside the recipes are taken as finished.
-
-    Raises:
-        ValueError: If the paper, a row, a number or a figure is not known, or nothing is finished where no more than
-            that is asked for.
     """
     options = _options(parser, words)
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
@@ -42,7 +38,6 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     figures = figures_at(scale, content.get("figures", []))
-    check_figures(figures, expanded(content))
     jobs = {name: _jobs(name, row, scale, seeds, out, options.tasks) for name, row in rows.items()}
     kept = place_of(folder, scale)
     take([job for runs in jobs.values() for job in runs], out, kept)
@@ -92,7 +87,6 @@ def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | 
 
 
 def _jobs(name: str, row: Row, scale: str, seeds: int, out: Path, tasks: int | None) -> list[Job]:
-    """The runs of a row, one for each seed."""
     configs, extra, place = at_scale(row.configs, scale), row_words(name, row), out / row_slug(name, row)
     return [Job(f"{name}, seed {seed}", configs, seed, place / f"seed-{seed}", extra, tasks) for seed in range(seeds)]
 

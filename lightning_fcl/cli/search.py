@@ -13,23 +13,18 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_fcl.errors import did_you_mean, one_of
+from lightning_fcl.errors import at_least, did_you_mean
 from lightning_fcl.hub.documents import read_yaml
 from lightning_fcl.running.rows import config_words, paper_rows
-
-_ONE_OF = {
-    "sampler": ("random", "grid", "tpe"),
-    "direction": ("maximize", "minimize"),
-    "measure_on": ("validation", "test"),
-}
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,8 @@ class Search:
     """What a search file says.
 
     Args:
-        configs: The recipe's files, later ones over earlier ones.
-        objective: The metric to improve, as it is called in ``results.json``.
         space: For each path in the recipe a list of choices, or ``{low, high}`` with ``step`` or ``log``.
-        trials: Number of trials; None: the whole grid.
-        sampler: ``"random"``, ``"grid"`` or ``"tpe"``.
-        seeds: Seeds of each trial; the mean of their objectives counts.
-        direction: ``"maximize"`` or ``"minimize"``.
-        measure_on: The samples that the objective is measured on.
         cases: Settings that stay as they are in a search of their own, for each case by its name.
-        case: The case that is searched; None where there are none.
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
         words: What else the command line of each run says: that of such a row.
@@ -57,10 +44,10 @@ class Search:
     objective: str
     space: dict[str, Any]
     trials: int | None = None
-    sampler: str = "random"
+    sampler: Literal["random", "grid", "tpe"] = "random"
     seeds: int = 1
     direction: Literal["maximize", "minimize"] = "maximize"
-    measure_on: str = "validation"
+    measure_on: Literal["validation", "test"] = "validation"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     case: str | None = None
     first_seed: int = 0
@@ -69,81 +56,58 @@ class Search:
     points: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in _ONE_OF.items():
-            one_of(known, **{name: getattr(self, name)})
-        for name in ("trials", "seeds"):
-            value = getattr(self, name)
-            if (value is not None or name == "seeds") and (type(value) is not int or value < 1):
-                raise ValueError(f"Expected `{name}` to be a whole number of at least 1 but got {value}.")
-        if type(self.first_seed) is not int or self.first_seed < 0:
-            raise ValueError(f"Expected `first_seed` to be a whole number of at least 0 but got {self.first_seed}.")
+        at_least(1, trials=1 if self.trials is None else self.trials, seeds=self.seeds)
+        at_least(0, first_seed=self.first_seed)
         if self.trials is None and self.sampler != "grid":
             raise ValueError(f"Expected `trials`, the number of trials of the {self.sampler} sampler, but got none.")
-        if not isinstance(self.space, dict) or not self.space or not all(isinstance(key, str) for key in self.space):
-            raise ValueError(f"Expected `space` to have a line for each setting but got {self.space}.")
-        self._check_cases()
-        _ = self.distributions  # refuses a line that is not understood
-
-    def _check_cases(self) -> None:
-        cases = self.cases
-        if not isinstance(cases, dict) or not all(isinstance(fixed, dict) and fixed for fixed in cases.values()):
-            raise ValueError(f"Expected `cases` to give settings, path: value, for each name but got {cases}.")
-        if self.case not in (cases or (None,)):
-            known = ", ".join(map(str, cases)) or "none, as the search file has no `cases`,"
+        if not self.space:
+            raise ValueError("Expected `space` to have a line for each setting but got none.")
+        if self.case not in (self.cases or (None,)):
+            known = ", ".join(self.cases) or "none, as the search file has no `cases`,"
             raise ValueError(f"Expected `case` to be one of {known} but got {self.case}. Choose with --case.")
         if twice := sorted({*self.fixed} & {*self.space}):
             raise ValueError(f"Expected settings in `space` or in `cases` but got {twice[0]} in both.")
+        _ = self.distributions  # refuses a line that is not understood
 
     @classmethod
     def read(cls, path: Path, trials: int | None = None, case: str | None = None, row: str | None = None) -> Search:
         """Read a search file, perhaps with another number of trials, choose one of its cases, and perhaps a row.
 
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
-
-        Raises:
-            ValueError: If it is not understood, has no such case, or the row is not known.
         """
-        content = read_yaml(path)
+        content, parser = read_yaml(path), ArgumentParser(exit_on_error=False)
+        known = parser.add_class_arguments(cls, skip={"case", "words", "points"})
         if not isinstance(content, dict):
             raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        known = [entry.name for entry in fields(cls) if entry.name not in ("case", "words", "points")]
         for name in content:
             if name not in known:
-                raise ValueError(
-                    f"Expected entries {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}"
-                )
-        for entry in fields(cls):
-            if entry.default is entry.default_factory is MISSING and entry.name not in content:
-                raise ValueError(f"Expected the entry {entry.name} in {path} but it is missing.")
-        files = [content["configs"]] if isinstance(content["configs"], str) else content["configs"]
-        if not isinstance(files, list) or not files:
-            raise ValueError(f"Expected `configs` to be a list of recipes but got {files}.")
-        configs = tuple(path.parent / str(name) for name in files)
-        if missing := [str(config) for config in configs if not config.is_file()]:
+                raise ValueError(f"Expected {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}")
+        if isinstance(content.get("configs"), str):
+            content["configs"] = [content["configs"]]
+        if isinstance(cases := content.get("cases"), dict):
+            content["cases"] = {str(name): fixed for name, fixed in cases.items()}
+        try:
+            told = vars(parser.parse_object(copy.deepcopy(content)))
+        except ArgumentError as error:
+            raise ValueError(f"Expected {path} to be a search file but got: {error}.") from error
+        told["configs"] = tuple(path.parent / name for name in told["configs"])
+        if missing := [str(config) for config in told["configs"] if not config.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
-        cases = content.get("cases", {})
-        cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else cases
-        given = {"configs": configs, "cases": cases, "case": case, **({} if trials is None else {"trials": trials})}
-        search = cls(**{**content, **given})
+        told |= {
+            name: content[name] for name in ("space", "cases") if name in content
+        }  # a parser makes classes of mappings
+        search = cls(**{**told, "case": case, **({} if trials is None else {"trials": trials})})
         return search if row is None else search.of_row(path.parent, row)
 
     def of_row(self, folder: Path, name: str) -> Search:
-        """The same search for a row of a folder's ``rows.yaml``.
-
-        Raises:
-            ValueError: If the row is not known, or not run at the search's scale.
-        """
+        """The same search for a row of a folder's ``rows.yaml``."""
         row, set_here = paper_rows(folder, [name], self.scale)[name], {*self.space, *self.fixed}
         pairs = zip(row.words[::2], row.words[1::2], strict=True)
         words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
         return replace(self, configs=(*row.configs, *self.configs), words=tuple(words))
 
     def among(self, file: Path) -> Search:
-        """The same search with the best settings of another one over the same space, by its ``trials.csv``, best first.
-
-        Raises:
-            ValueError: If the file is not understood, or its trials are of another objective or space.
-        """
+        """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
         try:
             trials = pd.read_csv(file, dtype=str, keep_default_na=False)
             if missing := [name for name in (self.objective, *self.space) if name not in trials]:
@@ -164,12 +128,10 @@ class Search:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The settings of the case, by path."""
         return self.cases[self.case] if self.case is not None else {}
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """The space in Optuna's terms."""
         return {key: _distribution(key, what) for key, what in self.space.items()}
 
     def grid(self) -> Iterator[dict[str, Any]]:
@@ -190,16 +152,10 @@ class Search:
         """Changes when trials would no longer be comparable; a search may be made longer."""
         content = {**asdict(self), "trials": None, "configs": [path.read_text() for path in self.configs], "seed": seed}
         content["cases"] = self.fixed  # the others are searches of their own
-        if not self.cases:  # searches of before there were cases
-            del content["cases"], content["case"]
-        for name, plain in (("first_seed", 0), ("scale", "paper"), ("words", ()), ("points", ())):  # and these
-            if content[name] == plain:
-                del content[name]
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def _distribution(key: str, what: Any) -> BaseDistribution:
-    """What a line of ``space`` stands for."""
     problem = ""
     if isinstance(what, list) and what:
         labels = [_label(choice) for choice in what]
@@ -248,14 +204,6 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
     Args:
         settings: Values by path; ``trainer.callbacks.CLASS.ARGUMENT`` finds the callback in the list.
-        callbacks: The callbacks of the other recipes, with all their arguments.
-
-    Raises:
-        ValueError: If not just one callback is of that class.
-
-    Example:
-        >>> trial_recipe({"trainer.callbacks.FedProx.mu": 0.5}, [{"class_path": "x.FedProx", "init_args": {"mu": 0.1}}])
-        {'trainer': {'callbacks': [{'class_path': 'x.FedProx', 'init_args': {'mu': 0.5}}]}}
     """
     recipe: dict[str, Any] = {}
     for key, value in settings.items():
@@ -279,11 +227,7 @@ def trial_recipe(settings: Mapping[str, Any], callbacks: Sequence[Mapping[str, A
 
 
 def check(search: Search) -> list[dict[str, Any]]:
-    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
     from lightning_fcl.running.fit import as_list, resolve
 
     words = [*config_words(search.configs), *search.words]
@@ -322,7 +266,6 @@ def _class_name(callback: Mapping[str, Any]) -> str:
 
 
 def _paths(recipe: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Every path in a recipe with all its defaults."""
     for name, value in recipe.items():
         yield (path := f"{before}{name}")
         if path == "trainer.callbacks":

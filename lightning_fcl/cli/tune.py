@@ -63,11 +63,6 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Search for the best settings; write ``best.yaml``, ``trials.csv`` and ``trials.png``, and print the best ten.
-
-    Raises:
-        ValueError: If the search file is not understood, another search is in the folder, or no trial succeeds.
-    """
     parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
     add = parser.add_argument
     add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
@@ -145,7 +140,6 @@ def propose(
 
 
 def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path) -> list[Job]:
-    """The runs of a trial, one for each seed."""
     folder = out / f"trial-{number:04}"
     folder.mkdir(exist_ok=True)
     file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
@@ -159,7 +153,6 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
 def run_trials(
     study: optuna.Study, search: Search, jobs: Mapping[Job, int], workers: int | None, bar: tqdm[Any]
 ) -> None:
-    """Run what belongs to some trials, and tell the study of each trial that is done."""
     problems: dict[Job, str] = {}
     with closing(side_by_side(attempt, list(jobs), workers)) as done:
         for job, problem in done:
@@ -167,7 +160,8 @@ def run_trials(
             runs = [other for other, number in jobs.items() if number == jobs[job]]
             whole = all(run in problems for run in runs)
             if whole and settle(study, search, jobs[job], {run: problems[run] for run in runs}):
-                bar.set_postfix_str(_best_so_far(study))
+                best = study.best_trial if _those(study, TrialState.COMPLETE) else None
+                bar.set_postfix_str(f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet")
                 bar.update()
 
 
@@ -193,12 +187,7 @@ def attempt(job: Job) -> str:
 
 
 def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[Job, str]) -> bool:
-    """Enter a trial's objective, or why it failed, or compare with what had been entered; whether it is entered now.
-
-    Raises:
-        ValueError: If the search itself is at fault: the objective is not measured, all trials fail alike, or another
-            objective had been entered.
-    """
+    """Enter a trial's objective, or why it failed, or compare with what had been entered; whether it is entered now."""
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     problem, value = next(filter(None, problems.values()), ""), math.nan
     if not problem:
@@ -231,11 +220,7 @@ def settle(study: optuna.Study, search: Search, number: int, problems: Mapping[J
 
 
 def write_results(study: optuna.Study, search: Search, named: str, out: Path) -> None:
-    """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials.
-
-    Raises:
-        ValueError: If no trial has succeeded.
-    """
+    """Write ``trials.csv``, ``trials.png`` and ``best.yaml``, and print the ten best trials."""
     failures: dict[str, str] = study.user_attrs.get("failures", {})
     trials = [
         {"trial": trial.number, "state": STATES[trial.state], search.objective: trial.value, **trial.params}
@@ -295,11 +280,6 @@ def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out:
 
 def _those(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=states)
-
-
-def _best_so_far(study: optuna.Study) -> str:
-    best = study.best_trial if _those(study, TrialState.COMPLETE) else None
-    return f"best {best.value:.4f} (trial {best.number})" if best else "none succeeded yet"
 
 
 def _short(paths: Sequence[str]) -> dict[str, str]:

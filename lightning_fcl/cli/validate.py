@@ -7,12 +7,6 @@ from collections.abc import Sequence
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Check a recipe as `fit` does before its first round, and what the model makes of two samples.
-
-    Raises:
-        ValueError: If something does not fit.
-        FileNotFoundError: If the data are not there.
-    """
     parser.description = "Check a recipe, its data and its shapes, without training."
     parser.epilog = "Every argument that `fit` takes can follow."
     parser.add_argument(

@@ -10,12 +10,6 @@ from pathlib import Path
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """Run one of the zoo's commands.
-
-    Raises:
-        ValueError: If a name or a file is not as it should be.
-        SystemExit: With code 1 if a network is not what its card says.
-    """
     parser.description = "Published networks: those of the package, and of LIGHTNING_FCL_ZOO, a folder or URL."
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="ls | info | fetch | verify | predict | push")
     ls = kinds.add_parser("ls", help="list them")

@@ -72,20 +72,6 @@ message-bytes = {bytes}  # a message may be so large
 
 
 def write_app(recipe: Mapping[str, Any], folder: Path, name: str, publisher: str = "lightning-fcl") -> list[Path]:
-    """Write the Flower app of a recipe.
-
-    Args:
-        recipe: The recipe with every default, as `lightning_fcl.running.fit.resolve` gives it.
-        folder: The app's folder.
-        name: The app's name.
-        publisher: Who publishes it, for Flower.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: If the recipe can only be simulated.
-    """
     parts = build(recipe)
     methods = [callback for callback in parts.callbacks if isinstance(callback, Declaration)]
     check_deployable(parts.strategy.federation.participation, methods)

@@ -18,16 +18,7 @@ def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
     """A state with entries of which little has changed in fewer bytes.
 
     Args:
-        state: What is to be sent.
         start: What the receiver has, by name; entries of other names or shapes are sent as they are.
-
-    Example:
-        >>> start = {"w": torch.zeros(64)}
-        >>> sent = changes({"w": torch.eye(8).flatten() * 3}, start)
-        >>> {name: value.nbytes for name, value in sent.items()}
-        {'w|changed': 8, 'w|values': 32}
-        >>> torch.equal(restored(sent, start)["w"].view(8, 8), torch.eye(8) * 3)
-        True
     """
     found: State = {}
     for name, value in state.items():
@@ -45,15 +36,7 @@ def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
 
 
 def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
-    """The state of which `changes` has made what was sent.
-
-    Args:
-        sent: What has come.
-        start: What the receiver has.
-
-    Raises:
-        RefusedError: If the two do not go together.
-    """
+    """The state of which `changes` has made what was sent."""
     found: State = {}
     for name, value in sent.items():
         if name.endswith(_VALUES):

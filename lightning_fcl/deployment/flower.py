@@ -43,15 +43,6 @@ def record_of(parcel: Parcel) -> RecordDict:
 
 
 def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
-    """What Flower has brought, as a parcel.
-
-    Args:
-        record: What has come.
-        limit: Bytes that its arrays may have, each with a head of its own.
-
-    Raises:
-        RefusedError: If it is larger, or something else.
-    """
     config = record.config_records.get("parcel")
     arrays: Mapping[str, Any] = record.array_records.get("arrays") or {}
     text = config.get("text") if config is not None else None
@@ -81,26 +72,19 @@ def _read(name: str, array: Array) -> NDArray[Any]:
 
 
 class GridLink:
-    """The way to the nodes over Flower.
-
-    Args:
-        grid: What Flower hands to a ServerApp.
-        limit: Bytes that an answer may have.
-    """
+    """The way to the nodes over Flower."""
 
     def __init__(self, grid: Grid, limit: int) -> None:
         self._grid = grid
         self._limit = limit
 
     def nodes(self) -> Iterable[int]:
-        """The nodes that are connected now."""
         found: Iterable[int] = self._grid.get_node_ids()
         return found
 
     def ask(
         self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
     ) -> Iterator[tuple[int, Parcel]]:
-        """Send a parcel to each of some nodes, and yield their answers as they come."""
         began, ttl = time.monotonic(), seconds + longest + 60
         message_of = require("flwr.app", *_FOR).Message
         messages = [
@@ -131,9 +115,6 @@ def client_app(folder: Path) -> ClientApp:
 
     Its node config names the ``client``, where its ``data`` are, and perhaps the folder of its ``memories``. In
     Flower's simulation, whose nodes have none, the run's configuration names the ``clients`` and their ``data-folder``.
-
-    Args:
-        folder: Where the recipe is.
     """
     app: ClientApp = require("flwr.clientapp", *_FOR).ClientApp()
     nodes: dict[tuple[str, str], Node] = {}
@@ -190,9 +171,6 @@ def server_app(folder: Path) -> ServerApp:
     The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
     it goes on; ``data``, what it tests on, and the names of the ``clients``, if these are not the recipe's; and
     ``clients-at-least``, ``round-seconds``, ``join-seconds`` and ``message-bytes``, which `Terms` explains.
-
-    Args:
-        folder: Where the recipe is.
     """
     app: ServerApp = require("flwr.serverapp", *_FOR).ServerApp()
     sys.path.append(str(folder))

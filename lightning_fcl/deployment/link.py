@@ -35,13 +35,7 @@ class Link(Protocol):
 
 
 class Members:
-    """Which client is on which node: a node is asked once who it is.
-
-    Args:
-        link: The way to the nodes.
-        recipe: The recipe's fingerprint.
-        seconds: How long the server waits for clients.
-    """
+    """Which client is on which node: a node is asked once who it is."""
 
     def __init__(self, link: Link, recipe: str, seconds: float) -> None:
         self._link = link
@@ -53,17 +47,7 @@ class Members:
         self._held = ""
 
     def reach(self, wanted: Iterable[str], needed: int, hello: Mapping[str, Any], held: str) -> dict[str, int]:
-        """The nodes of clients that are there: as soon as there are enough, all that are.
-
-        Args:
-            wanted: The clients.
-            needed: How many of them it takes.
-            hello: What a node that is new is asked.
-            held: The digest of what never travels, as the server has it.
-
-        Raises:
-            RuntimeError: If so many do not come in time.
-        """
+        """The nodes of clients that are there: as soon as there are enough, all that are."""
         wanted, ends, told = list(wanted), time.monotonic() + self._seconds, False
         if held != self._held:
             self._held, self._clients, self.alike = held, {}, set()

@@ -37,20 +37,7 @@ MODEL, SERVER = "model/", "server/"
 
 
 class Node:
-    """Answers a server's messages: it trains one client on this machine's own data.
-
-    Args:
-        recipe: The recipe, as `read_recipe` gives it.
-        client: The client's name.
-        data: Where its data are: see `read_data`.
-        folder: Where it keeps what it remembers, a folder for each federation and client; default: in the user's cache.
-
-    Example:
-        >>> from lightning_fcl.deployment.parcel import Parcel
-        >>> node = Node({"model": {}, "data": {}, "trainer": {}, "seed_everything": 0}, "a", "a.npz")
-        >>> node.answer(Parcel({"kind": "hello", "version": "0.0.1"})).head["refused"][:60]
-        'Expected the server to run lightning-fcl ...
-    """
+    """Answers a server's messages: it trains one client on this machine's own data."""
 
     def __init__(self, recipe: Mapping[str, Any], client: str, data: str, folder: str | Path | None = None) -> None:
         self.client = client
@@ -100,15 +87,6 @@ class Node:
 
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
-    """A client's folder for a federation.
-
-    Raises:
-        RefusedError: If a folder cannot have their names.
-
-    Example:
-        >>> own_folder(Path("nodes"), "a/b", "c").as_posix()
-        'nodes/a%2Fb/c'
-    """
     try:
         return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     except ValueError as error:
@@ -116,16 +94,7 @@ def own_folder(folder: Path, federation: str, client: str) -> Path:
 
 
 def memories(folder: Path, client: str, round: int) -> Path:
-    """Where a client's memories are, as they were before a round: also where the round is trained again.
-
-    Args:
-        folder: The client's folder for a federation.
-        client: The client.
-        round: The round that is to be trained.
-
-    Raises:
-        RefusedError: If they are those of a later round.
-    """
+    """Where a client's memories are, as they were before a round: also where the round is trained again."""
     now, before, note = (
         ClientStore("disk", folder / "now"),
         ClientStore("disk", folder / "before"),
@@ -146,11 +115,7 @@ def memories(folder: Path, client: str, round: int) -> Path:
 
 
 class LocalFit:
-    """The Trainer of a node: each round is an epoch of it, in a fit of its own.
-
-    Args:
-        recipe: The recipe.
-    """
+    """The Trainer of a node: each round is an epoch of it, in a fit of its own."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self.parts = build(recipe)
@@ -173,27 +138,17 @@ class LocalFit:
 
     @property
     def federation(self) -> Federation:
-        """The federation of one."""
         return self.parts.strategy.federation
 
     def held(self, names: Sequence[str]) -> str:
-        """A digest of some entries as they are here from the start: of those that never travel.
-
-        Raises:
-            RefusedError: If the model has no such entry.
-        """
+        """A digest of some entries as they are here from the start: of those that never travel."""
         strange = [name for name in names if name not in self._initial]
         if strange:
             raise RefusedError(f"Expected names of the recipe's model but got `{strange[0]}`. Deploy one recipe.")
         return digest({name: self._initial[name] for name in names})
 
     def round(self, parcel: Parcel, folder: Path) -> tuple[dict[str, Any], State]:
-        """Train a round: what is said beside the upload, and the upload.
-
-        Args:
-            parcel: The server's message.
-            folder: Where the client keeps its memories.
-        """
+        """Train a round: what is said beside the upload, and the upload."""
         head, state = parcel.head, parcel.state
         plan, round = self.parts.stream.plan, int(head["round"])
         module = self.parts.module
@@ -251,12 +206,6 @@ class _OneRound(Callback):
 
 
 def digest(state: Mapping[str, Tensor]) -> str:
-    """A short name of some tensors: others have another.
-
-    Example:
-        >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(3)})
-        False
-    """
     found = hashlib.sha256()
     for name, value in sorted(state.items()):
         found.update(f"{name}\x1f{value.dtype}\x1f{tuple(value.shape)}\x1f".encode())

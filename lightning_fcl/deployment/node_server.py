@@ -25,23 +25,15 @@ class Outbox(Aggregator):
         self.sent: State | None = None
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:
-        """Leave all as it is: the server sets aside what it has itself."""
         return uploads
 
     def add_all(self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int]) -> None:
-        """Keep it."""
         self.sent = {name: uploads[name][0].detach().clone() for name in self._names}
         self.uploads = 1
 
 
 class NodeServer(FederatedServer):
-    """A `FederatedServer` whose clients are one, and whose aggregate is that client's upload, for the real server.
-
-    Args:
-        recipe: The recipe's server, which says what is compressed.
-        folder: Where the client keeps its memories.
-        received: Names of the entries that the server has sent, those beside the module's by section and name.
-    """
+    """A `FederatedServer` whose clients are one, and whose aggregate is that client's upload, for the real server."""
 
     def __init__(self, recipe: FederatedServer, folder: Path, received: Collection[str]) -> None:
         store = ClientStore("disk", folder)
@@ -50,11 +42,7 @@ class NodeServer(FederatedServer):
         self._received = received
 
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
-        """Take the module's state, into which the server's has been loaded.
-
-        Raises:
-            RefusedError: If the server has not sent all that clients start from.
-        """
+        """Take the module's state, into which the server's has been loaded."""
         super().begin_round(module, rules, extra)
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]
         if missing:

@@ -23,8 +23,6 @@ class Outline:
     """The stream as one client sees it, without a sample of it.
 
     Args:
-        client: The client.
-        classes: Names of the classes, in the order of their numbers.
         groups: Names of what tasks are made of: the classes, or the domains.
         of_classes: Whether it is the classes.
         experiences: The client's experience in each round.
@@ -32,9 +30,6 @@ class Outline:
         task_classes: All classes of the task of each experience, or nothing.
         common_tasks: The classes of each task that all clients have in common.
         new_classes: The classes that are new to the whole federation in each round.
-        old_classes: Those of earlier experiences.
-        history: As for `ClassIncremental`.
-        samples_per_round: As for `ClassIncremental`.
         dealt: Whether groups tell a round's samples; if not, a node's data must tell its rounds.
     """
 
@@ -53,21 +48,10 @@ class Outline:
     dealt: bool = True
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for a message."""
         return asdict(self)
 
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> Outline:
-        """What `plain` has made plain.
-
-        Raises:
-            RefusedError: If it is something else.
-
-        Example:
-            >>> given = Outline("a", ("x",), ("x",), True, (0,), ((0,),), (), (), ((0,),), ((),))
-            >>> Outline.of_plain(given.plain()) == given
-            True
-        """
         try:
             return cls(**{name: _tuples(value) for name, value in values.items()})
         except TypeError as error:
@@ -80,31 +64,19 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ClientPlan(Plan):
-    """The plan of one client, which knows of the others what the server has told.
-
-    Args:
-        outline: What that is.
-    """
+    """The plan of one client, which knows of the others what the server has told."""
 
     outline: Outline = field(kw_only=True)
 
     def classes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The classes that are new to the whole federation in a round, and those of earlier experiences."""
         return self.outline.new_classes[round], self.outline.old_classes[round]
 
     @property
     def common_tasks(self) -> Groups:
-        """The classes of each task that all clients have in common."""
         return self.outline.common_tasks
 
 
 def outline_of(stream: FederatedStream, client: str) -> Outline:
-    """What a client is told of a stream.
-
-    Args:
-        stream: The server's stream.
-        client: One of its clients.
-    """
     plan, scenario = stream.plan, stream.scenario
     dealt = isinstance(scenario, ClassIncremental | DomainIncremental)
     per_round = scenario.samples_per_round if isinstance(scenario, ClassIncremental | DomainIncremental) else None
@@ -138,13 +110,8 @@ def client_plan(outline: Outline, groups: IntArray, rounds: NDArray[np.bool_] | 
     """The plan of a node's own samples.
 
     Args:
-        outline: What the server has told.
         groups: The number of each sample's class or domain, shape (n,).
         rounds: Whether each sample is of each round, shape (n, rounds), where the data say so themselves.
-        seed: Seed of what is drawn: which samples come in which round of an experience, where it has several.
-
-    Raises:
-        RefusedError: If the data do not fit the rounds.
     """
     number = len(outline.experiences)
     if rounds is not None:
@@ -177,7 +144,6 @@ def client_plan(outline: Outline, groups: IntArray, rounds: NDArray[np.bool_] | 
 
 
 def _rows(outline: Outline, groups: IntArray, round: int, seed: int) -> IntArray:
-    """A round's own samples."""
     experience = outline.experiences[round]
     everything = len(outline.tasks) == 1 and not outline.classes
     wanted = outline.tasks[experience] if experience < len(outline.tasks) else ()

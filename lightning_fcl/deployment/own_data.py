@@ -39,10 +39,8 @@ class OwnData:
     """The data of one machine.
 
     Args:
-        samples: The samples; their targets are numbers of their own ``classes``.
         rounds: Whether each sample is of each round, shape (n, rounds); None: their classes or domains say so.
         part: What each sample is for, ``"test"`` or ``"validation"``, shape (n,), on a server; None: ``"test"``.
-        module: The DataModule that they come from, whose hooks batches go through.
     """
 
     samples: Samples
@@ -51,7 +49,6 @@ class OwnData:
     module: L.LightningDataModule | None = None
 
     def lend_hooks(self, stream: FederatedStream) -> None:
-        """Let the batches of a stream go through the hooks of the DataModule."""
         if self.module is not None:
             stream.data = self.module
             lend_hooks(self.module, stream, prepared=True)
@@ -65,9 +62,6 @@ def read_data(where: str | Path) -> OwnData:
             none; and perhaps ``group``, the names of domains, ``classes``, all names in their order, ``mean`` and
             ``std`` of uint8 images, ``rounds`` and ``part``, as `OwnData` has them. Or a folder with a folder of images
             for each class. Or a LightningDataModule, as in ``"my_data:Sensors"``.
-
-    Raises:
-        RefusedError: If there are no such data.
     """
     path = Path(where)
     try:
@@ -137,15 +131,6 @@ def _read_images(folder: Path) -> Samples:
 
 
 def numbers_of(names: NDArray[Any], classes: Sequence[str], whose: str) -> IntArray:
-    """The number of each name among the classes.
-
-    Raises:
-        RefusedError: If there is a name that is none of them.
-
-    Example:
-        >>> numbers_of(np.array(["walk", "sit"]), ["sit", "walk"], "client a")
-        array([1, 0])
-    """
     number = {name: i for i, name in enumerate(classes)}
     unknown = sorted({str(name) for name in names.tolist()} - number.keys())
     if unknown:
@@ -157,16 +142,7 @@ def numbers_of(names: NDArray[Any], classes: Sequence[str], whose: str) -> IntAr
 
 
 def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
-    """Let a stream be that of a node: its own samples, and the rounds that the server has told.
-
-    Args:
-        stream: The recipe's stream; its own data are not read.
-        data: The node's.
-        outline: What the server has told.
-
-    Raises:
-        RefusedError: If the data do not fit the outline.
-    """
+    """Let a stream be that of a node: its own samples, and the rounds that the server has told."""
     samples, whose = data.samples, f"client {outline.client}"
     targets: IntArray = samples.targets
     if bool(samples.classes) != bool(outline.classes):
@@ -185,19 +161,7 @@ def take_data(stream: FederatedStream, data: OwnData, outline: Outline) -> None:
 
 
 def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
-    """Write what each client of a stream would have, and what its server tests on, each to a file of its own.
-
-    Args:
-        stream: The stream.
-        folder: Where ``server.npz`` and the clients' files come, by their names.
-
-    Returns:
-        The files, the server's first.
-
-    Raises:
-        ValueError: If the samples are no arrays, or a data module's loaders say what the recipe leaves open, or its
-            hooks change batches.
-    """
+    """Write what each client of a stream would have, and what its server tests on, each to a file of its own."""
     if hooks := [hook for hook in TRANSFER_HOOKS if is_overridden(hook, stream)]:
         raise ValueError(
             f"Expected no `{hooks[0]}` of {name_of(stream.data)} for nodes that have its samples as files alone. "
@@ -224,15 +188,6 @@ def write_split(stream: FederatedStream, folder: Path) -> list[Path]:
 
 
 def split_file(folder: Path, client: str) -> Path:
-    """A client's file of a split.
-
-    Raises:
-        ValueError: If its name is none of a file, or the server's.
-
-    Example:
-        >>> split_file(Path("shares"), "a/b").as_posix()
-        'shares/a%2Fb.npz'
-    """
     if client.casefold() == "server":
         raise ValueError(f"Expected a client by another name than the server's file but got {client}. Rename it.")
     return inside(folder, f"{quote(client, safe=' ')}.npz")

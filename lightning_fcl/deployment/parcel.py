@@ -26,23 +26,13 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A message between server and node.
-
-    Args:
-        head: Plain values, as JSON has them.
-        state: Tensors by name.
-
-    Example:
-        >>> Parcel({"kind": "train"}, {"w": torch.zeros(3)}).nbytes
-        12
-    """
+    """A message between server and node."""
 
     head: Mapping[str, Any]
     state: State = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(value.nbytes for value in self.state.values())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -56,16 +46,6 @@ class Parcel:
 
     @classmethod
     def of_arrays(cls, text: str, arrays: Mapping[str, NDArray[Any]]) -> Parcel:
-        """The parcel that has this text and these arrays.
-
-        Raises:
-            RefusedError: If they do not belong together.
-
-        Example:
-            >>> sent = Parcel({"round": 1}, {"w": torch.ones(2, dtype=torch.bfloat16)})
-            >>> Parcel.of_arrays(sent.text(), sent.arrays()).state["w"]
-            tensor([1., 1.], dtype=torch.bfloat16)
-        """
         try:
             said = json.loads(text)
             head, types = dict(said["head"]), dict(said["types"])
@@ -96,21 +76,7 @@ def _tensor(name: str, array: NDArray[Any], dtype: object) -> Tensor:
 
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
-    """Refuse a message of another version of the library, or of another recipe.
-
-    Args:
-        head: The message's head.
-        recipe: The fingerprint of the recipe here.
-        sender: Who has sent it, for the error.
-
-    Raises:
-        RefusedError: If it is.
-
-    Example:
-        >>> check_same({"version": "0.0.1", "recipe": "ab"}, "ab", "the server")
-        Traceback (most recent call last):
-        lightning_fcl.deployment.parcel.RefusedError: Expected the server to run lightning-fcl ... but it runs 0.0.1...
-    """
+    """Refuse a message of another version of the library, or of another recipe."""
     if head.get("version") != __version__:
         raise RefusedError(
             f"Expected {sender} to run lightning-fcl {__version__} but it runs {head.get('version')}: what they "
@@ -124,22 +90,7 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
 
 
 def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str, finite: bool = True) -> None:
-    """Refuse a state that is not of these entries.
-
-    Args:
-        state: What has come.
-        known: Entries of the names, shapes and types that are expected.
-        sender: Who has sent it, for the error.
-        finite: Whether numbers that are not finite are refused, too, where the known ones are finite.
-
-    Raises:
-        RefusedError: If a name, a shape or a type is another one, or numbers are not finite.
-
-    Example:
-        >>> check_entries({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, "client a")
-        Traceback (most recent call last):
-        lightning_fcl.deployment.parcel.RefusedError: Expected `w` of client a to be torch.float32 of shape (3,) ...
-    """
+    """Refuse a state that is not of these entries."""
     strange = sorted(state.keys() ^ known.keys())
     if strange:
         raise RefusedError(
@@ -158,16 +109,6 @@ def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], send
 
 
 def check_size(parcel: Parcel, limit: int, sender: str) -> None:
-    """Refuse a parcel that is larger than agreed.
-
-    Raises:
-        RefusedError: If it is.
-
-    Example:
-        >>> check_size(Parcel({}, {"w": torch.zeros(3)}), 8, "client a")
-        Traceback (most recent call last):
-        lightning_fcl.deployment.parcel.RefusedError: Expected at most 8 bytes of client a but got 12. ...
-    """
     if parcel.nbytes > limit:
         raise RefusedError(
             f"Expected at most {limit} bytes of {sender} but got {parcel.nbytes}. Raise `message-bytes` of the run's "

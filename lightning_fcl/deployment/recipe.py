@@ -44,15 +44,7 @@ _SERVER = ("data", "ckpt_path", "weights_only", "out", "recipe")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a node trains with.
-
-    Args:
-        module: The LightningModule.
-        stream: A stream without data.
-        strategy: The strategy.
-        callbacks: The methods, and what else acts while a client trains.
-        trainer: Further arguments of the Trainer.
-    """
+    """What a node trains with."""
 
     module: L.LightningModule
     stream: FederatedStream
@@ -62,11 +54,7 @@ class Parts:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as `lightning-fcl deploy` has written it: with every default.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """A recipe as `lightning-fcl deploy` has written it: with every default."""
     content = read_yaml(path)
     if not isinstance(content, dict) or not {"model", "data", "trainer", "seed_everything"} <= content.keys():
         raise ValueError(
@@ -76,13 +64,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(recipe: Mapping[str, Any]) -> str:
-    """A short name of what nodes do with a recipe: another one has another name.
-
-    Example:
-        >>> recipe = {"model": 1, "data": {"batch_size": 8, "data": "digits"}, "trainer": {"max_epochs": 3}}
-        >>> fingerprint(recipe) == fingerprint({**recipe, "data": {"batch_size": 8, "data": "faces"}})
-        True
-    """
+    """A short name of what nodes do with a recipe: another one has another name."""
     trainer = {name: recipe["trainer"].get(name) for name in (*_TRAINER, "strategy", "callbacks")}
     data = {name: recipe["data"].get(name) for name in _ELSEWHERE}
     of = {name: value for name, value in recipe.items() if name not in (*_SERVER, "trainer")}
@@ -91,11 +73,7 @@ def fingerprint(recipe: Mapping[str, Any]) -> str:
 
 
 def build(recipe: Mapping[str, Any]) -> Parts:
-    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it.
-
-    Raises:
-        ValueError: If something in the recipe cannot be made here.
-    """
+    """Make what a node trains with, from the recipe's seed, as `lightning-fcl fit` makes it."""
     seed, trainer = recipe["seed_everything"], recipe["trainer"]
     L.seed_everything(0 if seed is True else seed, workers=True, verbose=False)
     own = {name: value for name in _ELSEWHERE if (value := recipe["data"].get(name)) is not None}
@@ -112,13 +90,7 @@ def build(recipe: Mapping[str, Any]) -> Parts:
 
 
 def acts_on_nodes(callback: Callback) -> bool:
-    """Whether a callback acts while a client trains: a method does, what watches or prepares a federation does not.
-
-    Example:
-        >>> from lightning_fcl.callbacks import ContinualMetrics, FedProx
-        >>> [acts_on_nodes(callback) for callback in (FedProx(mu=0.1), ContinualMetrics())]
-        [True, False]
-    """
+    """Whether a callback acts while a client trains: a method does, what watches or prepares a federation does not."""
     if isinstance(callback, Declaration):
         return True
     watches = isinstance(callback, Checkpoint | EarlyStopping | ProgressBar)
@@ -145,7 +117,7 @@ def _made(spec: Any, hint: Any = None) -> Any:
         return {name: _made(value) for name, value in spec.items()}
     if isinstance(spec, list):
         made: Sequence[Any] = [_made(value) for value in spec]
-        return tuple(made) if _is_tuple(hint) else made
+        return tuple(made) if any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint))) else made
     return spec
 
 
@@ -155,7 +127,3 @@ def _arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     except (NameError, TypeError):  # of names that only type checkers import
         hints = {}
     return {name: _made(value, hints.get(name)) for name, value in given.items()}
-
-
-def _is_tuple(hint: Any) -> bool:
-    return any((get_origin(one) or one) is tuple for one in (hint, *get_args(hint)))

@@ -24,11 +24,7 @@ _FOR = "runs federations on real machines", "flower"
 
 
 def stay(words: Sequence[str]) -> None:
-    """Run ``flower-superexec`` with these arguments, until it is told to stop.
-
-    Args:
-        words: As in ``["--runtime-api-address", "127.0.0.1:9094", "--insecure"]``.
-    """
+    """Run ``flower-superexec`` with these arguments, until it is told to stop."""
     for name in ("flwr.clientapp", "flwr.app", *_WARM):
         import_module(name)
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")
@@ -56,11 +52,7 @@ class _Forks:
 
 
 def end_with_parent(patience: float = 10.0) -> None:
-    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone.
-
-    Args:
-        patience: Seconds that it has to end by itself.
-    """
+    """Let this process end when the one that started it has, also where Flower waits for a SuperLink that is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -73,7 +65,6 @@ def end_with_parent(patience: float = 10.0) -> None:
 
 
 def _be_client(words: Sequence[str]) -> None:
-    """Answer one message, and end."""
     code = 1
     try:
         end_with_parent()

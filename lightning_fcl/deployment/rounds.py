@@ -52,9 +52,6 @@ class Terms:
         round_seconds: Seconds after which a round no longer waits for the others.
         join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
         message_bytes: Bytes that the tensors of a message may have.
-
-    Raises:
-        ValueError: If one is out of range.
     """
 
     clients_at_least: int = 1
@@ -74,11 +71,9 @@ class Identity(Callback):
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its name."""
         return {"name": self.name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the federation that wrote a checkpoint."""
         self.name = str(state_dict["name"])
 
 
@@ -99,7 +94,6 @@ class _Elsewhere:
         """No step: see `_NoSteps`."""
 
     def finish(self) -> Trained:
-        """Nobody has trained."""
         return Trained({}, [])
 
     def abort(self) -> None:
@@ -112,21 +106,12 @@ class _NoSteps(LocalSteps):
     def next(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
-        """The closure, as of a batch after which no step is due."""
         self.complete = False
         return closure
 
 
 class RemoteFederation(Federation):
-    """A federation whose clients train elsewhere, behind the same strategy.
-
-    Args:
-        strategy: The recipe's strategy, whose federation this one stands in for.
-        link: The way to the nodes.
-        recipe: The recipe's fingerprint.
-        terms: How the server deals with them.
-
-    """
+    """A federation whose clients train elsewhere, behind the same strategy."""
 
     def __init__(self, strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> None:
         given = strategy.federation
@@ -146,11 +131,7 @@ class RemoteFederation(Federation):
         self.skipped: list[str] = []
 
     def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RemoteLoader:  # type: ignore[override]
-        """Take what the server knows of the stream; what comes back yields one empty batch a round, when it is over.
-
-        Raises:
-            ValueError: If stream, methods and module do not go together, or with a deployment.
-        """
+        """Take what the server knows of the stream; what comes back yields one empty batch a round, when it is over."""
         self._stream, self._optimizer = loader.stream, optimizer
         self.participation.seed = self.seed
         trainer = self.module.trainer
@@ -192,11 +173,7 @@ class RemoteFederation(Federation):
         return parcel
 
     def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
-        """Take in answers, until all have come, or enough when the round's time is over.
-
-        Raises:
-            RuntimeError: If too few have come that are usable.
-        """
+        """Take in answers, until all have come, or enough when the round's time is over."""
         usable: list[str] = []
         silent = set(clients.values())
         seconds = self.terms.round_seconds, self.terms.join_seconds
@@ -315,15 +292,6 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
-    """Refuse what can only be simulated.
-
-    Args:
-        participation: Who takes part.
-        methods: The methods.
-
-    Raises:
-        ValueError: If the federation is a swarm, or a method looks at all clients.
-    """
     if participation.swarm is not None:
         raise ValueError(
             "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by themselves, "
@@ -343,7 +311,6 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
 
 
 def deploy(strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> RemoteFederation:
-    """Let a strategy's clients be nodes."""
     federation = RemoteFederation(strategy, link, recipe, terms)
     strategy.federation = federation
     return federation

@@ -30,16 +30,7 @@ def serve(
     """Run a deployment's server to its end, from the newest checkpoint in its folder, if there is one.
 
     Args:
-        recipe: What `lightning-fcl deploy` has written.
-        link: The way to the nodes.
-        out: The folder of results and checkpoints.
-        terms: How the server deals with nodes.
         data: What it tests on: see `read_data`; None: the recipe's own data, of which clients' samples are not used.
-        clients: Names of the clients, if ``data`` is given; else the recipe's data name them.
-
-    Raises:
-        ValueError: If the recipe cannot be deployed.
-        RuntimeError: If too few clients are there.
     """
     if data is not None and not clients:
         raise ValueError(
@@ -54,18 +45,15 @@ def serve(
 
         @staticmethod
         def subcommands() -> dict[str, set[str]]:
-            """Fit alone."""
             return {"fit": FederatedCLI.subcommands()["fit"]}
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-            """The recipe's Trainer, with another federation behind its strategy."""
             trainer = super().instantiate_trainer(**kwargs)
             federation = deploy(trainer.strategy, link, fingerprint(read_recipe(recipe)), terms)  # type: ignore[arg-type]
             trainer.callbacks.append(federation.identity)  # type: ignore[attr-defined]
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:
-            """Take the server's own data."""
             if data is not None:
                 take_server_data(self.datamodule, read_data(data), clients)
             super().fit(model, **arguments)
@@ -80,16 +68,7 @@ def serve(
 
 
 def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[str]) -> None:
-    """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone.
-
-    Args:
-        stream: The recipe's stream; its own data are not read.
-        data: What the server tests and validates on.
-        clients: The clients' names, in order.
-
-    Raises:
-        ValueError: If the scenario deals samples out one by one.
-    """
+    """Let a stream be that of a server, which has samples to test on, and knows the clients' names alone."""
     scenario, samples = stream.scenario, data.samples
     if not isinstance(scenario, ClassIncremental | DomainIncremental):
         raise ValueError(
@@ -102,14 +81,7 @@ def take_server_data(stream: FederatedStream, data: OwnData, clients: Sequence[s
 
 
 def pattern(scenario: ClassIncremental | DomainIncremental, data: OwnData, clients: Sequence[str], seed: int) -> Plan:
-    """A plan in which clients have tasks and no samples.
-
-    Args:
-        scenario: Deals out classes or domains, as if each client had samples of each.
-        data: What the server tests and validates on.
-        clients: The clients' names, in order.
-        seed: Seed of the scenario's draws.
-    """
+    """A plan in which clients have tasks and no samples."""
     samples = data.samples
     named = np.zeros(len(samples), dtype=np.int64) if samples.group is None else samples.group
     domains, group = np.unique(named, return_inverse=True)

@@ -56,21 +56,11 @@ def export_onnx(module: nn.Module, example: Tensor, path: str | Path, tolerance:
 def export_executorch(
     module: nn.Module, example: Tensor, path: str | Path, max_batch: int = 1, tolerance: float = 1e-4
 ) -> float:
-    """Write a module as an ExecuTorch program (`.pte`), run the file, and compare.
+    """Write a module as an ExecuTorch program (`.pte`), run the file, and compare, as `export_onnx` does.
 
     What XNNPACK can do is left to it, in integers for an `Int8Backbone`: its levels are shifted from 0 .. 255 to
-    -128 .. 127, which XNNPACK wants, and its weights are int8 in the file.
-
-    Args:
-        module: A module from one tensor to one tensor; it is exported in evaluation mode and stays as it is.
-        example: A batch of inputs, shape (batch, ...), on which the outputs are compared, for batches of 1 and of
-            ``max_batch``.
-        path: The file; it appears when it is whole and compared, and replaces an older one only then.
-        max_batch: The largest batch that the program takes: its memory is planned for it.
-        tolerance: The largest difference from PyTorch's outputs that is allowed.
-
-    Returns:
-        The largest difference from PyTorch's outputs.
+    -128 .. 127, which XNNPACK wants, and its weights are int8 in the file. The program's memory is planned for batches
+    of at most ``max_batch``. The largest difference from PyTorch's outputs comes back.
 
     Raises:
         ValueError: If ``example`` is empty, ``max_batch`` is below 1, or the outputs differ by more than ``tolerance``.

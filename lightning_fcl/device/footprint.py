@@ -161,7 +161,6 @@ def _footprint(
 
 
 def _trained(module: nn.Module, reductions: Mapping[str, Reduction]) -> set[str]:
-    """The entries of M_T."""
     if isinstance(module, ReservoirTask):
         return {name for name in reductions if name.startswith("readout.")}
     kept = {name for name, reduction in reductions.items() if reduction.up or reduction.own}

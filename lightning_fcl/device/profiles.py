@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, require
 from lightning_fcl.hub.documents import read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
@@ -147,35 +146,23 @@ def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
 
 
 def _check(kind: type[Profile], name: str, content: Any, where: str) -> Profile:
-    if not isinstance(content, Mapping):
+    jsonargparse = require("jsonargparse", "reads profiles of devices")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    known = parser.add_class_arguments(kind, skip={"name"})
+    if not isinstance(content, dict):
         raise ValueError(f"Expected {where} to map names to values but got {content}. See {SHIPPED}.")
-    known = {entry.name: entry for entry in fields(kind) if entry.name != "name"}
     for key in content:
         if key not in known:
             raise ValueError(f"Expected entries {', '.join(known)} in {where} but got {key}.{did_you_mean(key, known)}")
-    for key, entry in known.items():
-        if key not in content and entry.default is MISSING:
-            raise ValueError(f"Expected the entry {key} in {where} but it is missing. See {SHIPPED}.")
-    for key, value in content.items():
-        if key == "memory":
-            _check_memory(value, where)
-        elif key not in ("description", "source"):
-            _check_number(key, value, where, least_is_zero=key == "int8_macs")
-    return kind(name=name, **content)
-
-
-def _check_memory(value: Any, where: str) -> None:
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(f"Expected `memory` in {where} to map {', '.join(MEMORIES)} to bytes but got {value}.")
-    for memory, size in value.items():
-        if memory not in MEMORIES:
-            hint = did_you_mean(memory, MEMORIES)
-            raise ValueError(f"Expected memories among {', '.join(MEMORIES)} in {where} but got {memory}.{hint}")
-        _check_number(f"memory.{memory}", size, where)
-
-
-def _check_number(key: str, value: Any, where: str, least_is_zero: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not number or value < 0 or (value == 0 and not least_is_zero):
-        least = "at least" if least_is_zero else "above"
-        raise ValueError(f"Expected `{key}` in {where} to be a number {least} 0 but got {value}.")
+    try:
+        made = kind(name=name, **vars(parser.parse_object(content)))
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(f"Expected {where} to have the entries of {SHIPPED} but got: {error}.") from error
+    memory = {f"memory.{one}": size for one, size in content.get("memory", {}).items()}
+    for one in memory:
+        if one.removeprefix("memory.") not in MEMORIES:
+            raise ValueError(f"Expected memories among {', '.join(MEMORIES)} in {where} but got {one}.")
+    for key, value in {**content, **memory}.items():
+        if isinstance(value, int | float) and (value < 0 or not isfinite(value) or (value == 0 and key != "int8_macs")):
+            raise ValueError(f"Expected `{key}` in {where} to be a number above 0 but got {value}.")
+    return made

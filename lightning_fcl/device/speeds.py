@@ -26,15 +26,7 @@ def device_speeds(
 ) -> Speeds:
     """The speeds of clients that are all such devices, each with a link of its own: an estimate, as `device_report` is.
 
-    Args:
-        module: A LightningModule, or any module that maps a batch of samples to outputs.
-        input_shape: Shape of a sample, without the batch.
-        reductions: Pattern of state entries -> reduction, as `FederatedStrategy` takes them.
-        profile: A device of profiles.yaml, or a YAML file of your own.
-        link: A link of profiles.yaml, or a YAML file of your own.
-        latency: Seconds of each round that depend on nothing.
-        spread: How far clients differ: see `Speeds`.
-        variation: How far a client's rounds differ: see `Speeds`.
+    Module, shape, reductions, profile and link are as there; latency (s), spread and variation as `Speeds` takes them.
 
     Raises:
         ValueError: If an argument is out of range, or the module does not take such samples.

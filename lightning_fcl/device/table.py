@@ -9,18 +9,6 @@ from lightning_fcl.evaluation.markdown import markdown_table
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """A device report as Markdown.
-
-    Args:
-        report: What `lightning_fcl.device.report_recipe` returns.
-
-    Example:
-        >>> from lightning_fcl.device.report import device_report
-        >>> from lightning_fcl.models import MLP
-        >>> text = render(device_report(MLP([4, 3]), (4,)))
-        >>> [line.split() for line in text.splitlines() if line.startswith("| upload")]
-        [['|', 'upload', 'of', 'a', 'node', '|', '60', 'B', '|', '4.2', 'ms', '|']]
-    """
     recipes = " + ".join(report.get("recipes", ())) or "a module"
     device, link = report["device"], report["link"]
     epochs = f"{report['local_epochs']} local epoch" + ("s" if report["local_epochs"] > 1 else "")

@@ -20,18 +20,12 @@ class Layer:
     """A layer as it processes one sample.
 
     Args:
-        name: Its name.
         learns: Whether it belongs to M_T, or comes behind a layer that does: fp32, not int8.
         inputs: Numbers in its input.
         outputs: Numbers in its output.
         weights: Bytes of its weights in the forward pass.
         trained: Bytes of its weights (of their gradient; of a reservoir's statistics) in learning; 0 if it is frozen.
         gradient: Whether it also hands a gradient on to its input.
-
-    Example:
-        >>> layer = Layer("head", learns=True, inputs=10, outputs=2, weights=88, trained=88, gradient=False)
-        >>> layer.activations, layer.working, layer.all_buffers
-        (48, 136, 232)
     """
 
     name: str
@@ -44,7 +38,6 @@ class Layer:
 
     @property
     def activations(self) -> int:
-        """Bytes of input and output."""
         return (self.inputs + self.outputs) * (4 if self.learns else 1)
 
     @property
@@ -69,14 +62,6 @@ class Recorder:
     After `run`, ``layers`` has them in the order of the forward pass; ``folded`` the convolution or linear layer before
     each batch normalisation; ``in_place`` those that map number by number; ``uncounted`` those with weights and no
     MACs; ``frozen`` and ``learnt`` are the MACs of the forward pass of M_F and of M_T.
-
-    Args:
-        module: What to call.
-
-    Example:
-        >>> recorder = Recorder(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-        >>> recorder.run(torch.zeros(1, 4)), recorder.learnt  # no gradient of the sample itself
-        (24, 18)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -170,12 +155,6 @@ def flop_counter() -> FlopCounterMode:
 
     It does not know products in place and of vectors, and counts the weights' gradient of a grouped convolution as if
     it had one group.
-
-    Example:
-        >>> with flop_counter() as counter:
-        ...     _ = torch.zeros(2, 3).addmm_(torch.zeros(2, 4), torch.zeros(4, 3))
-        >>> counter.get_total_flops()
-        48
     """
     ours = torch.ops.aten
 
@@ -196,7 +175,6 @@ def flop_counter() -> FlopCounterMode:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

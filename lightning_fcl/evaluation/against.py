@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NEAR", "Verdict", "against_figure", "stands", "told", "verdict"]
-
 NEAR = 0.05
 """How far from the paper's number a mean is near it."""
 
@@ -32,10 +30,6 @@ class Verdict:
         near: How many are within `NEAR` of it.
         spread: How many of the others are within two standard deviations over the seeds.
         outside: How many are further away, or were not measured.
-
-    Example:
-        >>> Verdict(near=8, spread=1, outside=1).word, Verdict(near=2, spread=0, outside=3).cells
-        ('reproduced', 5)
     """
 
     near: int
@@ -44,7 +38,6 @@ class Verdict:
 
     @property
     def cells(self) -> int:
-        """All numbers that the paper tells."""
         return self.near + self.spread + self.outside
 
     @property
@@ -62,25 +55,15 @@ def near(cell: Cell) -> bool:
 
 
 def stands(cell: Cell) -> Literal["near", "spread", "outside", ""]:
-    """How a mean stands to the paper's number, as `Verdict` counts; nothing where the paper tells none.
-
-    Example:
-        >>> stands(Cell({0: 0.5}, 0.52)), stands(Cell({0: 0.1, 1: 0.9}, 0.7)), stands(Cell({0: 0.1}, 0.7))
-        ('near', 'spread', 'outside')
-    """
+    """How a mean stands to the paper's number, as `Verdict` counts; nothing where the paper tells none."""
     if cell.paper is None:
         return ""
-    return "near" if near(cell) else "spread" if _in_spread(cell) else "outside"
+    distance = _distance(cell)
+    in_spread = distance is not None and cell.n > 1 and abs(distance) <= _SPREADS * (cell.std or 0.0)
+    return "near" if near(cell) else "spread" if in_spread else "outside"
 
 
 def verdict(table: Table) -> Verdict:
-    """How the numbers of a table lie to the paper's.
-
-    Example:
-        >>> rows = {"a row": {"accuracy/server": Cell({0: 0.5, 1: 0.6}, 0.58), "loss/server": Cell({0: 1.0})}}
-        >>> verdict(Table("a paper", "paper", "", {}, "", 1.0, rows))
-        Verdict(near=1, spread=0, outside=0)
-    """
     found = [stands(cell) for _, _, cell in told(table)]
     return Verdict(*(found.count(kind) for kind in ("near", "spread", "outside")))
 
@@ -155,8 +138,3 @@ def _distance(cell: Cell) -> float | None:
     if cell.mean is None or cell.paper is None:
         return None
     return round(cell.mean, 3) - round(cell.paper, 3)
-
-
-def _in_spread(cell: Cell) -> bool:
-    distance = _distance(cell)
-    return distance is not None and cell.n > 1 and abs(distance) <= _SPREADS * (cell.std or 0.0)

@@ -58,7 +58,6 @@ def scale_of(of: str) -> alt.Scale:
 
 
 def value_axis(of: str, field: str = VALUE) -> alt.Y:
-    """The upright axis of a quantity."""
     return alt.Y(field, title=of, scale=scale_of(of))
 
 
@@ -76,7 +75,6 @@ def heat(of: str) -> alt.Color:
 
 
 def colour(field: str, names: Sequence[str], colours: Sequence[str] = COLOURS) -> alt.Color:
-    """A colour for each name, with a legend."""
     domain = list(names)
     return alt.Color(
         f"{field}:N", sort=domain, title=None, scale=alt.Scale(domain=domain, range=colours[: len(domain)])
@@ -98,5 +96,4 @@ def chosen(chart: Drawn, models: Sequence[str], what: str = "model ") -> Drawn:
 
 
 def tip(field: str, title: str, form: str = ".3f") -> alt.Tooltip:
-    """What a mark says under the pointer."""
     return alt.Tooltip(field, title=title, format=form) if field.endswith(":Q") else alt.Tooltip(field, title=title)

@@ -18,9 +18,6 @@ __all__ = ["simulated_times", "time_to"]
 def simulated_times(record: Mapping[str, Any]) -> FloatArray:
     """Seconds from the beginning of the deployment to the end of each round, shape (R,); of none without a clock.
 
-    Args:
-        record: The record of a run.
-
     Example:
         >>> simulated_times({"rounds": [{"simulated_seconds": 2.0}, {"simulated_seconds": 3.0}]})
         array([2., 5.])
@@ -33,7 +30,7 @@ def time_to(record: Mapping[str, Any], value: float, model: str = "server") -> f
     """Seconds until a model was first so good on the whole test set: time to accuracy.
 
     Args:
-        record: The record of a run.
+        record: That of a run.
         value: What it is to come to: an accuracy, or what the first of the record's measures is to be.
         model: The model.
 

@@ -22,9 +22,6 @@ _WAYS = ("upload_bytes", "download_bytes")
 def volumes(record: Mapping[str, Any]) -> FloatArray:
     """Bytes that all clients together sent, and received, in each round, shape (2, R).
 
-    Args:
-        record: The record of a run: ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
-
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 40, "b": 40}, "download_bytes": {"a": 50, "b": 50}}]}
         >>> volumes(record)
@@ -37,10 +34,6 @@ def volumes(record: Mapping[str, Any]) -> FloatArray:
 
 def totals(record: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of all clients and rounds; by the clock of a rehearsed deployment also its seconds, and the late uploads.
-
-    Args:
-        record: The record of a run: ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients, and
-            perhaps with ``simulated_seconds`` and the clients that were ``late``.
 
     Example:
         >>> totals({"rounds": [{"upload_bytes": {"a": 40}, "simulated_seconds": 2.5, "late": ["b"]}]})
@@ -63,7 +56,7 @@ def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArr
     the client with the most bytes, both ways together. Neither latency nor a limit of the server's own link counts.
 
     Args:
-        record: The record of a run: ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
+        record: That of a run.
         bandwidth: Bytes per second of each client's link, the same up and down.
 
     Raises:
@@ -85,13 +78,6 @@ def communication_times(record: Mapping[str, Any], bandwidth: float) -> FloatArr
 
 def communication_time(record: Mapping[str, Any], bandwidth: float) -> float:
     """Seconds of communication of a whole run. See `communication_times`.
-
-    Args:
-        record: The record of a run: ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
-        bandwidth: Bytes per second of each client's link, the same up and down.
-
-    Raises:
-        ValueError: If ``bandwidth`` is not a positive number.
 
     Example:
         >>> record = {"rounds": [{"upload_bytes": {"a": 400_000}, "download_bytes": {"a": 600_000}}] * 3}

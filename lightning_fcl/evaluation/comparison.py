@@ -12,7 +12,7 @@ from lightning_fcl.evaluation import comparison_charts as charts
 from lightning_fcl.evaluation.against import stands, told, verdict
 from lightning_fcl.evaluation.comparison_charts import Groups, Headlines
 from lightning_fcl.evaluation.headline import headlines, number_text
-from lightning_fcl.evaluation.report import extent_of
+from lightning_fcl.evaluation.report_page import extent_of
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, metric_title
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile

@@ -2,8 +2,11 @@
 
 The functions take ``correct`` of shape (R, G), a row for every round in which the model was tested and a column for
 each *group* of test samples (a class, or a domain). A round in which a client did not take part is simply not there. A
-group that it was not tested on has None (NaN); a metric that asks for it cannot be computed. Accuracies are between 0
-and 1.
+group that it was not tested on has None (NaN); a metric that asks for it cannot be computed.
+
+``totals``, shape (G,), are the test samples of each group, ``experience``, shape (R,), the number (from 0) of the task
+that each round trained on, and ``tasks`` the groups of each of the T tasks. ``matrix``, shape (T, T), is that of
+`accuracy_matrix`, whose NaN entries are left out, and ``t`` the number of tasks learnt. Accuracies are between 0 and 1.
 
 `general_accuracy`, `personal_accuracy`, `average_accuracy` and `forgetting` follow section 4.3 of Usmanova et al. 2021,
 "A distillation-based approach integrating continual learning and federated learning for pervasive services".
@@ -24,32 +27,15 @@ Values: TypeAlias = Callable[[Iterable[int]], FloatArray]
 def general_accuracy(correct: ArrayLike, totals: ArrayLike) -> float:
     """A_gen: accuracy on the whole test set, mean over the rounds (Usmanova et al. 2021, section 4.3).
 
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-
-    Raises:
-        ValueError: If shapes or counts do not fit together.
-
     Example:
         >>> general_accuracy([[10, 0], [8, 4]], totals=[10, 10])
         0.55
     """
-    counts, sizes = check_counts(correct, totals)
-    return float(accuracy_on(counts, sizes, range(len(sizes))).mean())
+    return float(counted(correct, totals)(range(len(np.asarray(totals)))).mean())
 
 
 def personal_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike, tasks: Tasks) -> float:
     """A_per: accuracy on all groups the client has learnt so far, mean over the rounds (Usmanova et al. 2021, 4.3).
-
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-        experience: Number of the task (from 0) that each round trained on, shape (R,).
-        tasks: Groups of each task.
-
-    Raises:
-        ValueError: If shapes or counts do not fit together, or a round trained on a task that does not exist.
 
     Example:
         >>> personal_accuracy([[10, 0], [0, 10]], totals=[10, 10], experience=[0, 1], tasks=[[0], [1]])
@@ -80,9 +66,6 @@ def accuracy_matrix(
     Returns:
         The matrix, with NaN in the rows of tasks without a round and the columns of tasks without a test sample.
 
-    Raises:
-        ValueError: If shapes or counts do not fit together, or a round trained on a task that does not exist.
-
     Example:
         >>> accuracy_matrix([[10, 0], [8, 0], [0, 10]], [10, 10], experience=[0, 0, 1], tasks=[[0], [1]])
         array([[0.9, 0. ],
@@ -94,41 +77,27 @@ def accuracy_matrix(
 def average_accuracy(matrix: ArrayLike, t: int) -> float:
     """A_t: mean accuracy on the tasks 1..t after learning task t (Usmanova et al. 2021, section 4.3).
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out of the mean.
-        t: Number of tasks learnt, from 1 to T.
-
     Returns:
         A_t, or NaN if task t has not been learnt.
-
-    Raises:
-        ValueError: If `matrix` is not square or `t` is out of range.
 
     Example:
         >>> average_accuracy([[1.0, 0.0], [0.0, 1.0]], t=2)
         0.5
     """
-    return finite_mean(_square(matrix, t)[t - 1, :t])
+    return finite_mean(np.asarray(matrix, dtype=np.float64)[t - 1, :t])
 
 
 def forgetting(matrix: ArrayLike, t: int) -> float:
     """F_t: best earlier accuracy on a task minus the one after task t, mean over tasks 1..t-1 (Usmanova 2021, 4.3).
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out.
-        t: Number of tasks learnt, from 2 to T.
-
     Returns:
         F_t between -1 and 1, negative if the model improved; NaN if task t has not been learnt.
-
-    Raises:
-        ValueError: If `matrix` is not square or `t` is out of range.
 
     Example:
         >>> forgetting([[1.0, 0.0], [0.0, 1.0]], t=2)
         1.0
     """
-    a = _square(matrix, t, lowest=2)
+    a = np.asarray(matrix, dtype=np.float64)
     # fmax passes over the NaN rows of tasks that the model has skipped.
     best = [np.fmax.reduce(a[d : t - 1, d]) for d in range(t - 1)]
     return finite_mean(np.array(best) - a[t - 1, : t - 1])
@@ -139,40 +108,28 @@ def backward_transfer(matrix: ArrayLike) -> float:
 
     Equation 3 of Lopez-Paz and Ranzato 2017, "Gradient episodic memory for continual learning".
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T) with T at least 2, see `accuracy_matrix`. NaN entries are left out.
-
     Returns:
         BWT between -1 and 1, negative if the model forgets; NaN if the last task has not been learnt.
-
-    Raises:
-        ValueError: If `matrix` is not square or smaller than 2 by 2.
 
     Example:
         >>> backward_transfer([[1.0, 0.0], [0.25, 1.0]])
         -0.75
     """
-    a = _square(matrix, len(np.asarray(matrix)), lowest=2)
+    a = np.asarray(matrix, dtype=np.float64)
     return finite_mean(a[-1, :-1] - a.diagonal()[:-1])
 
 
 def learning_accuracy(matrix: ArrayLike) -> float:
     """LA: accuracy on a task right after it was learnt, mean over tasks (Riemer et al. 2019, section 5).
 
-    Args:
-        matrix: Accuracy matrix of shape (T, T), see `accuracy_matrix`. NaN entries are left out.
-
     Returns:
         LA between 0 and 1; NaN if no task has been learnt.
-
-    Raises:
-        ValueError: If `matrix` is not square.
 
     Example:
         >>> learning_accuracy([[1.0, 0.0], [0.25, 0.5]])
         0.75
     """
-    return finite_mean(_square(matrix, len(np.asarray(matrix))).diagonal())
+    return finite_mean(np.asarray(matrix, dtype=np.float64).diagonal())
 
 
 def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike, tasks: Tasks) -> FloatArray:
@@ -181,17 +138,8 @@ def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike
     Weighted by samples; a group that several experiences share counts once. The stream accuracy of De Caro et al. 2023,
     "Decentralized plasticity in reservoir dynamical networks for pervasive environments", table 2.
 
-    Args:
-        correct: Correct predictions per round and group, shape (R, G).
-        totals: Test samples per group, shape (G,).
-        experience: Number of the experience (from 0) that each round trained on, shape (R,).
-        tasks: Groups of each of the T experiences.
-
     Returns:
         The accuracies, with NaN for an experience without a round.
-
-    Raises:
-        ValueError: If shapes or counts do not fit together, or a round trained on a task that does not exist.
 
     Example:
         >>> stream_accuracy([[10, 0], [5, 30]], totals=[10, 30], experience=[0, 1], tasks=[[0], [1]])
@@ -204,36 +152,23 @@ def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike
 
 
 def counted(correct: ArrayLike, totals: ArrayLike) -> Values:
-    """Accuracy, of counts (R, G) and totals (G,).
+    """Accuracy, of counts (R, G) and totals (G,); NaN on groups without a sample."""
+    counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
 
-    Raises:
-        ValueError: If they do not fit together.
+    def on(groups: Iterable[int]) -> FloatArray:
+        chosen = sorted(set(groups))
+        return np.asarray(counts[..., chosen].sum(axis=-1) / (sizes[chosen].sum() or np.nan))
 
-    Example:
-        >>> counted([[10, 0], [5, 30]], totals=[10, 30])([0, 1])
-        array([0.25 , 0.875])
-    """
-    counts, sizes = check_counts(correct, totals)
-    return lambda groups: accuracy_on(counts, sizes, groups)
+    return on
 
 
 def measured(rounds: Sequence[Mapping[str, float | None]]) -> Values:
-    """A measure, of what it came to in each round on the samples of some groups, by `part_name`; NaN where not there.
-
-    Example:
-        >>> measured([{"0": 4.0, "0+1": 2.5}, {"0": 1.0, "0+1": None}])([1, 0])
-        array([2.5, nan])
-    """
+    """A measure, of what it came to in each round on the samples of some groups, by `part_name`, or NaN."""
     return lambda groups: np.array([row.get(part_name(groups)) for row in rounds], dtype=np.float64)
 
 
 def part_name(groups: Iterable[int]) -> str:
-    """What the test samples of some groups together are called in a record.
-
-    Example:
-        >>> part_name([2, 0, 2])
-        '0+2'
-    """
+    """What the test samples of some groups together are called in a record."""
     return "+".join(map(str, sorted(set(groups))))
 
 
@@ -241,7 +176,7 @@ def personal_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArr
     """What a model came to on all groups that it had learnt by then, round by round, shape (R,)."""
     learnt: set[int] = set()
     values = []
-    for row, number in enumerate(_numbers(experience, len(on(())), tasks)):
+    for row, number in enumerate(np.asarray(experience, dtype=np.int64)):
         learnt.update(tasks[number])
         values.append(on(learnt)[row])
     return np.asarray(values, dtype=np.float64)
@@ -254,10 +189,8 @@ def personal_value(on: Values, experience: ArrayLike, tasks: Tasks) -> float:
 
 def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
     """What `accuracy_matrix` is of accuracy."""
-    if rounds not in ("mean", "last"):
-        raise ValueError(f'Expected `rounds` to be "mean" or "last" but got "{rounds}".')
     on_task = np.stack([on(groups) for groups in tasks], axis=1)
-    numbers = _numbers(experience, len(on_task), tasks)
+    numbers = np.asarray(experience, dtype=np.int64)
     matrix = np.full((len(tasks), len(tasks)), np.nan)
     for t in np.unique(numbers):
         chosen = on_task[numbers == t]
@@ -267,64 +200,12 @@ def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Litera
 
 def stream_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArray:
     """What `stream_accuracy` is of accuracy."""
-    numbers = _numbers(experience, len(on(())), tasks)
+    numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)
     for i in np.unique(numbers):
         seen = {group for groups in tasks[: i + 1] for group in groups}
         result[i] = on(seen)[numbers == i][-1]
     return result
-
-
-def check_counts(correct: ArrayLike, totals: ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """Counts (R, G) and totals (G,) as arrays.
-
-    Raises:
-        ValueError: If they do not fit together.
-    """
-    counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
-    if sizes.ndim != 1 or not sizes.sum() > 0 or (sizes < 0).any():
-        raise ValueError(f"Expected `totals` to count the test samples of each group but got {sizes.tolist()}.")
-    if counts.ndim != 2 or not len(counts) or counts.shape[1] != len(sizes):
-        raise ValueError(
-            f"Expected `correct` to have one row per round and {len(sizes)} columns, one for each entry of `totals`, "
-            f"but got shape {counts.shape}."
-        )
-    if wrong := np.argwhere((counts < 0) | (counts > sizes)).tolist():
-        r, g = wrong[0]
-        raise ValueError(
-            f"Expected `correct` to be between 0 and `totals` but got {counts[r, g]:g} of {sizes[g]:g} in row {r}, "
-            f"group {g}. Count every model on the same test set."
-        )
-    return counts, sizes
-
-
-def _numbers(experience: ArrayLike, rounds: int, tasks: Tasks) -> NDArray[np.int64]:
-    numbers = np.asarray(experience, dtype=np.int64)
-    if numbers.shape != (rounds,):
-        raise ValueError(f"Expected `experience` to have one entry per row of `correct`, {rounds}, but got {numbers}.")
-    if not ((numbers >= 0) & (numbers < len(tasks))).all():
-        raise ValueError(
-            f"Expected `experience` to number the {len(tasks)} `tasks` from 0 but got {numbers.tolist()}. "
-            f"List the groups of every experience in `tasks`."
-        )
-    return numbers
-
-
-def accuracy_on(counts: FloatArray, sizes: FloatArray, groups: Iterable[int]) -> FloatArray:
-    """Accuracy over the samples of some groups, along the last axis; NaN if they have no samples."""
-    chosen = sorted(set(groups))
-    total = sizes[chosen].sum()
-    result: FloatArray = np.asarray(counts[..., chosen].sum(axis=-1) / (total if total else np.nan))
-    return result
-
-
-def _square(matrix: ArrayLike, t: int, lowest: int = 1) -> FloatArray:
-    a = np.asarray(matrix, dtype=np.float64)
-    if a.ndim != 2 or a.shape[0] != a.shape[1]:
-        raise ValueError(f"Expected `matrix` to be square, tasks by tasks, but got shape {a.shape}.")
-    if not lowest <= t <= len(a):
-        raise ValueError(f"Expected `t` to be a number of tasks between {lowest} and {len(a)} but got {t}.")
-    return a
 
 
 def finite_mean(values: ArrayLike) -> float:

@@ -39,15 +39,7 @@ if sys.platform != "win32":
 
 @contextmanager
 def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place only if all goes well.
-
-    Args:
-        path: The file.
-        size: The bytes that are to be written, where that is known.
-
-    Raises:
-        NoRoomError: If the disk is full.
-    """
+    """A temporary path beside ``path`` that takes its place only if all goes well."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path, size):
         if (descriptor := _lock(temporary)) is None:  # others may write the same
@@ -68,17 +60,7 @@ def replacing(path: Path, size: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, size: int | None = None, then: str = _GO_ON) -> Iterator[None]:
-    """Say in one message where a disk does not let something be written, and what to do.
-
-    Args:
-        path: What is written.
-        size: Its bytes, where that is known.
-        then: What to do once there is room.
-
-    Raises:
-        NoRoomError: If the disk is full.
-        OSError: If the folder cannot be made, or not be written to.
-    """
+    """Say in one message where a disk does not let something be written, and what to do."""
     try:
         yield
     except OSError as error:
@@ -115,11 +97,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def append(path: Path, size: int, data: bytes) -> None:
-    """Write behind the first ``size`` bytes of a file, in place of what may follow them.
-
-    Raises:
-        NoRoomError: If the disk is full.
-    """
+    """Write behind the first ``size`` bytes of a file, in place of what may follow them."""
     with writing(path, len(data)):
         path.touch()
         with path.open("r+b") as file:
@@ -130,11 +108,7 @@ def append(path: Path, size: int, data: bytes) -> None:
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Let no other process train in a run's folder until the end of the block, or that of this process.
-
-    Raises:
-        ValueError: If another one does.
-    """
+    """Let no other process train in a run's folder until the end of the block, or that of this process."""
     path = folder.resolve() / _LOCK
     if sys.platform == "win32" or path in _temporary:  # it is this process's already
         yield
@@ -155,7 +129,6 @@ def occupied(folder: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, 64 digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -169,12 +142,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache.
-
-    Example:
-        >>> cache_folder().is_absolute()
-        True
-    """
+    """The folder of what was downloaded: ``LIGHTNING_FCL_CACHE``, else one in the user's cache."""
     return Path(os.environ.get("LIGHTNING_FCL_CACHE") or Path("~/.cache/lightning-fcl")).expanduser().absolute()
 
 
@@ -182,16 +150,6 @@ class TemporaryFolder:
     """A folder below the system's temporary one that goes with its owner, at the latest when its process ends.
 
     Those of owners that were killed go when the next is made.
-
-    Args:
-        name: What it is for, a part of its name.
-
-    Example:
-        >>> folder = TemporaryFolder("example")
-        >>> path = folder.path
-        >>> folder.cleanup()
-        >>> path.exists()
-        False
     """
 
     def __init__(self, name: str) -> None:
@@ -205,7 +163,6 @@ class TemporaryFolder:
         self._finalizer = weakref.finalize(self, _leave, self.path, descriptor)
 
     def cleanup(self) -> None:
-        """Remove it now."""
         self._finalizer()
 
 
@@ -276,9 +233,6 @@ def _lock(path: Path, wait: bool = True) -> int | None:
     """Make a file and lock it until its descriptor is closed, at the latest when this process ends.
 
     None: the system knows no locks, or not for this place.
-
-    Raises:
-        ValueError: If another has it, and is not to be waited for.
     """
     if sys.platform == "win32":
         return None

@@ -41,12 +41,6 @@ class Headline:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """A number of a headline as it is shown.
-
-    Example:
-        >>> number_text(0.71249), number_text(1200, "B")
-        ('0.712', '1.2 kB')
-    """
     if unit != "B":
         return f"{value:.3f}"
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -57,9 +51,6 @@ def number_text(value: float, unit: str = "") -> str:
 
 def headlines(results: Mapping[str, Any]) -> list[Headline]:
     """At most five numbers of a run; what was not measured is left out.
-
-    Args:
-        results: Contents of its ``results.json``.
 
     Example:
         >>> metrics = {"final_accuracy/server": 0.5, "upload_bytes/total": 40.0}

@@ -20,21 +20,6 @@ def inside(folder: Path, *names: object) -> Path:
 
     Args:
         folder: The folder. It may be a link itself, but no link in it may lead out of it.
-        names: The names, folders first.
-
-    Returns:
-        The path; nothing need be there.
-
-    Raises:
-        ValueError: If a name is no text or not such a one, or a link leads out of the folder.
-
-    Example:
-        >>> inside(Path("zoo"), "mlp.digits", "config.json").as_posix()
-        'zoo/mlp.digits/config.json'
-        >>> inside(Path("zoo"), "../secrets")
-        Traceback (most recent call last):
-        ValueError: Expected a plain name of something inside zoo but got '../secrets', which may be taken for another \
-or leads elsewhere. Rename it, or do not use what names it.
     """
     parts = [part for name in names for part in (name.split("/") if isinstance(name, str) else [name])]
     plain = [part for part in parts if isinstance(part, str) and _is_plain(part)]

@@ -6,19 +6,7 @@ from collections.abc import Sequence
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with columns of even width; those of numbers, but not the first, are set to the right.
-
-    Args:
-        head: The columns' names.
-        lines: The cells of each line.
-
-    Example:
-        >>> print(markdown_table(["model", "bytes"], [["the whole", "1,024"], ["head", "-"]]))
-        | model     | bytes |
-        | --------- | ----: |
-        | the whole | 1,024 |
-        | head      |     - |
-    """
+    """A Markdown table with columns of even width; those of numbers, but not the first, are set to the right."""
     columns = []
     for number, column in enumerate(zip(head, *lines, strict=True)):
         cells = [cell.replace("|", "\\|") for cell in column]

@@ -1,10 +1,14 @@
 """Metrics of a run: from its record of predictions to curves, matrices and a flat summary.
 
-A record tells how many test samples of each *group* (a class, or a domain) each model got right after each round:
-``groups``, ``totals`` (test samples of each group), ``tasks`` (of each model, the groups of each task) and ``rounds``.
+A ``record``, that of `ContinualMetrics`, tells how many test samples of each *group* (a class, or a domain) each model
+got right after each round: ``groups``, ``totals`` (test samples of each group), ``tasks`` (of each model, the groups of
+each task) and ``rounds``, each with ``upload_bytes`` and ``download_bytes`` of the clients.
 Where a task is measured by other quantities than accuracy, ``measures`` tells their names and which way is better, and
-the rounds tell what each came to, under ``values``. What is computed is defined in
-`lightning_fcl.evaluation.continual`.
+the rounds tell what each came to, under ``values``.
+
+Functions of arrays take ``correct``, shape (R, G), a row for each round and a column for each group; ``totals``, shape
+(G,); ``experience``, shape (R,), the number (from 0) of the task that each round trained on; ``tasks``, the groups of
+each of the T tasks; ``matrix``, shape (T, T), that of `accuracy_matrix`; and ``t``, the number of tasks learnt.
 """
 
 from collections.abc import Mapping
@@ -81,12 +85,7 @@ class Curve:
 
 
 def quantity(record: Mapping[str, Any]) -> str:
-    """What curves and matrices of a record are of: accuracy, or the first of its measures.
-
-    Example:
-        >>> quantity({"measures": [{"name": "MSE", "higher_is_better": False}]})
-        'MSE'
-    """
+    """What curves and matrices of a record are of: accuracy, or the first of its measures."""
     name: str = record["measures"][0]["name"] if "measures" in record else "accuracy"
     return name
 
@@ -105,12 +104,6 @@ def models_tested(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     """Accuracy, or `quantity`, per group and round of every model of a record, the server first.
-
-    Args:
-        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
-
-    Raises:
-        ValueError: If the counts do not fit together.
 
     Example:
         >>> rounds = [{"round": 0, "experience": {"server": 0}, "correct": {"server": [5, 1]}}]
@@ -137,11 +130,8 @@ def matrices(record: Mapping[str, Any], rounds: Literal["mean", "last"] = "mean"
     """Matrix of the accuracy, or `quantity`, of every model of a record with at least two tasks, the server first.
 
     Args:
-        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
+        record: That of a run.
         rounds: See `accuracy_matrix`.
-
-    Raises:
-        ValueError: If the counts do not fit together.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
@@ -159,15 +149,9 @@ def task_curves(record: Mapping[str, Any]) -> tuple[FloatArray, FloatArray]:
     Of each client's own sequence of tasks, from the last round of each in which it was tested. A client counts after
     the tasks that it has been tested after.
 
-    Args:
-        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
-
     Returns:
         NaN where no client was tested, and for the forgetting after the first task. T is the longest sequence of a
         client with several tasks; empty if there is no such client.
-
-    Raises:
-        ValueError: If the counts do not fit together.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 9 * r, 8 * r]}} for r in range(2)]
@@ -190,14 +174,14 @@ def stream_accuracies(record: Mapping[str, Any], model: str = "server") -> Float
     """How a model's `stream_accuracy` went as experiences passed, shape (T,).
 
     Args:
-        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
+        record: That of a run.
         model: Whose: ``"server"``, or a client's id.
 
     Returns:
         The accuracies, with NaN for an experience in whose rounds the model was not tested.
 
     Raises:
-        ValueError: If the record knows no such model, or the counts do not fit together.
+        ValueError: If the record knows no such model.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 5 * r, 30 * r]}} for r in range(2)]
@@ -227,12 +211,6 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
     a rehearsed deployment ``simulated_seconds/total`` and ``late/total``, the number of late uploads.
 
     A metric that cannot be computed, for example because the run ended before the last task, is left out.
-
-    Args:
-        record: The record of a run: ``groups``, ``totals``, ``tasks`` and ``rounds``.
-
-    Raises:
-        ValueError: If the counts do not fit together.
 
     Example:
         >>> rounds = [{"round": r, "experience": {"a": r}, "correct": {"a": [10 - 10 * r, 10 * r]},
@@ -267,12 +245,6 @@ def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The record of the clients' own models alone, as their last local training of each experience has left them.
 
     Empty of rounds where they were not tested beside what clients predict with after aggregation.
-
-    Example:
-        >>> rounds = [{"round": 0, "experience": {"a": 0}, "correct": {"a": [5]}, "own": {"a": [7]}}]
-        >>> record = {"groups": ["x"], "totals": [10], "tasks": {"server": [[0]], "a": [[0]]}, "rounds": rounds}
-        >>> models_tested(before_aggregation(record)["rounds"][0])
-        {'a': [7]}
     """
     name = "values" if "measures" in record else "correct"
     rounds = [{**entry, name: entry["own"]} for entry in record["rounds"] if "own" in entry]
@@ -328,12 +300,10 @@ def _before_rounds(record: Mapping[str, Any], model: str) -> int:
 
 
 def _tested(record: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
-    """The rounds in which a model was tested."""
     return [entry for entry in record["rounds"] if model in models_tested(entry)]
 
 
 def _on(record: Mapping[str, Any], found: list[Any], measure: str | None = None) -> Values:
-    """The values of what a model came to, time after time."""
     if "measures" not in record:
         return counted(found, record["totals"])
     return measured([one[measure or quantity(record)] for one in found])

@@ -214,7 +214,6 @@ def _grid(panels: Mapping[str, Any], height: float, title: str, x: str, y: str) 
 
 
 def _handles(panels: Sequence["Axes"]) -> dict[str, Any]:
-    """What is drawn in some panels, by its label."""
     shown = [panel.get_legend_handles_labels() for panel in panels]
     return {label: handle for some, labels in shown for handle, label in zip(some, labels, strict=True)}
 

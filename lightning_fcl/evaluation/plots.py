@@ -14,7 +14,6 @@ _MARKERS = "osD^vPX*<>"
 
 
 def model_name(model: str) -> str:
-    """How a model is shown."""
     names = {"clients": "mean of the clients"}
     return names.get(model, f"client {model}" if model.isdigit() else model)
 
@@ -40,7 +39,6 @@ def panels_of(number: int, columns: int, width: float, height: float, **shared: 
 
 
 def style(index: int) -> dict[str, Any]:
-    """The look of the line of this number."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],

@@ -18,17 +18,6 @@ class RecordFile:
 
     A line is a round, or what else the record tells, whenever that changes. A checkpoint holds how long the file was
     when it was written, and a SHA-256 of its lines: what comes after them is of rounds that are trained again.
-
-    Args:
-        path: The file.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / NAME
-        >>> record = {"groups": ["0"], "rounds": [{"round": 0, "experience": {"a": 0}}]}
-        >>> told = RecordFile(path).extend(record)
-        >>> RecordFile(path).read(told) == record
-        True
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,9 +34,6 @@ class RecordFile:
 
         Returns:
             What a checkpoint is to hold in place of the record.
-
-        Raises:
-            NoRoomError: If the disk is full.
         """
         rest, rounds = {name: value for name, value in record.items() if name != "rounds"}, record["rounds"]
         if self._number and (len(rounds) < self._number or rounds[self._number - 1] != self._last):
@@ -70,14 +56,7 @@ class RecordFile:
             self._digest = hashlib.sha256(self._digest.encode() + line).hexdigest()
 
     def read(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """The record as it was when a checkpoint was written.
-
-        Args:
-            told: What the checkpoint holds in its place.
-
-        Raises:
-            ValueError: If the file is not there, or is another one.
-        """
+        """The record as it was when a checkpoint was written."""
         self._begin()
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size >= told["bytes"]:

@@ -14,20 +14,38 @@ from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import Curve, curves, quantity
 from lightning_fcl.evaluation.panels import experience_labels
 from lightning_fcl.evaluation.plots import model_name
-from lightning_fcl.evaluation.report import PAPER, clock_line, extent_of, metrics_lines, paper_lines, title_of
 from lightning_fcl.evaluation.table import Cell as Number
+from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
 
 _WORST = 10
+_MEANINGS = {
+    "A_gen": "accuracy on the whole test set, mean over the rounds",
+    "A_per": "accuracy on all groups the client has learnt so far, mean over the rounds",
+    "A_T": "accuracy on all tasks, mean over the rounds of the last task",
+    "F_T": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
+    "final_accuracy": "accuracy on the whole test set after the last round",
+    "stream_accuracy": "accuracy on the test data of all experiences so far, after the last round",
+    "average_accuracy": "mean of the accuracies on all tasks after the last round",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
+    "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
+    "kept_bytes": "what stays with a client between rounds, when the run ends",
+    "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
+}
+_MEASURED = {
+    "general": "on the whole test set, mean over the rounds",
+    "personal": "on all groups the client has learnt so far, mean over the rounds",
+    "final": "on the whole test set after the last round",
+    "stream": "on the test data of all experiences so far, after the last round",
+    "average": "mean over the tasks after the last round",
+    "learning": "on a task after its last round, mean over tasks",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task: above 0",
+    "BWT": "backward transfer: what was gained on a task from its last round to the end of the run; below 0 if lost",
+    "training": "on all samples that clients have trained on, after the last round",
+}
 
 
 def run_page(results: Mapping[str, Any], recipe: str = "") -> Page:
-    """The page of a run.
-
-    Args:
-        results: Contents of its ``results.json``.
-        recipe: Its ``config.yaml``, to show.
-    """
     record = results["record"]
     every = curves(record)
     sections = [
@@ -37,19 +55,30 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> Page:
         *_tasks(record),
         _others(results),
     ]
-    folds = [_every_metric(results), _what_ran(results), _recipe(recipe)]
+    head, lines, notes = _metrics(results["metrics"], record)
+    folds = [Section("Every metric", facts=notes, grids=[Grid.of(head, lines)], folded=True), _what_ran(results)]
+    if recipe:
+        folds.append(Section("The recipe, with every default", code=recipe, folded=True))
+    parts = map(str, results.get("parts", {}).values())
     return Page(
-        title=title_of(results),
-        subtitle=_subtitle(results),
+        title=_title(results),
+        subtitle=" · ".join([*parts, extent_of(results), f"seed\u00a0{results['seed']}"]),
         warnings=_warnings(results),
         tiles=[Tile(one.name, one.text, one.note) for one in headlines(results)],
         sections=[section for section in (*sections, *folds) if section is not None],
     )
 
 
-def _subtitle(results: Mapping[str, Any]) -> str:
-    parts = map(str, results.get("parts", {}).values())
-    return " · ".join([*parts, extent_of(results), f"seed\u00a0{results['seed']}"])
+def _title(results: Mapping[str, Any]) -> str:
+    recipe = results["recipe"]
+    paper = f" ({recipe['paper']})" if recipe and recipe["paper"] else ""
+    return f"{recipe['row']}{paper}" if recipe else "Run"
+
+
+def extent_of(results: Mapping[str, Any]) -> str:
+    clients = [model for model in results["record"]["tasks"] if model != "server"]
+    counts = {"round": len(results["record"]["rounds"]), "client": len(clients)}
+    return ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in counts.items())
 
 
 def _warnings(results: Mapping[str, Any]) -> list[str]:
@@ -63,15 +92,17 @@ def _warnings(results: Mapping[str, Any]) -> list[str]:
 
 def _against(results: Mapping[str, Any]) -> Section | None:
     lines = []
-    for name, (title, ours, paper, difference) in paper_lines(results).items():
-        kind = ""
-        if (value := results["metrics"].get(name)) is not None:
-            kind = "near" if near(Number({0: value}, results["expected"][name])) else "outside"
-        lines.append([Cell(title), Cell(ours, kind), Cell(paper), Cell(difference)])
+    for name, paper in results["expected"].items():
+        ours, kind, difference = results["metrics"].get(name), "", "-"
+        if ours is not None:
+            kind = "near" if near(Number({0: ours}, paper)) else "outside"
+            difference = f"{ours - paper:+.3f}"
+        numbers = Cell(metric_number(name, ours), kind), Cell(metric_number(name, paper)), Cell(difference)
+        lines.append([Cell(metric_title(name)), *numbers])
     if not lines:
         return None
     text = "One run against the paper's numbers: blue is within .05 of it, orange is not."
-    return Section("Against the paper", text, grids=[Grid(PAPER, lines)])
+    return Section("Against the paper", text, grids=[Grid(("metric", "ours", "paper", "difference"), lines)])
 
 
 def _accuracy(record: Mapping[str, Any], every: Mapping[str, Curve]) -> list[Section]:
@@ -138,9 +169,34 @@ def _others(results: Mapping[str, Any]) -> Section | None:
     return Section("On the wire and inside", charts=found, grids=grids) if found or grids else None
 
 
-def _every_metric(results: Mapping[str, Any]) -> Section:
-    head, lines, notes = metrics_lines(results["metrics"], results["record"])
-    return Section("Every metric", facts=notes, grids=[Grid.of(head, lines)], folded=True)
+def _metrics(
+    metrics: Mapping[str, float], record: Mapping[str, Any]
+) -> tuple[list[str], list[list[str]], list[tuple[str, str]]]:
+    """All metrics as a table: its head, a line for each model, and what each metric means."""
+    pairs = [name.rpartition("/")[::2] for name in metrics]
+    kinds = list(dict.fromkeys(kind for kind, model in pairs if model != "total"))
+    models = sorted(
+        dict.fromkeys(model for _, model in pairs if model != "total"),
+        key=lambda model: {"server": 0, "clients": 1}.get(model, 2),
+    )
+    lines = [[model_name(m), *(metric_number(k, metrics.get(f"{k}/{m}")) for k in kinds)] for m in models]
+    # A_5 and F_5 are explained as A_T and F_T.
+    meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
+    for one in record.get("measures", []):
+        way = "higher" if one["higher_is_better"] else "lower"
+        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEASURED.items()}
+    own = ", of the client's own model: after its last local training of each task, before aggregation"
+    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items() if meaning}
+    told = [(kind, meaning) for kind in kinds if (meaning := meanings.get(kind))]
+    return ["model", *kinds], lines, told
+
+
+def _clock(metrics: Mapping[str, float]) -> str:
+    """How long the rehearsed deployment took, and how many uploads came late; nothing where no clock ran."""
+    if "simulated_seconds/total" not in metrics:
+        return ""
+    late = int(metrics["late/total"])
+    return f"{metrics['simulated_seconds/total']:.1f} s, {late} late upload{'s' * (late != 1)}"
 
 
 def _what_ran(results: Mapping[str, Any]) -> Section:
@@ -150,14 +206,10 @@ def _what_ran(results: Mapping[str, Any]) -> Section:
         ("seed", str(results["seed"])),
         ("machine", results["machine"]),
         ("time", f"{results['seconds']:.1f} s"),
-        *([("rehearsed deployment", told)] if (told := clock_line(results["metrics"])) else []),
+        *([("rehearsed deployment", told)] if (told := _clock(results["metrics"])) else []),
         ("versions", versions),
     ]
     return Section("What ran", facts=facts, code=results["command"], folded=True)
-
-
-def _recipe(recipe: str) -> Section | None:
-    return Section("The recipe, with every default", code=recipe, folded=True) if recipe else None
 
 
 def recipe_of(folder: Path) -> str:

@@ -12,52 +12,26 @@ from lightning_fcl.evaluation.files import sha256, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.record_file import NAME as RECORD
 
-__all__ = ["CONFIG", "FORMAT", "LAST", "is_whole", "read_results", "run_of", "seal", "start_over", "write_results"]
-
 FORMAT = 1
-"""The format of ``results.json`` and of the seal: 0.1 wrote none."""
+"""The format of ``results.json`` and of the seal."""
 
 CONFIG, LAST = "config.yaml", Path("checkpoints", "last.ckpt")
 """Where the recipe of a run lies in its folder, and the checkpoint of its last round."""
 
 _SEAL = "files.json"
-_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.md", "report.html")
+_WRITTEN = (LAST, RECORD, _SEAL, "results.json", "metrics.csv", "report.html")
 _KEYS = ("recipe", "seed", "metrics", "record", "expected", "versions", "machine", "seconds", "command", "finished")
 
 
 def write_results(folder: str | Path, results: Mapping[str, Any], indent: int | None = 1) -> Path:
-    """Write ``results.json`` of a run's folder, with its format and a checksum.
-
-    Args:
-        folder: The run's folder.
-        results: What it has come to, plain values.
-        indent: As `json.dumps` takes it; None writes a small file.
-
-    Example:
-        >>> import tempfile
-        >>> run = dict.fromkeys(_KEYS)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = write_results(folder, run | {"seed": 7})
-        ...     read_results(folder)["seed"]
-        7
-    """
+    """Write ``results.json`` of a run's folder, with its format and a checksum."""
     content = {"format": FORMAT, **results}
     text = json.dumps({**content, "checksum": _checksum(json.loads(json.dumps(content)))}, indent=indent)
     return write_whole(Path(folder) / "results.json", text)
 
 
 def read_results(folder: str | Path) -> dict[str, Any]:
-    """Read and check ``results.json`` of a run's folder.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not JSON, of another format, damaged, or an entry is missing.
-
-    Example:
-        >>> read_results("no/such/run")
-        Traceback (most recent call last):
-        FileNotFoundError: Expected the run's results in no/such/run/results.json but found no such file. ...
-    """
+    """Read and check ``results.json`` of a run's folder."""
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -89,12 +63,7 @@ def seal(folder: Path, files: Iterable[Path]) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a run is finished: its seal is there and understood, and each file as the seal says.
-
-    Example:
-        >>> is_whole(Path("no/such/run"))
-        False
-    """
+    """Whether a run is finished: its seal is there and understood, and each file as the seal says."""
     try:
         content = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -111,11 +80,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def run_of(config: Path) -> Path | None:
-    """The folder of the run whose recipe a file is; None: it is none's.
-
-    Example:
-        >>> run_of(Path("no/such/config.yaml"))
-    """
+    """The folder of the run whose recipe a file is; None: it is none's."""
     folder = config.parent
     begun = (folder / "results.json").is_file() or any(folder.glob("checkpoints/*.ckpt"))
     return folder if config.name == CONFIG and begun else None

@@ -8,24 +8,17 @@ from typing import Any
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.report import write_report
 from lightning_fcl.evaluation.results import read_results, seal
 from lightning_fcl.evaluation.rounds import write_csv
 from lightning_fcl.evaluation.webpage import render
 
-__all__ = ["write_files", "write_pages"]
+__all__ = ["write_files", "write_page"]
 
 
 def write_files(folder: str | Path) -> Path:
-    """Write all that a run's folder has beside ``results.json``: ``metrics.csv``, the reports, and last the seal.
+    """Write all that a run's folder has beside ``results.json``: ``metrics.csv``, ``report.html``, and last the seal.
 
-    A run that was stopped before its end gets no seal.
-
-    Args:
-        folder: The run's folder.
-
-    Returns:
-        The path of ``report.html``.
+    A run that was stopped before its end gets no seal. The path of ``report.html`` comes back.
 
     Raises:
         FileNotFoundError: If there is no ``results.json``.
@@ -33,20 +26,15 @@ def write_files(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     results = read_results(folder)
-    table, (report, page) = write_csv(folder / "metrics.csv", results["record"]), write_pages(folder, results)
+    table, page = write_csv(folder / "metrics.csv", results["record"]), write_page(folder, results)
     if results["finished"]:
-        seal(folder, [folder / "results.json", table, report, page])
+        seal(folder, [folder / "results.json", table, page])
     return page
 
 
-def write_pages(folder: Path, results: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write ``report.md`` and ``report.html`` of a run.
-
-    Returns:
-        Their paths.
-    """
+def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
+    """Write ``report.html`` of a run."""
     require("altair", "draws the charts of reports")
     from lightning_fcl.evaluation.report_page import recipe_of, run_page  # with Altair, a second of imports
 
-    report = write_report(folder)
-    return report, write_whole(folder / "report.html", render(run_page(results, recipe_of(folder))))
+    return write_whole(folder / "report.html", render(run_page(results, recipe_of(folder))))

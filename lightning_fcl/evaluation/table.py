@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,22 +13,10 @@ from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 
-__all__ = [
-    "FORMAT",
-    "Cell",
-    "Table",
-    "cells",
-    "format_of",
-    "metric_number",
-    "metric_title",
-    "read_table",
-    "write_table",
-]
-
 T = TypeVar("T")
 
 FORMAT = 1
-"""The format of ``table.json``: 0.1 wrote none, and no values seed by seed."""
+"""The format of ``table.json``."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +26,6 @@ class Cell:
     Args:
         values: What each seed gave; none where only the paper has the metric.
         paper: The paper's number, None where it tells none.
-
-    Example:
-        >>> cell = Cell({0: 0.5, 1: 0.75}, paper=0.625)
-        >>> cell.mean, round(cell.std, 3), cell.n
-        (0.625, 0.177, 2)
     """
 
     values: Mapping[int, float]
@@ -51,7 +33,6 @@ class Cell:
 
     @property
     def mean(self) -> float | None:
-        """The mean over the seeds."""
         return statistics.fmean(self.values.values()) if self.values else None
 
     @property
@@ -63,16 +44,10 @@ class Cell:
 
     @property
     def n(self) -> int:
-        """The number of seeds."""
         return len(self.values)
 
     def text(self, name: str, mark: str = "") -> str:
-        """The number as tables show it, ``ours ± std (paper)``: no ± for one seed, or where all seeds are the same.
-
-        Args:
-            name: Its metric.
-            mark: What stands around the mean, as ``**``.
-        """
+        """The number as tables show it, ``ours ± std (paper)``: no ± for one seed, or where all seeds are the same."""
         spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or "_bytes" not in name) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
@@ -87,13 +62,8 @@ class Table:
     """The rows of a paper's table, and what made them.
 
     Args:
-        paper: Name of the folder of recipes.
         scale: The size of the runs; ``paper`` is the paper's own.
-        command: What writes it again.
-        versions: Versions of lightning-fcl, torch and others.
-        machine: Where the runs were.
         seconds: How long they took, one after the other.
-        rows: The cells of each row, by their metrics.
     """
 
     paper: str
@@ -125,15 +95,10 @@ class Table:
 
     @property
     def metrics(self) -> list[str]:
-        """All metrics, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     def only(self, metrics: Sequence[str]) -> Table:
-        """The same with some metrics only, in their order.
-
-        Raises:
-            ValueError: If no row has one of them.
-        """
+        """The same with some metrics only, in their order."""
         if unknown := sorted({*metrics} - {*self.metrics}):
             raise ValueError(f"Expected `metrics` of {', '.join(self.metrics)} but got {', '.join(unknown)}.")
         rows = {row: {name: of[name] for name in metrics if name in of} for row, of in self.rows.items()}
@@ -143,19 +108,8 @@ class Table:
 def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
     """Every metric of each recipe row, seed by seed, and what the paper has.
 
-    Args:
-        results: Contents of ``results.json`` of several runs. Without a recipe, the command names the row.
-
     Returns:
         ``{row: {metric: cell}}``, rows in order of appearance.
-
-    Raises:
-        ValueError: If two runs have the same row and seed.
-
-    Example:
-        >>> run = {"recipe": {"paper": "flwf", "row": "FLwF"}, "metrics": {"A_gen/server": 0.5}, "expected": {}}
-        >>> cells([{**run, "seed": 0}, {**run, "seed": 1}])
-        {'FLwF': {'A_gen/server': Cell(values={0: 0.5, 1: 0.5}, paper=None)}}
     """
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for one in results:
@@ -175,22 +129,7 @@ def cells(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Cell]]:
 
 
 def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
-    """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``.
-
-    Args:
-        folder: Where to write; made if need be.
-        table: What to write.
-
-    Returns:
-        The paths of ``table.json`` and ``table.md``.
-
-    Example:
-        >>> import tempfile
-        >>> rows = {"FLwF": {"A_gen/server": Cell({0: 0.4, 1: 0.6}, 0.671)}}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     print(write_table(folder, Table("flwf", "paper", "", {}, "", 1.0, rows))[1].read_text().splitlines()[2])
-        | FLwF | 0.500 ± 0.141 (0.671) |
-    """
+    """Write ``table.json`` and ``table.md``, a line per row with cells ``ours ± std (paper)``."""
     lines = [[row, *(of[n].text(n) if n in of else "-" for n in table.metrics)] for row, of in table.rows.items()]
     note = "Mean ± standard deviation over the seeds, with the paper's value in brackets; no ± means one seed."
     note += f" Written by lightning-fcl {__version__}."
@@ -208,25 +147,18 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
 
 
 def read_table(path: str | Path) -> Table:
-    """Read and check a ``table.json``.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not JSON, of another format, an entry is missing or of another type, or a mean or deviation
-            is not that of its values.
-
-    Example:
-        >>> read_table("no/such/table.json")
-        Traceback (most recent call last):
-        FileNotFoundError: Expected a table in no/such/table.json but found no such file. Write it with ...
-    """
+    """Read and check a ``table.json``."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"Expected a table in {path} but found no such file. Write it with `lightning-fcl reproduce`."
         )
-    content = _read(path)
-    if (form := _get_format(content)) != FORMAT:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
+    form = content.get("format") if isinstance(content, dict) else None
+    if form != FORMAT:
         raise ValueError(
             f"Expected {path} to be of format {FORMAT} but it is of {'none' if form is None else form}: another "
             "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
@@ -249,48 +181,15 @@ def read_table(path: str | Path) -> Table:
     )
 
 
-def format_of(path: Path) -> int | None:
-    """The format that a ``table.json`` says it has; None: it says none.
-
-    Raises:
-        ValueError: If it is not JSON.
-    """
-    return _get_format(_read(path))
-
-
 def metric_title(name: str) -> str:
-    """How a metric is shown.
-
-    Example:
-        >>> metric_title("A_gen/client1")
-        'A_gen client1'
-    """
     metric, _, model = name.rpartition("/")
     return f"{metric} {model}".strip()
 
 
 def metric_number(name: str, value: float | None) -> str:
-    """How a metric's value is shown.
-
-    Example:
-        >>> metric_number("final_accuracy/server", 0.71249), metric_number("upload_bytes/total", 2.5e6)
-        ('0.712', '2.500 MB')
-    """
     if value is None:
         return "-"
     return f"{value / 1e6:.3f} MB" if "_bytes" in name else f"{value:.3f}"
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
-
-
-def _get_format(content: Any) -> int | None:
-    form = content.get("format") if isinstance(content, dict) else None
-    return form if isinstance(form, int) else None
 
 
 def _plain(cell: Cell) -> dict[str, Any]:
@@ -299,17 +198,11 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def _cell(content: Mapping[str, Any], where: str) -> Cell:
-    """A cell, whose summary is that of its values."""
     number, given = (int, float), _get(content, "values", dict, where)
-    values = {int(seed): _get(given, seed, number, where) for seed in given if str(seed).isdigit()}
-    if len(values) < len(given):
+    if not all(str(seed).isdigit() for seed in given):
         raise ValueError(f"Expected `values` {where} to have a number for each seed but got {given}. Write it anew.")
-    cell = Cell(values, None if content.get("paper") is None else _get(content, "paper", number, where))
-    for name, ours in (("mean", cell.mean), ("std", cell.std), ("n", cell.n)):
-        told = content.get(name)
-        if told != ours and not (isinstance(told, number) and ours and math.isclose(told, ours, rel_tol=1e-9)):
-            raise ValueError(f"Expected `{name}` {where} to be {ours}, by its values, but got {told}. Write it anew.")
-    return cell
+    paper = None if content.get("paper") is None else _get(content, "paper", number, where)
+    return Cell({int(seed): _get(given, seed, number, where) for seed in given}, paper)
 
 
 def _get(content: Any, name: str, kind: type[T] | tuple[type[T], ...], where: str) -> T:

@@ -17,16 +17,7 @@ from lightning_fcl.tasks.classification import Classifier
 
 
 def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
-    """Set up what recipes stand for, train nothing, and tell what it is.
-
-    Args:
-        recipes: Their files, later ones over earlier ones.
-        words: What else a command line would say.
-
-    Raises:
-        ValueError: If a recipe is not understood, or its parts do not fit.
-        FileNotFoundError: If its data are not there.
-    """
+    """Set up what recipes stand for, train nothing, and tell what it is."""
     parts = read_parts(recipes, words, with_trainer=True)
     trainer, task, stream = parts.trainer, parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)

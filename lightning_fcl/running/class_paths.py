@@ -9,19 +9,7 @@ from jsonargparse import Namespace
 
 
 def check_class_paths(content: object) -> None:
-    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes.
-
-    Args:
-        content: What a recipe says, or a part of it.
-
-    Raises:
-        ValueError: If there is one, such as a command of the system.
-
-    Example:
-        >>> check_class_paths({"optimizer": {"class_path": "os.system", "init_args": {"command": "ls"}}})
-        Traceback (most recent call last):
-        ValueError: Expected `class_path` to name a class, or a function that says what it makes, but got os.system.
-    """
+    """Refuse a ``class_path`` that is neither a class nor a function which says what it makes."""
     content = vars(content) if isinstance(content, Namespace) else content
     if isinstance(content, Mapping):
         path = content.get("class_path")

@@ -29,7 +29,6 @@ class StopAfterRound(Callback):
         self._patience = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Listen in place of Lightning."""
         stop.listen()
         self._patience.enter_context(
             stop.after(
@@ -41,7 +40,6 @@ class StopAfterRound(Callback):
         )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ask Lightning to stop: between rounds it does so at once."""
         self._told = trainer.strategy.reduce_boolean_decision(bool(stop.signal), all=False)
         if self._told:
             trainer.fit_loop.min_epochs = None
@@ -51,11 +49,9 @@ class StopAfterRound(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        """Note of which round it is."""
         self._saved = trainer.current_epoch
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write a checkpoint of the round if there is none."""
         if self._told and self._checkpoint is not None and self._saved + 1 < trainer.current_epoch:
             trainer.save_checkpoint(self._checkpoint)
 
@@ -64,18 +60,7 @@ class StopAfterRound(Callback):
         self._patience.close()
 
     def check(self, program: str, out: Path, done: int, rounds: int, checkpoint: Path | None) -> None:
-        """Say how to go on if the fit was told to stop.
-
-        Args:
-            program: What goes on; empty: the script that runs.
-            out: The run's folder.
-            done: The rounds done.
-            rounds: The rounds of the whole run.
-            checkpoint: From where it goes on.
-
-        Raises:
-            Stopped: If it was.
-        """
+        """Say how to go on if the fit was told to stop."""
         if not stop.signal:
             return
         report = f"Results of the rounds done: {out / 'report.html'}"

@@ -213,7 +213,6 @@ class _Fit(FederatedCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """This alone."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
 
@@ -222,7 +221,6 @@ class _Test(_Fit):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """This alone."""
         return {"test": LightningCLI.subcommands()["test"]}
 
 
@@ -230,13 +228,11 @@ class Parts(FederatedCLI):
     """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Also take what only `fit` has, as ``--print_config`` writes it."""
         super().add_arguments_to_parser(parser)
         for name in ("--ckpt_path", "--weights_only"):
             parser.add_argument(name)
 
     def instantiate_trainer(self, **kwargs: Any) -> None:  # type: ignore[override]
-        """Make none, but note what it would be made of."""
         strategy, callbacks = (self.config_init["trainer"][name] for name in ("strategy", "callbacks"))
         self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
         self.callbacks: list[Callback] = as_list(callbacks)
@@ -246,7 +242,6 @@ class PartsWithTrainer(Parts):
     """What recipes stand for, with a Trainer that writes nothing: no logger, and no checkpoint of its own."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
-        """Make it, for as many rounds as the stream has."""
         super().instantiate_trainer()
         self.datamodule.setup("fit")
         quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -255,16 +250,7 @@ class PartsWithTrainer(Parts):
 
 
 def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_trainer: bool = False) -> Parts:
-    """What recipes stand for, later ones over earlier ones.
-
-    Args:
-        recipes: Their files.
-        words: What else a command line would say.
-        with_trainer: Whether a Trainer is made, too.
-
-    Raises:
-        ValueError: If a recipe is not understood, or has no model.
-    """
+    """What recipes stand for, later ones over earlier ones."""
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
     try:
@@ -280,16 +266,11 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
-    """What a recipe says under `callbacks`, one of them or several, as a list."""
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 def run(arguments: Sequence[str], kind: type[FederatedCLI] | None = None) -> FederatedCLI:
-    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own.
-
-    Raises:
-        ValueError: If a recipe or an argument is not understood.
-    """
+    """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
     return _cli(kind or {"fit": _Fit, "test": _Test}[arguments[0]], arguments)
 
 
@@ -317,7 +298,6 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Say in one sentence what the parser, or Lightning, has refused."""
     try:
         yield
     except ArgumentError as error:

@@ -8,19 +8,12 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.fit import resolve
 from lightning_fcl.running.named import Named
-from lightning_fcl.running.rows import config_words
 
 
 def flat(recipe: Named) -> str:
-    """A recipe as one file that stands for the same but for its folder, with the comments of all its files.
-
-    Raises:
-        ValueError: If one file cannot say it.
-    """
+    """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120
     heads, whole = [], CommentedMap()
@@ -38,9 +31,7 @@ def flat(recipe: Named) -> str:
     whole.pop("out", None)  # a file's results go to a folder of its own name
     out = io.StringIO()
     yaml.dump(whole, out)
-    text = "\n".join([*heads, out.getvalue()])
-    _check(recipe, text)
-    return text
+    return "\n".join([*heads, out.getvalue()])
 
 
 def _merge(whole: CommentedMap, more: CommentedMap) -> None:
@@ -53,17 +44,17 @@ def _merge(whole: CommentedMap, more: CommentedMap) -> None:
         elif isinstance(value, CommentedMap) and isinstance(here, str) and "class_path" not in value:
             whole[name] = CommentedMap({"class_path": here})
             _merge(whole[name], value)
-        elif isinstance(value, CommentedMap) and isinstance(here, CommentedMap) and not _other_class(here, value):
+        elif (
+            isinstance(value, CommentedMap)
+            and isinstance(here, CommentedMap)
+            and not ("class_path" in value and value["class_path"] != here.get("class_path"))
+        ):
             here.fa.set_block_style()  # a comment on a line of its own breaks the lines of a flow
             _merge(here, value)
         else:
             whole[name] = value
         if key in more.ca.items:
             whole.ca.items[name] = more.ca.items[key]
-
-
-def _other_class(here: CommentedMap, value: CommentedMap) -> bool:
-    return "class_path" in value and value["class_path"] != here.get("class_path")
 
 
 def _set(place: Any, path: list[str], value: Any) -> None:
@@ -81,14 +72,3 @@ def _set(place: Any, path: list[str], value: Any) -> None:
         place[last.removesuffix("+")].extend(value if isinstance(value, list) else [value])
     else:
         place[last] = value
-
-
-def _check(recipe: Named, text: str) -> None:
-    """Compare what the text stands for with what the recipe does."""
-    folder = TemporaryFolder("flat")
-    path = folder.path / "recipe.yaml"
-    path.write_text(text, encoding="utf-8")
-    wanted = resolve(["fit", *config_words(recipe.configs), *recipe.words])
-    if resolve(["fit", "--config", str(path)]) | {"out": wanted["out"]} != wanted:
-        raise ValueError(f"Expected {recipe.name} to be the same in one file but it is not. Name its files in `fit`.")
-    folder.cleanup()

@@ -11,12 +11,7 @@ import torch
 
 
 def machine() -> str:
-    """The machine in a line: processor, cores and threads, or the GPU.
-
-    Example:
-        >>> "core" in machine()
-        True
-    """
+    """The machine in a line: processor, cores and threads, or the GPU."""
     info, gpu = Path("/proc/cpuinfo"), f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     named = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
     processor, threads = named[1] if named else platform.machine(), torch.get_num_threads()

@@ -16,14 +16,7 @@ _ENDINGS = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Named:
-    """A recipe of the package.
-
-    Args:
-        name: As ``lightning-fcl fit`` takes it.
-        title: What it is called in its paper's table.
-        configs: Its files, later ones over earlier ones.
-        words: What else its command line says.
-    """
+    """A recipe of the package."""
 
     name: str
     title: str
@@ -56,14 +49,6 @@ def find_recipe(name: str) -> Named:
 
     Args:
         name: Such as ``"flwf/flwf-2t-ft"``, at another scale ``"fedvit/fedvit@small"``, or the path of a YAML file.
-
-    Raises:
-        ValueError: If there is none of that name.
-        FileNotFoundError: If the file is not there.
-
-    Example:
-        >>> find_recipe("flwf/flwf-2t-ft").title
-        'FLwF-2T/FT'
     """
     if Path(name).suffix in _ENDINGS or Path(name).is_file():
         if not Path(name).exists():
@@ -82,12 +67,7 @@ def find_recipe(name: str) -> Named:
 
 
 def together(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files of some recipes, later ones over earlier ones, and what else their command lines say.
-
-    Raises:
-        ValueError: If one is not known.
-        FileNotFoundError: If a file is not there.
-    """
+    """The files of some recipes, later ones over earlier ones, and what else their command lines say."""
     recipes = [find_recipe(name) for name in names]
     configs = [config for recipe in recipes for config in recipe.configs]
     return configs, [word for recipe in recipes for word in recipe.words]

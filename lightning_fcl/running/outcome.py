@@ -19,17 +19,6 @@ from lightning_fcl.running.machine import machine
 
 
 def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """The results of a fit, plain values.
-
-    Args:
-        trainer: What has trained, with a `ContinualMetrics` among its callbacks.
-        stream: What it has trained on.
-        config: What the recipe said.
-        command: What does the same again.
-
-    Raises:
-        ValueError: If no round has begun: there is nothing to tell.
-    """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
     if not metrics.record.get("rounds"):
@@ -65,7 +54,6 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
 
 
 def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:
-    """The model, the data and the methods, by name."""
     module = trainer.lightning_module
     inner = [type(child).__name__ for child in module.children()][:1]
     methods = [type(one).__name__ for one in trainer.callbacks if isinstance(one, Method)]  # type: ignore[attr-defined]

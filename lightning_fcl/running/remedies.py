@@ -1,159 +1,101 @@
-"""What a parser has refused, in one sentence: the argument, the value, and the nearest that there is."""
+"""What a parser or Lightning has refused: the reason in its own words, and the nearest name that there is."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import sys
+from collections.abc import Iterable
 from pkgutil import resolve_name
 
 import lightning.pytorch as L
-import lightning.pytorch.callbacks
-import lightning.pytorch.loggers
 import torch
+from lightning.pytorch import callbacks, loggers
 
-from lightning_fcl.data.partition import IID, ClassSubsets, Dirichlet, Natural, Shards
-from lightning_fcl.data.scenarios import (
-    ClassIncremental,
-    DomainIncremental,
-    FedViTScenario,
-    FLwFScenario,
-    ODFCLScenario,
-)
+from lightning_fcl.data.partition import Partition
+from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean
 
 _TOP = ("model", "data", "trainer", "recipe", "out", "seed_everything", "ckpt_path", "config", "print_config")
-_DEALT = {
-    "partition": (Natural, IID, Dirichlet, Shards, ClassSubsets),
-    "scenario": (ClassIncremental, DomainIncremental, FLwFScenario, FedViTScenario, ODFCLScenario),
+_ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
+_PATH = re.compile(r"Expected a dot import path string: (\S+)")
+_OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
+_KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
+_SHORTHAND = re.compile(r"is not accepted.*Given value: (\[?\{'([\w.]+\.\w+)': \{.*)$")
+_UNLIKE = re.compile(r'.*Parser key "([\w.]+)": (?:Does not validate.*?Errors: - )?(.*?(?:Given|Got) value: \S+)')
+_NAME = re.compile(r"You selected an invalid \w+ name: `\w+='(\w+)'`")
+_METRIC = re.compile(r"(?:conditioned on metric `|monitor=')(.*?)['`]\)?`? (?:which is not|could not find)(.*)", re.S)
+_LIGHTNING = {
+    r"(-?\d+) is not in bounds, numpy accepts from 0 to (\d+)": (
+        r"Expected `seed_everything` to be from 0 to \2 but got \1."
+    ),
+    r"more than one stateful callback of type `(\w+)`": (
+        r"Expected one `\1` among the callbacks but got several. Leave all but one out."
+    ),
+    "`devices` selected with": (
+        "Expected `trainer.devices` to be 1 in a federation but got another number. Set it, or leave it out."
+    ),
+    r"(?s)^(.*(?:backend found|torch_xla).*)$": (
+        r"Expected an accelerator that this machine has but: \1 Use `--trainer.accelerator cpu`."
+    ),
 }
-_NO_ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
-_NO_NAME = re.compile(r"You selected an invalid (\w+) name: `\w+='(\w+)'`")
-_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
-_NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
-_NO_OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
-_NO_KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
-_NO_VALUE = re.compile(
-    r'Parser key "([\w.]+)": (?:Does not validate.*Errors: )?(.*?) Given value(?: type: .*?Given value)?: (.*)$'
-)
-_AMBIGUOUS = re.compile(r"Multiple subclasses with name (\w+)\. .*?avoid ambiguity: ([\w., ]+\w)")
-_SHORTHAND = re.compile(r"Given value: (\[?\{'([\w.]+\.\w+)': \{.*)$")
-_INNER = re.compile(r"Parser key \"(\w+)\": Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value: (\S+)")
-_NESTED = re.compile(r"(.*?) Given value type: .*NestedArg\(key='([\w.]+)'")
-_NO_METRIC = re.compile(
-    r"(?:conditioned on metric `|monitor=')(.*?)['`]\)?`? (?:which is not|could not find)(.*)", re.DOTALL
-)
-_KINDS = re.compile(r"Expected an? (?:<class '(?:\w+\.)*(\w+)'>|typing\.Literal\[(.*?)\])")
 
 
 def remedy(message: str) -> str:
-    """A parser's message, shorter and with a remedy; as it is where it is of no kind that is known here.
-
-    Example:
-        >>> remedy("Problem with given class_path 'torch.optim.SDG': module 'torch.optim' has no attribute 'SDG'")
-        'Expected a class of torch.optim but it has no SDG. Did you mean SGD?'
-    """
-    text = " ".join(message.split())
-    if found := _NO_ATTRIBUTE.search(text):
+    """A parser's message: the innermost reason alone, with the nearest name."""
+    text = " ".join(re.sub(r"Given value type: <class '[\w.]+'>", "", message).split())
+    if found := _ATTRIBUTE.search(text):
         module, name = found.groups()
         known = getattr(sys.modules[module], "__all__", dir(sys.modules[module]))
         return f"Expected a class of {module} but it has no {name}.{did_you_mean(name, known)}"
-    if found := _NO_NAME.search(text):
-        return (
-            f"{text.partition(' It must be')[0]}{did_you_mean(found[2], ['federated', 'auto', 'cpu', 'gpu', 'cuda'])}"
-        )
-    if found := _NO_MODULE.search(text):
-        whole = re.search(rf"\b{re.escape(found[1])}[\w.]*\.\w+", text)
-        path = whole[0] if whole else found[1]
-        return f"Expected the path of a class but got {path}: there is no module {found[1]}. Mend its name."
-    if found := _AMBIGUOUS.search(text):
-        ours = [path for path in found[2].split(", ") if path.startswith("lightning_fcl.")]
-        hint = f" Did you mean {ours[0]}?" if ours else f" They are {found[2]}."
-        return f"Expected the path of a class but got {found[1]}, of which there are several.{hint}"
-    if found := _NO_PATH.search(text):
-        hint = did_you_mean(found[1], _short_names())
+    if found := _PATH.search(text):
+        ours = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
+        ours += ["FederatedStrategy", "TopK", "Quantize", "Swarm", *torch.optim.__all__]
+        hint = did_you_mean(found[1], [*ours, *callbacks.__all__, *loggers.__all__])
         return f"Expected a class's path, as in lightning_fcl.callbacks.Replay, but got {found[1]}.{hint}"
-    if found := _NO_OPTION.search(text):
+    if found := _OPTION.search(text):
         path, name = found.groups()
-        known = _arguments(path)
-        hint = did_you_mean(name, known) or (f" It takes {', '.join(known)}." if known else "")
-        return f"Expected arguments of {path} but got `{name}`.{hint}"
-    if found := _NO_KEY.search(text):
-        return _no_key(found[1])
+        known = list(inspect.signature(resolve_name(path)).parameters)
+        return f"Expected arguments of {path} but got `{name}`.{_nearest(name, known)}"
+    if found := _KEY.search(text):
+        return _no_key(found[1].removesuffix("+"))
     if "arguments are required" in text and "model" in text:
         return "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart."
-    if found := re.fullmatch(r"Unexpected config: ?(.*)", text):
-        got = found[1] or "nothing"
+    if text.startswith("Unexpected config:"):
+        got = text.removeprefix("Unexpected config:").strip() or "nothing"
         return f"Expected a recipe to hold settings by name, as in trainer: {{max_epochs: 3}}, but got {got}."
-    if "is not accepted" in text and (found := _SHORTHAND.search(text)):
+    if found := _SHORTHAND.search(text):
         return f"Expected {{class_path: {found[2]}, init_args: {{...}}}} but got {found[1]}."
-    if found := _INNER.search(text):
-        return f"Expected `{found[1]}` to be of {found[2]} but got {found[3]}."
-    if found := _NO_VALUE.search(text):
-        name, errors, value = found.groups()
-        if nested := _NESTED.match(value):
-            value, name = nested[1], f"{name}.{nested[2]}"
-        kinds = [kind or choices for kind, choices in _KINDS.findall(errors)]
-        if kinds and "class_path" not in errors:
-            wanted = " or ".join(dict.fromkeys("null" if kind == "NoneType" else kind for kind in kinds))
-            return f"Expected `{name}` to be of {wanted} but got {value}."
-    return message
+    return f"{found[1]}: {found[2]}" if (found := _UNLIKE.match(text)) else message
 
 
 def refused_by_lightning(message: str) -> str:
-    """What Lightning has refused, by its argument, its value and what to do; empty where it is of no kind known here.
-
-    Example:
-        >>> refused_by_lightning("-1 is not in bounds, numpy accepts from 0 to 4294967295")
-        'Expected `seed_everything` to be from 0 to 4294967295 but got -1.'
-    """
-    if "You selected an invalid" in message:
-        return remedy(message)
-    if found := re.match(r"(-?\d+) is not in bounds, numpy accepts from 0 to (\d+)", message):
-        return f"Expected `seed_everything` to be from 0 to {found[2]} but got {found[1]}."
-    if found := _NO_METRIC.search(message):
-        there = re.findall(r"[`']([^`',]+/[^`',]+)[`']", found[2])
-        hint = did_you_mean(found[1], there) or f" There are {', '.join(there)}."
+    """What Lightning has refused, and what to do; empty where it is of no kind that is known here."""
+    if found := _NAME.search(message):
+        return message.partition(" It must be")[0] + did_you_mean(found[1], ["federated", "auto", "cpu", "gpu", "cuda"])
+    if found := _METRIC.search(message):
+        hint = _nearest(found[1], re.findall(r"[`']([^`',]+/[^`',]+)[`']", found[2]))
         return f"Expected `monitor` to be a metric that is logged but got {found[1]}.{hint}"
-    if found := re.search("more than one stateful callback of type `(\\w+)`", message):
-        return f"Expected one `{found[1]}` among the callbacks but got several. Leave all but one out."
-    if "`devices` selected with" in message:
-        return "Expected `trainer.devices` to be 1 in a federation but got another number. Set it, or leave it out."
-    if "backend found" in message or "torch_xla" in message:
-        return f"Expected an accelerator that this machine has but: {message} Use `--trainer.accelerator cpu`."
-    return ""
+    known = ((re.search(pattern, message), sentence) for pattern, sentence in _LIGHTNING.items())
+    return next((found.expand(sentence) for found, sentence in known if found), "")
 
 
-def _short_names() -> list[str]:
-    """The classes that recipes may name without their path."""
-    ours = [name for package in ("methods", "models") for name in summaries(f"lightning_fcl.{package}")]
-    ours += ["FederatedStrategy", "TopK", "Quantize", "Swarm"]
-    return [*ours, *torch.optim.__all__, *lightning.pytorch.callbacks.__all__, *lightning.pytorch.loggers.__all__]
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return did_you_mean(name, known) or f" There are {', '.join(known)}."
 
 
 def _no_key(key: str) -> str:
-    section, _, name = key.removesuffix("+").partition(".")
+    section, _, name = key.partition(".")
     if section not in _TOP:
         return f"Expected {', '.join(_TOP[:3])} or the like but got `{section}`.{did_you_mean(section, _TOP)}"
-    known = list(inspect.signature(L.Trainer).parameters) if section == "trainer" else []
-    if section == "data":
-        known = list(inspect.signature(FederatedStream).parameters)
-        known += [
-            f"{what}.{one}"
-            for what, kinds in _DEALT.items()
-            for kind in kinds
-            for one in inspect.signature(kind).parameters
-        ]
-    ends = {one.rpartition(".")[2]: one for one in reversed(known)}
-    near = did_you_mean(name.rpartition(".")[2], ends).removeprefix(" Did you mean ").rstrip("?")
-    hint = f" Did you mean {section}.{ends[near]}?" if near else ""
-    return f"Expected arguments of `{section}` but got `{key}`.{hint}"
-
-
-def _arguments(path: str) -> list[str]:
-    try:
-        return list(inspect.signature(resolve_name(path)).parameters)
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return []
+    owners: dict[str, list[tuple[str, type]]] = {"trainer": [("", L.Trainer)], "data": [("", FederatedStream)]}
+    owners["data"] += [("partition.", kind) for kind in Partition.__subclasses__()]
+    owners["data"] += [("scenario.", kind) for kind in Scenario.__subclasses__()]
+    arguments = [
+        (before, one) for before, kind in owners.get(section, []) for one in inspect.signature(kind).parameters
+    ]
+    known = {one: f"{section}.{before}{one}" for before, one in reversed(arguments)}
+    near = did_you_mean(name.rpartition(".")[2], known).removeprefix(" Did you mean ").rstrip("?")
+    return f"Expected arguments of `{section}` but got `{key}`.{f' Did you mean {known[near]}?' if near else ''}"

@@ -22,11 +22,7 @@ def recipes_folder() -> Path:
 
 
 def paper_folder(paper: str) -> Path:
-    """The folder of a paper's recipes.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """The folder of a paper's recipes."""
     papers = sorted(path.parent.name for path in recipes_folder().glob("*/rows.yaml"))
     if paper not in papers:
         names = ", ".join(papers)
@@ -61,9 +57,6 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
     several of them, ``set``, further arguments by their dotted names, and ``expected``, the paper's numbers. ``scales``
     are those at which it is run; by default all; ``scaled`` has, for some scales, more to ``set``. For ``grids`` see
     `expanded`.
-
-    Raises:
-        ValueError: If a row is not known, or not run at this scale.
     """
     content = yaml.safe_load((folder / "rows.yaml").read_text())
     order = expanded(content)
@@ -85,11 +78,7 @@ def paper_rows(folder: Path, rows: Sequence[str] | None, scale: str = "paper") -
 
 
 def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
-    """A row's files, and that of a scale, which goes over them.
-
-    Raises:
-        ValueError: If the paper has no such scale.
-    """
+    """A row's files, and that of a scale, which goes over them."""
     if scale == "paper":
         return tuple(configs)
     scaling = configs[0].with_name(f"scale-{scale}.yaml")
@@ -100,12 +89,7 @@ def at_scale(configs: Sequence[Path], scale: str) -> tuple[Path, ...]:
 
 
 def scale_of(configs: Iterable[str | Path]) -> str:
-    """The scale of a recipe, by its files.
-
-    Example:
-        >>> scale_of(["fedvit/base.yaml", "fedvit/scale-small.yaml"]), scale_of(["flwf/base.yaml"])
-        ('small', 'paper')
-    """
+    """The scale of a recipe, by its files."""
     names = [Path(config).stem for config in configs]
     return next((name.removeprefix("scale-") for name in names if name.startswith("scale-")), "paper")
 
@@ -123,12 +107,6 @@ def row_slug(name: str, row: Row) -> str:
 
 
 def slug(name: str) -> str:
-    """Text as the name of a folder.
-
-    Example:
-        >>> slug("GEM, own head")
-        'gem-own-head'
-    """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -142,14 +120,6 @@ def expanded(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     A grid runs some ``rows``, by their names, once ``with`` each of some changes: further ``configs`` and ``set``. The
     new rows are called by both names. ``scales`` goes for all of them, ``expected`` gives some the paper's numbers.
-
-    Raises:
-        ValueError: If a grid asks for a row that there is not, or expects numbers of one.
-
-    Example:
-        >>> grid = {"rows": ["GEM"], "with": {"50 clients": {"set": {"data.clients": 50}}}, "scales": ["paper"]}
-        >>> expanded({"rows": {"GEM": "gem.yaml"}, "grids": [grid]})["50 clients GEM"]
-        {'configs': ['gem.yaml'], 'set': {'data.clients': 50}, 'expected': {}, 'scales': ['paper']}
     """
     rows: dict[str, dict[str, Any]] = {
         row: dict(entry) if isinstance(entry, dict) else {"configs": [entry]} for row, entry in content["rows"].items()

@@ -14,11 +14,7 @@ _PLACES = ("config", "out", "ckpt_path", "weights_only")  # of one fit, where th
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is.
-
-    Attributes:
-        folder: The run's, in which it lies.
-    """
+    """Writes ``config.yaml`` when training starts: a fit that is refused leaves an earlier run's as it is."""
 
     folder = Path("runs/fit")
 
@@ -26,7 +22,6 @@ class SaveConfig(SaveConfigCallback):
         """Nothing yet."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write it, whole."""
         if not trainer.is_global_zero:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

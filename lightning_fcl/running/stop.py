@@ -26,12 +26,7 @@ _PATIENCE = 5.0  # seconds that child processes have to end
 
 
 class Stopped(SystemExit):
-    """A command that was told to stop has brought to an end what it wanted to.
-
-    Args:
-        number: The signal.
-        message: What is finished, and how to go on.
-    """
+    """A command that was told to stop has brought to an end what it wanted to."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(128 + number)
@@ -81,11 +76,7 @@ class Stop:
 
     @contextmanager
     def after(self, finish: Callable[[], str]) -> Iterator[None]:
-        """Until the end of the block, the first signal is only noted.
-
-        Args:
-            finish: Called when it comes; says what will be done.
-        """
+        """Until the end of the block, the first signal is only noted."""
         before, self._finish = self._finish, finish
         try:
             yield
@@ -121,7 +112,6 @@ def end(number: int, message: str = "") -> NoReturn:
 
 
 def own_processes() -> list[BaseProcess]:
-    """The processes that this one has started by `multiprocessing`, and that still run."""
     from multiprocessing import active_children  # not every command needs it
 
     return [*active_children()]

@@ -15,21 +15,13 @@ from lightning_fcl.running.fit import Parts, read_parts
 
 
 def trained_parts(run: Path) -> Parts:
-    """A run's recipe, with the state of its newest checkpoint in the model.
-
-    Raises:
-        ValueError: If the folder is no run's, or the checkpoint does not fit its recipe.
-    """
+    """A run's recipe, with the state of its newest checkpoint in the model."""
     checkpoint = trained_checkpoint(run)
     return with_checkpoint(read_parts([run / "config.yaml"]), checkpoint)
 
 
 def trained_checkpoint(run: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run: tensors and plain values.
-
-    Raises:
-        ValueError: If the folder is no run's, or the checkpoint is damaged.
-    """
+    """The newest checkpoint of a run: tensors and plain values."""
     checkpoint = newest_checkpoint(run / "checkpoints")
     if checkpoint is None or not (run / "config.yaml").is_file():
         raise ValueError(
@@ -40,11 +32,6 @@ def trained_checkpoint(run: Path) -> dict[str, Any]:
 
 
 def with_checkpoint(parts: Parts, checkpoint: dict[str, Any]) -> Parts:
-    """A recipe's parts with a checkpoint's state in the model.
-
-    Raises:
-        ValueError: If it does not fit.
-    """
     for callback in parts.callbacks:
         if isinstance(callback, BaseSession):
             callback.freeze(parts.model.model)

@@ -17,9 +17,7 @@ def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int
     """The text of an entry's ``README.md``, with the metadata that the hub reads.
 
     Args:
-        entry: What is said of it.
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
-        numbers: How many numbers its state has.
     """
     lines = ["---", yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(), "---", ""]
     lines += [f"# {entry.name}", "", entry.about or "A network trained by lightning-fcl.", ""]

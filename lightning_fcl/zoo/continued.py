@@ -104,8 +104,6 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     """What may be published of a checkpoint, to go on from; or why nothing may.
 
     Args:
-        checkpoint: The checkpoint.
-        parts: Its recipe's parts, the stream set up.
         first: Whether nothing was published by that name before: the difference of two sums may be a single client's.
     """
     kept = dict(_federation(checkpoint))
@@ -130,11 +128,6 @@ def continuation_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def read_continuation(path: Path) -> dict[str, Any]:
-    """A continuation from its file: tensors and plain values.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
@@ -163,13 +156,11 @@ def _key(checkpoint: Mapping[str, Any]) -> str:
 
 
 def _federation(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What a federation has kept in a checkpoint."""
     kept: dict[str, Any] = checkpoint["callbacks"][_key(checkpoint)]
     return kept
 
 
 def _clients(path: str | Path, published: Mapping[str, Any]) -> dict[str, Any]:
-    """What clients have kept, by a checkpoint of theirs."""
     own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), path))
     here = own["fingerprint"]
     if any(here.get(name, value) != value for name, value in published["fingerprint"].items()):

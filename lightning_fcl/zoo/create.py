@@ -20,24 +20,13 @@ _OUTPUTS = ("num_classes", "outputs")
 
 
 class FeaturesOnly(nn.Module):
-    """A network without its head: its outputs are its features.
-
-    Args:
-        network: A network with ``embed(x)``.
-
-    Example:
-        >>> import torch
-        >>> from lightning_fcl.models import MLP
-        >>> FeaturesOnly(MLP([6, 5, 4]))(torch.zeros(2, 6)).shape
-        torch.Size([2, 5])
-    """
+    """A network without its head: its outputs are its features."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features, shape (batch, features)."""
         return features_of(self.network, x)
 
 
@@ -84,9 +73,6 @@ def create_model(
 def pretrained_reservoir(name: str) -> EchoStateNetwork:
     """The reservoir of a published network, for a readout of one's own.
 
-    Args:
-        name: As `lightning_fcl.zoo.load` takes it.
-
     Raises:
         ValueError: If nothing is known by that name, or it has no reservoir.
 
@@ -118,7 +104,6 @@ def _own(name: str, pretrained: bool, num_classes: int | None, arguments: dict[s
 
 
 def _with_head(network: nn.Module, num_classes: int | None) -> nn.Module:
-    """A network with a new head, if it has another number of outputs."""
     if num_classes is None or not isinstance(network, Described):
         return network
     wanted = _resized(network.described, num_classes)
@@ -132,12 +117,6 @@ def _with_head(network: nn.Module, num_classes: int | None) -> nn.Module:
 
 
 def _resized(description: dict[str, Any], outputs: int) -> dict[str, Any]:
-    """A network's description with another number of outputs.
-
-    Example:
-        >>> _resized({"class_path": "lightning_fcl.models.MLP", "init_args": {"sizes": [4, 2]}}, 3)
-        {'class_path': 'lightning_fcl.models.MLP', 'init_args': {'sizes': [4, 3]}}
-    """
     arguments = dict(description["init_args"])
     if "network" in arguments:
         arguments["network"] = _resized(arguments["network"], outputs)

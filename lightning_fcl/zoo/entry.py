@@ -116,17 +116,6 @@ class Entry:
 
 
 def check_name(name: object) -> None:
-    """Refuse what is no name of an entry.
-
-    Raises:
-        ValueError: If it is none.
-
-    Example:
-        >>> check_name("../etc")
-        Traceback (most recent call last):
-        ValueError: Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, \
-but got '../etc'.
-    """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
         raise ValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
@@ -135,15 +124,6 @@ but got '../etc'.
 
 
 def read_entry(content: object, where: object) -> Entry:
-    """An entry from plain data.
-
-    Args:
-        content: As `Entry.plain` gives it.
-        where: For messages.
-
-    Raises:
-        ValueError: If it is of another format, or something in it is missing, unknown or of another type.
-    """
     told = dict(content) if isinstance(content, Mapping) else {}
     if (form := told.pop("format", None)) != FORMAT:
         raise ValueError(
@@ -159,11 +139,7 @@ def read_entry(content: object, where: object) -> Entry:
 
 
 def cast_fields(kind: type, content: object, name: str) -> dict[str, Any]:
-    """The fields of a dataclass from plain data, by their names and types.
-
-    Raises:
-        ValueError: If one is missing, unknown, or of another type.
-    """
+    """The fields of a dataclass from plain data, by their names and types."""
     if not isinstance(content, Mapping):
         raise ValueError(f"Expected {name} to be a mapping but got {content!r}.")
     known = [one.name for one in fields(kind)]
@@ -175,12 +151,7 @@ def cast_fields(kind: type, content: object, name: str) -> dict[str, Any]:
 
 
 def read_folder(folder: Path) -> Entry:
-    """The entry of a folder, all of whose files are there and as they were published.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is damaged.
-    """
+    """The entry of a folder, all of whose files are there and as they were published."""
     entry = read_config(folder)
     for name in entry.files:
         if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
@@ -189,12 +160,7 @@ def read_folder(folder: Path) -> Entry:
 
 
 def read_config(folder: Path) -> Entry:
-    """The entry of a folder, whatever its files are.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged.
-    """
+    """The entry of a folder, whatever its files are."""
     config = folder / CONFIG
     if not config.is_file():
         raise FileNotFoundError(f"Expected {CONFIG} in {folder} but found none. Name the folder of a published model.")
@@ -202,17 +168,10 @@ def read_config(folder: Path) -> Entry:
 
 
 def file_told(path: Path) -> dict[str, Any]:
-    """What is told of a file: its size and SHA-256."""
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
 def check_file(path: Path, told: Mapping[str, Any]) -> None:
-    """Compare a file with what is told of it.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it is another.
-    """
     if not path.is_file():
         raise FileNotFoundError(f"Expected {path} but found no such file. Get it again.")
     size, digest = told.get("size"), told.get("sha256")

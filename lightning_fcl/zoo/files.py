@@ -20,16 +20,8 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     that are left over are refused. Else a line is a sample, with all of its numbers in their order. A first line
     without numbers is a heading.
 
-    Args:
-        path: The file.
-        entry: Whose samples they are.
-
     Returns:
         Shape (n, ...), as `Pretrained.predict` takes it.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it does not hold such samples.
     """
     if not path.is_file():
         raise FileNotFoundError(f"Expected a CSV file at {path} but found none.")

@@ -17,13 +17,7 @@ _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-
 
 
 class Head(NamedTuple):
-    """What a repository holds now.
-
-    Args:
-        repository: Its name.
-        commit: Its newest commit.
-        entry: The network that it holds; None: none yet.
-    """
+    """What a repository holds now."""
 
     repository: str
     commit: str
@@ -31,12 +25,7 @@ class Head(NamedTuple):
 
 
 def from_hub(name: str, to_continue: bool) -> Path:
-    """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``.
-
-    Raises:
-        ValueError: If it names no commit.
-        ConnectionError: If it cannot be downloaded.
-    """
+    """The folder of the files of a repository at a commit, such as ``"hf:organisation/repository@..."``."""
     told = _REPOSITORY.fullmatch(name)
     if told is None or told["commit"] is None:
         raise ValueError(
@@ -52,12 +41,7 @@ def from_hub(name: str, to_continue: bool) -> Path:
 
 
 def head_of(name: str) -> Head:
-    """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there.
-
-    Raises:
-        ValueError: If it is no name of a repository, or what it holds is damaged.
-        ConnectionError: If the hub does not let it be known.
-    """
+    """What a repository such as ``"hf:organisation/repository"`` holds now; it is made if it is not there."""
     told = _REPOSITORY.fullmatch(name)
     if told is None or told["commit"] is not None:
         raise ValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
@@ -72,14 +56,7 @@ def head_of(name: str) -> Head:
 
 
 def upload(folder: Path, head: Head, message: str) -> str:
-    """Put a folder's files in place of a repository's, in one commit after the one that was seen.
-
-    Returns:
-        The name from which `lightning_fcl.zoo.load` takes it.
-
-    Raises:
-        ConnectionError: If the hub does not take it, or another commit came before.
-    """
+    """Put a folder's files in place of a repository's, in one commit after the one that was seen."""
     files = [CONFIG, WEIGHTS, CHECK, CARD, CONTINUE]
     with _telling(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(

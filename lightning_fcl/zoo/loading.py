@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_fcl.federation.aggregation import check_state
 from lightning_fcl.models.described import rebuild
 from lightning_fcl.zoo.entry import CHECK, WEIGHTS, Entry, read_folder
 from lightning_fcl.zoo.pretrained import Pretrained, features_of
@@ -44,7 +45,6 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
 
 
 def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
-    """As `load`, from a folder."""
     entry = read_folder(folder)
     network = build(entry, model)
     fill(network, read_tensors(folder / WEIGHTS), entry)
@@ -60,11 +60,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
 
 
 def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
-    """The network of an entry, before its weights.
-
-    Raises:
-        ValueError: If it is of a class that is not made again here, and was not handed in.
-    """
+    """The network of an entry, before its weights."""
     if model is not None:
         return model
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and then replaced
@@ -75,25 +71,13 @@ def build(entry: Entry, model: nn.Module | None = None) -> nn.Module:
 
 
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], entry: Entry) -> None:
-    """Put weights into a network: each that it has, and no other.
-
-    Raises:
-        ValueError: If one is missing, unknown, of another shape or kind, or not finite.
-    """
-    state = network.state_dict()
-    if missing := sorted({*state} - {*tensors}):
-        raise ValueError(f"Expected the weights of {entry.full_name} to hold {missing[0]} but they do not.")
-    if unknown := sorted({*tensors} - {*state}):
-        raise ValueError(f"Expected the weights of {entry.full_name} to fit but they hold {unknown[0]} besides.")
-    for name, value in tensors.items():
-        if value.shape != state[name].shape or value.is_floating_point() != state[name].is_floating_point():
-            raise ValueError(
-                f"Expected {name} of {entry.full_name} of shape {tuple(state[name].shape)} and type "
-                f"{state[name].dtype} but got {tuple(value.shape)} and {value.dtype}."
-            )
-        if not torch.isfinite(value).all():
-            raise ValueError(f"Expected {name} of {entry.full_name} to be finite but it is not.")
-    network.load_state_dict(dict(tensors))
+    """Put weights, perhaps of half precision, into a network: each that it has, and no other."""
+    whole = {name: value.float() if value.dtype == torch.half else value for name, value in tensors.items()}
+    try:
+        check_state(network, whole)
+    except ValueError as error:
+        raise ValueError(f"Expected the weights of {entry.full_name} to fit its network. {error}") from error
+    network.load_state_dict(whole)
 
 
 @torch.no_grad()
@@ -110,11 +94,6 @@ def features_or_outputs(model: Pretrained, x: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

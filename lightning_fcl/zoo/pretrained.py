@@ -88,16 +88,11 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Any, rate: float | None = None, units: Sequence[str] | str | None = None) -> list[Prediction]:
-        """The class of each sample.
+        """The class of each sample; arguments are those of `prepare`.
 
         The probabilities of a readout that was solved for by least squares are its outputs, cut at 0 and divided by
         their sum: an estimate of theirs, not a calibrated one. Where a readout speaks at each time step, its mean over
         the steps counts.
-
-        Args:
-            x: As `prepare` takes it.
-            rate: As there.
-            units: As there.
 
         Raises:
             ValueError: As there, or if the entry names no classes.
@@ -139,11 +134,7 @@ class Pretrained(nn.Module):
 
 
 def features_of(network: nn.Module, x: Tensor) -> Tensor:
-    """Features of prepared samples, shape (n, features).
-
-    Raises:
-        ValueError: If the network has no ``embed(x)``.
-    """
+    """Features of prepared samples, shape (n, features)."""
     embed = getattr(network, "embed", None)
     if embed is None:
         raise ValueError(f"Expected a network that has features, by `embed(x)`, but {type(network).__name__} has none.")

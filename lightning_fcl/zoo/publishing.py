@@ -18,7 +18,7 @@ from lightning_fcl.device.report import device_report
 from lightning_fcl.evaluation.files import TemporaryFolder, locked, write_whole, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.evaluation.table import FORMAT, Cell, format_of, read_table
+from lightning_fcl.evaluation.table import Cell, read_table
 from lightning_fcl.federation.aggregation import reductions_of
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.described import describe
@@ -36,14 +36,11 @@ from lightning_fcl.zoo.entry import (
     WEIGHTS,
     Entry,
     Outputs,
-    check_file,
     check_name,
-    file_told,
-    read_config,
     read_folder,
 )
 from lightning_fcl.zoo.hub import Head, head_of, upload
-from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder, read_tensors
+from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
 from lightning_fcl.zoo.registry import LOCK, Published, published_in, register, registered
@@ -57,11 +54,7 @@ LOST = 1e-3
 
 @runtime_checkable
 class MakesNetwork(Speaks, Protocol):
-    """A task that gives a plain network which predicts classes as it does.
-
-    Attributes:
-        gives: What the outputs are: ``"logits"``, or least-squares estimates of ``"0/1"`` or ``"-1/1"``.
-    """
+    """A task that gives a plain network which predicts classes as it does."""
 
     @property
     def gives(self) -> Outputs:
@@ -136,7 +129,10 @@ def publish(
     entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits))
     model = Pretrained(network, entry)
     asked = [False, True] if half is None and classes else [bool(half)]
-    models = {halved: _halved(model) if halved else model for halved in asked}
+    models = {halved: model for halved in asked}
+    if True in models:  # as it is loaded from a file that holds it in half precision
+        models[True] = Pretrained(build(entry), entry)
+        fill(models[True].network, _tensors(network, half=True), entry)
     told = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
     half = len(told) == 2 and abs(told[True] - told[False]) <= LOST if half is None else half
     metrics = {"test_accuracy": told[half], **entry.metrics} if told else entry.metrics
@@ -204,13 +200,6 @@ def _private(parts: Parts) -> bool:
     return any(reduction.name == "none" and name.startswith("model.") for name, reduction in reductions.items())
 
 
-def _halved(model: Pretrained) -> Pretrained:
-    """The network as it is loaded from a file that holds it in half precision."""
-    network = build(model.entry)
-    fill(network, _tensors(model.network, half=True), model.entry)
-    return Pretrained(network, model.entry)
-
-
 def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     """What a file holds of a network: those of 32 bits in 16, if wanted; all others as they are."""
     return {
@@ -239,41 +228,14 @@ def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, 
     write_whole(partial / CHECK, save(pair))
     if isinstance(later, dict):
         write_whole(partial / CONTINUE, continuation_bytes(later))
-    write_whole(partial / CARD, card(entry, spread_of(entry), _numbers(network.state_dict())))
+    numbers = sum(value.numel() for value in network.state_dict().values())
+    write_whole(partial / CARD, card(entry, spread_of(entry), numbers))
     write_whole(partial / CONFIG, entry.with_files(partial).text())
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     register(to, published_in(folder))
     return folder
-
-
-def _numbers(state: Mapping[str, Tensor]) -> int:
-    return sum(value.numel() for value in state.values())
-
-
-def renew_card(folder: Path) -> bool:
-    """Write the card of an entry anew, by its recipe's table as it is now; whether it has changed.
-
-    Weights and version stay. Cut off, it goes on.
-
-    Args:
-        folder: The entry's, beside its registry.
-
-    Raises:
-        ValueError: If its configuration, its weights or the registry are damaged.
-    """
-    entry = read_config(folder)
-    check_file(folder / WEIGHTS, entry.files[WEIGHTS])
-    old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
-    text = card(entry, spread_of(entry), _numbers(read_tensors(folder / WEIGHTS))).encode()
-    with locked(folder.parent / LOCK):
-        withdrawn = {one.entry.full_name: one.withdrawn for one in registered(folder.parent)}
-        write_whole(folder / CARD, text)
-        files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
-        write_whole(folder / CONFIG, replace(entry, files=files).text())
-        register(folder.parent, published_in(folder, withdrawn.get(entry.full_name, "")))
-    return text != old
 
 
 def spread_of(entry: Entry) -> dict[str, tuple[float, float, int]]:
@@ -290,7 +252,5 @@ def _table_row(recipe: Mapping[str, Any]) -> Mapping[str, Cell]:
     paper, row, configs = (recipe.get(key) for key in ("paper", "row", "configs"))
     if not (paper and configs):
         return {}
-    home, scale = paper_folder(paper), scale_of(configs)
-    file = place_of(home, scale) / "table.json"
-    known = file.is_file() and format_of(file) == FORMAT  # a table of 0.1 has no spread by seed
-    return read_table(file).rows.get(str(row), {}) if known else {}
+    file = place_of(paper_folder(paper), scale_of(configs)) / "table.json"
+    return read_table(file).rows.get(str(row), {}) if file.is_file() else {}

@@ -24,10 +24,6 @@ def packaged_recipe(run: Path, results: Mapping[str, Any]) -> dict[str, Any]:
 
     What a recipe says of itself and of its numbers does not count, nor where results go, nor on how many processes a
     federation ran: its result is the same.
-
-    Args:
-        run: The run's folder.
-        results: What it has come to.
     """
     plain = _on_any_processes(_plain(read_yaml(run / "config.yaml")))
     for configs, words in _candidates(results["recipe"] or {"paper": "", "row": ""}):
@@ -52,16 +48,7 @@ def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Seque
 
 
 def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -> Parts:
-    """What the recipe of a published network stands for, if it is one of the package as it is now.
-
-    Args:
-        recipe: What the entry tells.
-        name: The entry's name, for messages.
-        with_trainer: Whether a Trainer is made, too.
-
-    Raises:
-        UnknownRecipeError: If it is none, or another by now.
-    """
+    """What the recipe of a published network stands for, if it is one of the package as it is now."""
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
         if _told(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:

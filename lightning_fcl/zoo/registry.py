@@ -42,20 +42,10 @@ _URL = re.compile(r"(?P<url>https?://[^#]+?)/?(#sha256=(?P<digest>[0-9a-f]{64}))
 
 @dataclass(frozen=True)
 class Published:
-    """An entry of a registry.
-
-    Args:
-        entry: What is said of it.
-        folder: Its folder, beside the registry: its name, perhaps with ``@`` and its version.
-        withdrawn: Why it must not be used any more; empty: it may.
-
-    Raises:
-        ValueError: If the folder is another.
-    """
+    """An entry of a registry."""
 
     entry: Entry
     folder: str
-    withdrawn: str = ""
 
     def __post_init__(self) -> None:
         if self.folder not in (self.entry.name, self.entry.full_name):
@@ -66,7 +56,6 @@ class Published:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Size and SHA-256 of its configuration."""
         data = self.entry.text().encode()
         return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
@@ -76,9 +65,7 @@ class Published:
         return {CONFIG: self.config, **own}
 
     def plain(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        told = {"folder": self.folder, "config": self.config, "withdrawn": self.withdrawn}
-        return {"entry": self.entry.plain(), **told}
+        return {"entry": self.entry.plain(), "folder": self.folder, "config": self.config}
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,6 @@ class Registry:
     """A registry, and where its folders may be.
 
     Args:
-        entries: What it lists.
         places: Folders and URLs, the first that has an entry counts.
     """
 
@@ -94,19 +80,10 @@ class Registry:
     places: tuple[str, ...]
 
     def find(self, name: str) -> Published | None:
-        """The newest version of a name that is not withdrawn, or that which the name tells; None: there is none.
-
-        Raises:
-            ValueError: If it is withdrawn.
-        """
+        """The newest version of a name, or that which the name tells; None: there is none."""
         base, _, version = name.partition("@")
         own = [one for one in self.entries if one.entry.name == base and version in ("", str(one.entry.version))]
-        usable = [one for one in own if not one.withdrawn]
-        if own and not usable:
-            raise ValueError(
-                f"Expected a model that may be used but {own[-1].entry.full_name} is withdrawn: {own[-1].withdrawn}"
-            )
-        return max(usable, key=lambda one: one.entry.version, default=None)
+        return max(own, key=lambda one: one.entry.version, default=None)
 
 
 def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
@@ -131,23 +108,13 @@ def list_published(pattern: str = "*") -> dict[str, Published]:
     """What the registries say of the newest version of each name, in alphabetical order; the first registry counts."""
     newest: dict[str, Published] = {}
     for registry in registries():
-        names = {one.entry.name for one in registry.entries if not one.withdrawn} - {*newest}
+        names = {one.entry.name for one in registry.entries} - {*newest}
         newest |= {name: found for name in names if (found := registry.find(name)) is not None}
     return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
 def folder_of(name: str | Path, to_continue: bool = False) -> Path:
-    """The folder of an entry on this machine, its files verified against the registry that names it.
-
-    Args:
-        name: As `lightning_fcl.zoo.load` takes it.
-        to_continue: Whether with what it goes on learning from.
-
-    Raises:
-        ValueError: If nothing is known by that name, or a file is damaged.
-        FileNotFoundError: If it is nowhere.
-        ConnectionError: If it cannot be downloaded.
-    """
+    """The folder of an entry on this machine, its files verified against the registry that names it."""
     text = str(name)
     if isinstance(name, Path) or (os.sep in text.removeprefix("hf:") and not text.startswith("hf:")):
         return Path(name).expanduser()
@@ -157,11 +124,6 @@ def folder_of(name: str | Path, to_continue: bool = False) -> Path:
 
 
 def find(name: str) -> Published:
-    """What the registries say of a name.
-
-    Raises:
-        ValueError: If none knows it, or it is withdrawn.
-    """
     return _found(name)[1]
 
 
@@ -198,15 +160,6 @@ def package_folder() -> Path:
 
 
 def read_registry(data: bytes, *places: str) -> Registry:
-    """A registry from the content of its file.
-
-    Args:
-        data: The content.
-        places: Where its folders may be; the first is where the file is.
-
-    Raises:
-        ValueError: If it is damaged, of another format, or an entry is.
-    """
     where = f"{places[0]}/{REGISTRY}"
     content = unseal(data, where)
     if content.get("format") != FORMAT:
@@ -233,9 +186,9 @@ def _read_published(content: object, where: str) -> Published:
 
 
 def register(to: Path, published: Published) -> None:
-    """Name an entry in the registry of a folder, beside what it names already."""
     others = [one for one in registered(to) if one.entry.full_name != published.entry.full_name]
-    write_whole(to / REGISTRY, registry_text((*others, published)))
+    ordered = sorted([*others, published], key=lambda one: (one.entry.name, one.entry.version))
+    write_whole(to / REGISTRY, seal({"format": FORMAT, "models": [one.plain() for one in ordered]}))
 
 
 def registered(folder: Path) -> tuple[Published, ...]:
@@ -244,31 +197,12 @@ def registered(folder: Path) -> tuple[Published, ...]:
     return read_registry(file.read_bytes(), str(folder)).entries if file.is_file() else ()
 
 
-def published_in(folder: Path, withdrawn: str = "") -> Published:
-    """What a registry says of the entry of a folder.
-
-    Args:
-        folder: The folder.
-        withdrawn: Why it must not be used any more, if so.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If one is damaged.
-    """
-    return Published(read_folder(folder), folder.name, withdrawn)
+def published_in(folder: Path) -> Published:
+    return Published(read_folder(folder), folder.name)
 
 
 def collect(folder: Path, to: Path) -> Path:
-    """Copy an entry's folder beside a registry, and name it there.
-
-    Args:
-        folder: Where it is.
-        to: The registry's folder; it is made if it is not there.
-
-    Raises:
-        OSError: If it cannot be written, or something else is there by its name.
-        ValueError: If it is damaged.
-    """
+    """Copy an entry's folder beside a registry, and name it there."""
     entry = read_folder(folder)
     target = inside(to, entry.folder)
     with writing(target):
@@ -282,12 +216,6 @@ def collect(folder: Path, to: Path) -> Path:
                         shutil.copy2(folder / file, copy)
             register(to, published_in(target))
     return target
-
-
-def registry_text(entries: tuple[Published, ...]) -> str:
-    """What a registry's file holds."""
-    ordered = sorted(entries, key=lambda one: (one.entry.name, one.entry.version))
-    return seal({"format": FORMAT, "models": [one.plain() for one in ordered]})
 
 
 def _told(place: str) -> Registry:

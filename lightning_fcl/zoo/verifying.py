@@ -45,9 +45,6 @@ class Verdict:
 def verify(name: str | Path) -> Verdict:
     """Compare a published network with its card: on its data where they are, and on the published input.
 
-    Args:
-        name: As `lightning_fcl.zoo.load` takes it.
-
     Raises:
         ValueError: If a file is damaged, or does not fit.
         FileNotFoundError: If a file is missing.

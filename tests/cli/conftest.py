@@ -31,9 +31,9 @@ def tiny(tmp_path, small_recipe):
     return ["--config", str(recipes_folder() / "quickstart.yaml"), "--config", str(path)]
 
 
-def empty_pages(folder, results):
-    """Empty files in place of a run's report and page, which take longer than its rounds."""
-    return write_whole(folder / "report.md", ""), write_whole(folder / "report.html", "")
+def empty_page(folder, results):
+    """An empty file in place of a run's page, which takes longer than its rounds."""
+    return write_whole(folder / "report.html", "")
 
 
 @pytest.fixture
@@ -44,4 +44,4 @@ def reports():
 @pytest.fixture(autouse=True)
 def _no_reports(request, monkeypatch):
     if "reports" not in request.fixturenames:
-        monkeypatch.setattr("lightning_fcl.evaluation.run_folder.write_pages", empty_pages)
+        monkeypatch.setattr("lightning_fcl.evaluation.run_folder.write_page", empty_page)

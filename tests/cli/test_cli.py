@@ -68,8 +68,8 @@ def test_fit_leaves_a_whole_folder(tiny, tmp_path, reports):
     assert results["metrics"]["upload_bytes/total"] == 2 * 3 * 4 * (64 * 64 + 64 + 64 * 10 + 10)
     lines = (out / "metrics.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 4
-    assert (out / "report.md").read_text().startswith("# FLwF-2T + replay")
     page = (out / "report.html").read_text()
+    assert "<h1>FLwF-2T + replay" in page
     assert "MLP in Classifier" in page and "digits, ClassIncremental, IID" in page and "FLwF2T, Replay" in page
     assert (out / "config.yaml").read_text().splitlines()[1] in page
     assert list(out.glob("events.out.tfevents.*"))
@@ -112,7 +112,6 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        ({"data": {"owners": ["a"]}}, "Expected arguments of `data` but got `data.owners`"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 3}}}},
             "`experiences` to divide the number of classes, 10, but got 3",
@@ -321,7 +320,7 @@ figures:
 
 
 @pytest.mark.seconds
-def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, error_of, reports):
+def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, reports):
     digits = load("digits")
     rows = Arrays(digits.x[:300].reshape(300, 8, 8), digits.y[:300], None, digits.classes, None, None)
     monkeypatch.setattr("lightning_fcl.data.samples.load", lambda name, root: rows)
@@ -339,9 +338,6 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, e
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
     assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 100
     assert (out / "one" / "seed-1" / "report.html").exists()
-    (folder / "rows.yaml").write_text(FIGURES.replace("two: two}", "two: three}"))
-    message = "Expected the rows of figure both.png to be among one, two but got three."
-    assert message in error_of(["reproduce", "toy", "--rows", "one", "--out", str(out)])
 
 
 def test_data_commands(capsys, error_of, tmp_path, monkeypatch):

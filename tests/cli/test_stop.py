@@ -157,7 +157,8 @@ def test_a_fit_stops_after_the_round_and_goes_on_to_the_same_bits(recipe, start,
     out = tmp_path / "out"
     results = read_results(out)
     assert not results["finished"] and [entry["round"] for entry in results["record"]["rounds"]] == [0, 1]
-    assert "2 rounds, 3 clients; the run was stopped before its end" in (out / "report.md").read_text()
+    page = (out / "report.html").read_text()
+    assert "2 rounds, 3 clients" in page and "The run was stopped before its end" in page
     assert not (out / "files.json").exists() and not temporary(tmp_path)
     words = shlex.split(re.search("Go on with: lightning-fcl (.*)", said)[1])
     process = start(words)
@@ -260,7 +261,7 @@ run_job(Job("a run", tuple(map(Path, sys.argv[2:])), 0, Path({str(job.out)!r})))
     run_jobs([job], 1)
     assert finished(job) and not temporary(job.out)
     assert (job.out / "results.json").read_bytes() == before  # nothing was trained again
-    assert (job.out / "report.md").read_text().startswith("# ") and "</html>" in (job.out / "report.html").read_text()
+    assert "</html>" in (job.out / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -268,8 +269,8 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(recipe, tmp_path, repo
     job = Job("a run", recipe(logger=False), 0, tmp_path / "out")
     run_jobs([job], 1)
     whole = {path.name: path.read_bytes() for path in job.out.iterdir() if path.is_file()}
-    assert finished(job) and {"metrics.csv", "report.md", "report.html", "files.json"} <= set(whole)
-    for name in ("metrics.csv", "report.md", "report.html", "files.json", "results.json"):
+    assert finished(job) and {"metrics.csv", "report.html", "files.json"} <= set(whole)
+    for name in ("metrics.csv", "report.html", "files.json", "results.json"):
         damaged = bytearray(whole[name])
         damaged[len(damaged) // 2] ^= 1
         for content in (damaged, whole[name][: len(damaged) // 2], None) if name != "results.json" else [damaged]:

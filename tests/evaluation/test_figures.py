@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from lightning_fcl.evaluation import panels, plots
 from lightning_fcl.evaluation.communication import BANDWIDTHS
-from lightning_fcl.evaluation.figures import check_figures, write_figures
+from lightning_fcl.evaluation.figures import write_figures
 from lightning_fcl.evaluation.panels import (
     density_panels,
     experience_labels,
@@ -101,40 +101,23 @@ def test_a_run_that_ended_early_and_other_orders_of_classes(tmp_path, rows, draw
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize(
-    ("of", "kind", "name"),
-    [
-        ("all", None, None),
-        ("ann", "owners", "ann"),
-        ("walk", "groups", "walk"),
-        ("group 2", "groups", "2"),
-        ("owner 2", "owners", "2"),
-    ],
-)
-def test_density_is_the_mean_over_seeds_of_the_last_one(tmp_path, rows, drawn, of, kind, name):
+def test_density_is_the_mean_over_seeds_of_the_last_one(tmp_path, rows, drawn):
     shown = {"": {"first": "A", "second": "B"}}
-    write_figures(tmp_path, [figure(of=of, panels=shown)], rows)
+    write_figures(tmp_path, [figure(panels=shown)], rows)
     ours = steps(drawn[0].axes[0])
     for label, row in (("first", "A"), ("second", "B")):
         last = [run["densities"]["experiences"][-1] for run in rows[row]]
-        expected = [entry[kind][name] if kind else entry["all"] for entry in last]
+        expected = [entry["all"] for entry in last]
         np.testing.assert_allclose(ours[label], np.mean(expected, axis=0))
 
 
-def test_panels_may_show_other_samples_and_experiences(tmp_path, rows, drawn):
-    shown = {
-        "last": {"lines": {"first": "A"}, "of": "ann"},
-        "walk": {"lines": {"B": "B"}, "of": "walk", "experiences": True},
-        "own": {"first": "A"},
-    }
-    write_figures(tmp_path, [figure(of="sit", panels=shown)], rows)
-    last, walk, own = drawn[0].axes
-    entries = {row: [run["densities"]["experiences"] for run in rows[row]] for row in rows}
-    np.testing.assert_allclose(steps(last)["first"], np.mean([run[-1]["owners"]["ann"] for run in entries["A"]], 0))
-    np.testing.assert_allclose(steps(own)["first"], np.mean([run[-1]["groups"]["sit"] for run in entries["A"]], 0))
-    assert list(steps(walk)) == ["after sit", "after walk", "after run", "after 2"]
-    for values, entry in zip(steps(walk).values(), entries["B"][0], strict=True):
-        np.testing.assert_allclose(values, entry["groups"]["walk"])
+def test_panels_of_experiences_show_each_of_a_row(tmp_path, rows, drawn):
+    write_figures(tmp_path, [figure(experiences=True, panels={"B": {"B": "B"}})], rows)
+    found = steps(drawn[0].axes[0])
+    assert list(found) == ["after sit", "after walk", "after run", "after 2"]
+    for number, values in enumerate(found.values()):
+        entries = [run["densities"]["experiences"][number]["all"] for run in rows["B"]]
+        np.testing.assert_allclose(values, np.mean(entries, axis=0))
 
 
 def test_figures_whose_rows_were_not_run_are_left_out(tmp_path, rows, capsys):
@@ -152,36 +135,7 @@ def test_panels_whose_rows_were_not_run_are_left_out_of_their_figure(tmp_path, r
         assert [panel.get_title("left") for panel in drawn[-1].axes] == ["run"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kind": "density"}, "`kind` of figure a.png to be stream_accuracy, .*, volume_by_round but got density"),
-        ({"panels": {"": {"a": "AA"}}}, r"rows of figure a.png to be among A, B but got AA\. Did you mean A\?"),
-        ({"panels": {}}, "`panels` of figure a.png to give for each panel's title its lines, label: row, but got {}"),
-        ({"panels": {"x": "A"}}, "`panels` of figure a.png to give"),
-        ({"panles": {}}, "figure a.png to have experiences, file, .* but got panles"),
-        ({"file": "../a.png"}, r"a plain name of something inside \. but got '\.\./a\.png'"),
-        ({"file": "a/b.png"}, "`file` of figures to be a name that ends in .png but got a/b.png"),
-        ({"file": "a.svg"}, "`file` of figures to be a name that ends in .png but got a.svg"),
-        (
-            {"experiences": True, "panels": {"": {"a": "A", "b": "B"}}},
-            "one row in each panel of figure a.png, .* a, b",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named_before_anything_runs(change, message):
-    check_figures([figure()], ["A", "B"])
-    with pytest.raises(ValueError, match=message):
-        check_figures([figure(**change)], ["A", "B"])
-    with pytest.raises(ValueError, match="Expected figure without `file` to have `file` but got kind"):
-        check_figures([{"kind": "stream_accuracy"}], [])
-
-
 def test_what_the_results_lack_is_named(tmp_path, rows):
-    with pytest.raises(ValueError, match="`of` to be one of all, sit, walk, run, 2, ann, 2, as row A has them"):
-        write_figures(tmp_path, [figure(of="bob")], rows)
-    with pytest.raises(ValueError, match="`of` to be `group 2` or `owner 2`, as row A has both, but got 2"):
-        write_figures(tmp_path, [figure(of=2)], rows)
     del rows["A"][1]["densities"]
     with pytest.raises(ValueError, match=r"`densities` in the results of row A but got none\. Add `ActivationDensity`"):
         write_figures(tmp_path, [figure()], rows)

@@ -288,25 +288,6 @@ def test_curves_and_matrices_put_the_server_first_and_skip_missing_rounds():
     assert models["7"].overall[0] == pytest.approx(sum(there[0]["correct"]["7"]) / 54)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: general_accuracy([[1, 2]], [1, 1]), r"`correct` to be between 0 and `totals` but got 2 of 1 in row 0"),
-        (lambda: general_accuracy([[1, 2]], [3]), r"`correct` to have one row per round and 1 columns"),
-        (lambda: general_accuracy([[0]], [0]), r"`totals` to count the test samples"),
-        (lambda: personal_accuracy([[1]], [1], [1], [[0]]), r"`experience` to number the 1 `tasks` from 0 .* \[1\]"),
-        (lambda: personal_accuracy([[1]], [1], [0, 0], [[0]]), r"`experience` to have one entry per row"),
-        (lambda: accuracy_matrix([[1]], [1], [0], [[0]], rounds="best"), r'`rounds` to be .* but got "best"'),
-        (lambda: average_accuracy([[1.0]], 2), r"`t` to be a number of tasks between 1 and 1 but got 2"),
-        (lambda: forgetting([[1.0, 0.0], [0.0, 1.0]], 1), r"`t` to be a number of tasks between 2 and 2 but got 1"),
-        (lambda: backward_transfer([[1.0, 2.0]]), r"`matrix` to be square"),
-    ],
-)
-def test_errors_name_argument_and_value(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_module_needs_no_torch():
     source = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
     path = sys.modules["lightning_fcl.evaluation.metrics"].__file__

@@ -1,4 +1,4 @@
-"""A run's report and its page, and the page of several: what the record says, from one file that asks no host."""
+"""A run's page, and the page of several: what the record says, from one file that asks no host."""
 
 import json
 import re
@@ -11,7 +11,6 @@ import vl_convert
 from lightning_fcl.evaluation.comparison import compare_page, labelled, runs_below
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.metrics import curves, matrices, summarize
-from lightning_fcl.evaluation.report import write_report
 from lightning_fcl.evaluation.report_page import run_page
 from lightning_fcl.evaluation.results import is_whole, read_results, write_results
 from lightning_fcl.evaluation.run_folder import write_files
@@ -77,50 +76,46 @@ def save(folder, content):
     return folder
 
 
-def evenly(text):
-    """Without the spaces that make columns even."""
-    return re.sub(" +", " ", text)
-
-
-def test_report_tells_what_ran_and_compares_with_the_paper(tmp_path):
+def test_a_page_tells_what_ran_and_compares_with_the_paper():
     content = results(expected=EXPECTED)
-    path = write_report(save(tmp_path, content))
-    text = evenly(path.read_text())
-    assert path == tmp_path / "report.md"
-    for part in ("# FLwF-2T/FT (flwf)", "Seed: 0", "12.3 s", "a small computer", "torch 2.13.0", "6 rounds, 2 clients"):
-        assert part in text
+    page = run_page(content)
+    said = str(page)
+    for part in (
+        "FLwF-2T/FT (flwf)",
+        "seed\\xa00",
+        "12.3 s",
+        "a small computer",
+        "torch 2.13.0",
+        "6 rounds, 2 clients",
+    ):
+        assert part in said
     ours = content["metrics"]["A_gen/client1"]
-    assert f"| A_gen client1 | {ours:.3f} | 0.753 | {ours - 0.753:+.3f} |" in text
-    assert "| A_gen other | - | 0.500 | - |" in text
-    assert f"| server | {content['metrics']['A_gen/server']:.3f} |" in text
-    assert "upload: 16.500 MB, download: 22.000 MB" in text
-    assert "- round 5, generalized: non-finite weights" in text
-    assert {file.name for file in tmp_path.iterdir()} == {"results.json", "report.md"}
+    lines = {line[0].text: [cell.text for cell in line[1:]] for line in page.sections[0].grids[0].lines}
+    assert lines["A_gen client1"] == [f"{ours:.3f}", "0.753", f"{ours - 0.753:+.3f}"]
+    assert lines["A_gen other"] == ["-", "0.500", "-"]
+    every = next(section.grids[0] for section in page.sections if section.title == "Every metric")
+    server = next(line for line in every.lines if line[0].text == "server")
+    assert server[every.head.index("A_gen")].text == f"{content['metrics']['A_gen/server']:.3f}"
+    wire = next(section.grids[0] for section in page.sections if section.title == "On the wire and inside")
+    assert [cell.text for cell in wire.lines[0]] == ["round 5", "generalized", "non-finite weights"]
 
 
-def test_report_of_one_task_compares_with_no_paper(tmp_path):
-    text = write_report(save(tmp_path, results(tasks=1))).read_text()
-    assert "## Against the paper" not in text and "A_2" not in text
-
-
-def test_report_of_a_run_without_rounds(tmp_path):
-    content = results()
-    content["record"]["rounds"] = []
-    content["metrics"] = summarize(content["record"])
-    assert "0 rounds" in write_report(save(tmp_path, content)).read_text()
+def test_a_page_of_one_task_compares_with_no_paper():
+    page = run_page(results(tasks=1))
+    assert page.sections[0].title != "Against the paper" and "A_2" not in str(page)
 
 
 def test_broken_results_are_named(tmp_path):
     path = tmp_path / "results.json"
     with pytest.raises(FileNotFoundError, match=f"in {path} but found no such file"):
-        write_report(tmp_path)
+        read_results(tmp_path)
     path.write_text('{"seed": 0,')
     with pytest.raises(ValueError, match=f"Expected {path} to hold JSON but got: Expecting"):
-        write_report(tmp_path)
+        read_results(tmp_path)
     for other in ('{"seed": 0}', "[1]"):
         path.write_text(other)
         with pytest.raises(ValueError, match=f"Expected {path} to be of format 1 but it is of none: it is damaged, or"):
-            write_report(tmp_path)
+            read_results(tmp_path)
     write_results(tmp_path, {"seed": 0})
     with pytest.raises(ValueError, match=f"Expected {path} to have the entries recipe, metrics"):
         read_results(tmp_path)

@@ -104,10 +104,6 @@ def test_a_table_that_is_not_whole_is_named(tmp_path):
     refused("to be of format 1 but it is of 7", format=7)
     refused("Expected `machine` in .* but got None", machine=None)
     refused("Expected `FT` in .* but got 3", rows={"FT": 3})
-    refused(
-        "Expected `mean` of F_2/client1 in row FT in .* to be 0.95, by its values, but got 0.96", rows=row(mean=0.96)
-    )
-    refused("Expected `n` .* to be 2", rows=row(n=3))
     refused("Expected `1` of F_2/client1 .* but got high", rows=row(values={"0": 0.9, "1": "high"}))
     refused("a number for each seed", rows=row(values={"first": 0.9, "1": 1.0}))
     refused("Expected `paper` of F_2/client1", rows=row(paper="1"))

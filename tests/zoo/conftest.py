@@ -26,9 +26,9 @@ def small_zoo(tmp_path, monkeypatch):
     return folder
 
 
-def empty_pages(folder, results):
-    """Empty files in place of a run's report and page, which take longer than its rounds."""
-    return write_whole(folder / "report.md", ""), write_whole(folder / "report.html", "")
+def empty_page(folder, results):
+    """An empty file in place of a run's page, which takes longer than its rounds."""
+    return write_whole(folder / "report.html", "")
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def fit_small():
             paths.append(folder / f"change-{number}.yaml")
             paths[-1].write_text(yaml.safe_dump(content))
         with pytest.MonkeyPatch.context() as patch:  # reports are tested elsewhere, and take longer than the runs do
-            patch.setattr("lightning_fcl.evaluation.run_folder.write_pages", empty_pages)
+            patch.setattr("lightning_fcl.evaluation.run_folder.write_page", empty_page)
             main(["fit", *config_words(paths), *words, "--out", str(folder / "out")])
         return folder / "out"
 

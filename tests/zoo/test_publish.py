@@ -1,3 +1,4 @@
+import importlib
 import json
 from dataclasses import replace
 
@@ -11,9 +12,9 @@ from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.running.trained import trained_parts
 from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
-from lightning_fcl.zoo.publishing import publish, renew_card
+from lightning_fcl.zoo.publishing import publish
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import REGISTRY, published_in, register, registered
+from lightning_fcl.zoo.registry import REGISTRY, package_folder, published_in, registered
 
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
@@ -161,19 +162,21 @@ def test_what_is_no_run_is_refused(tmp_path, target):
 
 
 def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch):
+    monkeypatch.syspath_prepend(package_folder())  # a tool of the repository
+    train = importlib.import_module("train")
+    renew_card = train.renew_card
     name = "mlp.digits.flwf2t_replay"
     folder, spread = small_zoo / name, {"final_accuracy/server": (0.77, 0.01, 5), "worst/server": (0.5, 0.1, 5)}
     weights, before = (folder / WEIGHTS).read_bytes(), registered(small_zoo)[0]
-    register(small_zoo, replace(before, withdrawn="for a reason"))
     assert not renew_card(folder)
-    monkeypatch.setattr("lightning_fcl.zoo.publishing.spread_of", lambda entry: spread)
+    monkeypatch.setattr(train, "spread_of", lambda entry: spread)
     with monkeypatch.context() as cut:
-        cut.setattr("lightning_fcl.zoo.publishing.register", None)
+        cut.setattr(train, "register", None)
         with pytest.raises(TypeError):
             renew_card(folder)  # the card and its configuration are written, the registry is not
     assert not renew_card(folder)
     (one,) = registered(small_zoo)
-    assert one == published_in(folder, withdrawn="for a reason")
+    assert one == published_in(folder)
     assert one.entry == replace(before.entry, files=one.entry.files)
     assert (folder / WEIGHTS).read_bytes() == weights
     text = (folder / CARD).read_text()

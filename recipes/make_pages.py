@@ -1,6 +1,8 @@
-"""The parts of recipes' pages that are made of tables: what stands between ``<!-- NAME -->`` and ``<!-- end -->``.
+"""Bring finished tables, and the pages of recipes, up to date: python recipes/make_pages.py [RUN ...].
 
-A page's own text stays. ``<!-- verdict -->`` says how near a table is to the paper, ``<!-- written -->`` what wrote it,
+Each RUN is what ``lightning-fcl reproduce`` wrote, as runs/flwf-paper: its table and figures go into the folder of its
+recipes. Then what stands between ``<!-- NAME -->`` and ``<!-- end -->`` in each page is made anew from the tables; a
+page's own text stays. ``<!-- verdict -->`` says how near a table is to the paper, ``<!-- written -->`` what wrote it,
 ``<!-- papers -->`` lists papers; other names are those of layouts in ``rows.yaml``, and parts of no such name are left
 as they are. ``<!-- written: small -->`` is of the table in the folder ``small``.
 """
@@ -9,19 +11,24 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.against import NEAR, near, verdict
+from lightning_fcl.evaluation.figures import figures_at
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.markdown import markdown_table
-from lightning_fcl.evaluation.table import Cell, Table, metric_number
-
-__all__ = ["Layout", "papers_block", "render", "verdict_block", "written_block"]
+from lightning_fcl.evaluation.table import Cell, Table, metric_number, read_table
+from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
 
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _KINDS = ("mean", "percentile")
@@ -31,26 +38,7 @@ _PERCENTILES = """The paper's number, and how much of what our seeds gave lies b
 
 @dataclass(frozen=True)
 class Layout:
-    """What a table of a page shows, as ``rows.yaml`` says it under ``tables``.
-
-    Args:
-        of: The folder of its ``table.json``, from that of the page.
-        lines: For each of the first columns its heading, and the entries: a list, or a mapping of what is shown to what
-            stands for it below. There is a line for each combination. By default all rows.
-        columns: The other columns, as a list or mapping, too.
-        row: The row of a cell, with ``{heading}`` and ``{column}`` in place of the entries. By default the first
-            column's.
-        metric: The metric of a cell, likewise. By default the column.
-        sort: The column by whose means the lines are sorted, highest first. By default they stand as told.
-        bold: Whether means further than `NEAR` from the paper's number are bold.
-        kind: ``mean``: mean ± standard deviation (paper). ``percentile``: the paper's number, and how much of what our
-            seeds gave lies below it, half of what is equal counted; bold outside their range.
-
-    Example:
-        >>> Layout.read("main", {"columns": ["a/server"], "kinds": "percentile"})
-        Traceback (most recent call last):
-        ValueError: Expected table main to have columns, of, lines, ... but got kinds. Did you mean kind?
-    """
+    """What a table of a page shows, as ``rows.yaml`` says it under ``tables``."""
 
     columns: Mapping[str, str]
     of: str = ""
@@ -63,11 +51,7 @@ class Layout:
 
     @classmethod
     def read(cls, name: str, content: Mapping[str, Any]) -> Layout:
-        """A layout, of which ``rows.yaml`` says this.
-
-        Raises:
-            ValueError: If an entry is not known or missing.
-        """
+        """A layout, of which ``rows.yaml`` says this."""
         known = [field.name for field in fields(cls)]
         if unknown := [key for key in content if key not in known]:
             raise ValueError(
@@ -86,14 +70,7 @@ class Layout:
         return layout
 
     def places(self, rows: Sequence[str]) -> list[tuple[list[str], dict[str, tuple[str, str]]]]:
-        """For each line what its first columns say, and for each other column the row and the metric.
-
-        Args:
-            rows: All rows that there are.
-
-        Raises:
-            ValueError: If a row is not among them.
-        """
+        """For each line what its first columns say, and for each other column the row and the metric."""
         lines = self.lines or {"row": {row: row for row in rows}}
         template = self.row or f"{{{next(iter(lines))}}}"
         result = []
@@ -110,11 +87,7 @@ class Layout:
         return result
 
     def markdown(self, table: Table, rows: Sequence[str]) -> str:
-        """The table as a page shows it; rows that were not run are left out.
-
-        Raises:
-            ValueError: If a row is not among ``rows``, or a metric not in the table.
-        """
+        """The table as a page shows it; rows that were not run are left out."""
         lines = []
         for labels, places in self.places(rows):
             if unknown := [metric for _, metric in places.values() if metric not in table.metrics]:
@@ -139,24 +112,7 @@ class Layout:
 
 
 def render(text: str, parts: Callable[[str, str], str | None]) -> str:
-    r"""A page with its parts made anew.
-
-    Args:
-        text: The page.
-        parts: What stands between the marks of a name, of the table in a folder; None where that stays.
-
-    Example:
-        >>> page = "a\n<!-- main: small -->\nold\n<!-- end -->\nb\n<!-- mine -->\nstays\n<!-- end -->"
-        >>> print(render(page, lambda name, of: f"{name} of {of}" if name == "main" else None))
-        a
-        <!-- main: small -->
-        main of small
-        <!-- end -->
-        b
-        <!-- mine -->
-        stays
-        <!-- end -->
-    """
+    r"""A page with its parts made anew."""
 
     def anew(found: re.Match[str]) -> str:
         part = parts(found[2], found[3] or "")
@@ -234,3 +190,94 @@ def _labelled(content: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def take_in(folder: Path) -> list[Path]:
+    """Copy a finished table and its figures into the folder of its recipes; the paths there."""
+    table = read_table(folder / "table.json")
+    home = paper_folder(table.paper)
+    if table.scale == "smoke":
+        raise ValueError(f"Expected a table of runs that tell something but {folder} is of the scale smoke.")
+    asked = _content(home).get("whole") if table.scale == "paper" else None  # of its own scale a paper may ask for some
+    if missing := [row for row in asked or paper_rows(home, None, table.scale) if row not in table.rows]:
+        raise ValueError(
+            f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
+            "without --rows."
+        )
+    figures = figures_at(table.scale, _content(home).get("figures", []))
+    names = ["table.json", "against-paper.png", *(figure["file"] for figure in figures)]
+    place = place_of(home, table.scale)
+    place.mkdir(exist_ok=True)
+    found = [(inside(folder, name), inside(place, name)) for name in names]
+    return [write_whole(to, path.read_bytes()) for path, to in found if path.is_file()]
+
+
+def pages(recipes: Path) -> dict[Path, str]:
+    """Every page of the recipes as its tables make it, by its path."""
+    made = {path: _page(path) for path in sorted(recipes.glob("*/README.md"))}
+    papers = {path.parent.name: (_table(path.parent), _why(path.parent)) for path in made}
+    summary = recipes / "README.md"
+    if summary.is_file():
+        text = summary.read_text(encoding="utf-8")
+        made[summary] = render(text, lambda name, of: papers_block(papers) if name == "papers" else None)
+    return made
+
+
+def layouts(folder: Path) -> dict[str, Layout]:
+    """The layouts of a paper's tables, each of whose rows there is."""
+    read = {name: Layout.read(name, content) for name, content in _content(folder).get("tables", {}).items()}
+    for name, layout in read.items():
+        try:
+            layout.places(_rows(folder / layout.of))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"Expected table {name} of {folder.name} to be one that can be made. {error}") from error
+    return read
+
+
+def _page(path: Path) -> str:
+    folder = path.parent
+    known = layouts(folder)
+
+    def part(name: str, of: str) -> str | None:
+        if name in known:
+            layout = known[name]
+            return layout.markdown(table, _rows(folder / layout.of)) if (table := _table(folder / layout.of)) else None
+        if name == "verdict":
+            return verdict_block(_table(folder / of), _why(folder))
+        return written_block(table, of) if name == "written" and (table := _table(folder / of)) else None
+
+    return render(path.read_text(encoding="utf-8"), part)
+
+
+def _table(folder: Path) -> Table | None:
+    path = folder / "table.json"
+    return read_table(path) if path.is_file() else None
+
+
+def _rows(folder: Path) -> list[str]:
+    """All rows of the paper that a folder belongs to: its own, or that of one of its scales."""
+    home = folder if (folder / "rows.yaml").is_file() else folder.parent
+    return list(expanded(_content(home)))
+
+
+def _why(folder: Path) -> str:
+    return " ".join(str(_content(folder).get("why", "")).split())
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((folder / "rows.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def main(runs: Sequence[str]) -> None:
+    """Take finished tables in, then write the pages that are others by now."""
+    for run in runs:
+        for path in take_in(Path(run)):
+            print(f"Written: {path}")
+    for path, text in pages(recipes_folder()).items():
+        if path.read_text(encoding="utf-8") != text:
+            print(f"Written: {write_whole(path, text)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

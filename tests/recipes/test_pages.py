@@ -1,11 +1,13 @@
 """The committed pages of recipes are those that their tables make; finished tables are taken in."""
 
+import re
+
 import pytest
 import yaml
 
-from lightning_fcl.cli.main import main
-from lightning_fcl.cli.tables import layouts, pages
-from lightning_fcl.evaluation.table import Cell, Table, format_of, read_table, write_table
+from lightning_fcl.evaluation.figures import _KINDS
+from lightning_fcl.evaluation.inside import inside
+from lightning_fcl.evaluation.table import Cell, Table, read_table, write_table
 from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
 
 RECIPES = recipes_folder()
@@ -13,26 +15,24 @@ PAPERS = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
 
 
 @pytest.mark.seconds
-def test_each_page_is_what_its_tables_make():
-    made = pages(RECIPES)
+def test_each_page_is_what_its_tables_make(make_pages):
+    made = make_pages.pages(RECIPES)
     assert len(made) == len(PAPERS) + 1
     for path, text in made.items():
-        assert path.read_text() == text, f"{path} differs: run `lightning-fcl tables`"
+        assert path.read_text() == text, f"{path} differs: run `make tables`"
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_each_layout_has_its_place_in_the_page(paper):
+def test_each_layout_has_its_place_in_the_page(make_pages, paper):
     text = (RECIPES / paper / "README.md").read_text()
-    for name in ["verdict", *layouts(RECIPES / paper)]:
+    for name in ["verdict", *make_pages.layouts(RECIPES / paper)]:
         assert text.count(f"<!-- {name} -->\n") == 1
     assert "<!-- written" in text
     assert text.count("<!-- end -->") == sum(line.startswith("<!-- ") for line in text.splitlines()) / 2
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("**/table.json")), ids=lambda path: path.parent.name)
-def test_each_table_of_this_format_is_whole(path):
-    if format_of(path) is None:
-        pytest.skip("of 0.1")
+def test_each_table_is_whole(path):
     table = read_table(path)
     assert (path.parent / "rows.yaml").is_file() == (table.scale == "paper")
     home = path.parent if table.scale == "paper" else path.parent.parent
@@ -42,8 +42,21 @@ def test_each_table_of_this_format_is_whole(path):
     assert set(table.rows) == set(asked or paper_rows(home, None, table.scale))
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/rows.yaml")), ids=lambda path: path.parent.name)
+def test_each_figure_can_be_drawn(path):
+    content = yaml.safe_load(path.read_text())
+    rows = expanded(content)
+    for figure in content.get("figures", []):
+        assert {"file", "kind", "panels"} <= {*figure} <= {"file", "kind", "panels", "title", "experiences", "scales"}
+        assert figure["kind"] in _KINDS and inside(path.parent, figure["file"]).suffix == ".png"
+        assert figure["panels"]
+        for lines in figure["panels"].values():
+            assert lines and {*lines.values()} <= {*rows}
+            assert len(lines) == 1 or not figure.get("experiences")
+
+
 @pytest.fixture
-def toy(tmp_path, monkeypatch):
+def toy(tmp_path, monkeypatch, make_pages):
     """A paper of two rows, with a page; its folder."""
     folder = tmp_path / "recipes" / "toy"
     folder.mkdir(parents=True)
@@ -54,8 +67,8 @@ def toy(tmp_path, monkeypatch):
     parts = ("verdict", "main", "mine", "written: small")
     (folder / "README.md").write_text("# toy\n" + "".join(f"\n<!-- {part} -->\nold\n<!-- end -->\n" for part in parts))
     (tmp_path / "recipes" / "README.md").write_text("<!-- papers -->\n<!-- end -->\n")
-    for module in ("running.rows", "cli.tables"):
-        monkeypatch.setattr(f"lightning_fcl.{module}.recipes_folder", lambda: folder.parent)
+    for module in ("lightning_fcl.running.rows", "make_pages"):
+        monkeypatch.setattr(f"{module}.recipes_folder", lambda: folder.parent)
     return folder
 
 
@@ -66,10 +79,10 @@ def write(folder, scale="small", rows=("one", "two")):
         (folder / name).write_bytes(b"a picture")
 
 
-def test_finished_tables_are_taken_in(toy, tmp_path, capsys):
+def test_finished_tables_are_taken_in(make_pages, toy, tmp_path, capsys):
     write(tmp_path / "small")
     write(tmp_path / "paper", "paper")
-    main(["tables", str(tmp_path / "small"), str(tmp_path / "paper")])
+    make_pages.main([tmp_path / "small", tmp_path / "paper"])
     names = {"table.json", "against-paper.png", "curves.png"}
     assert {path.name for path in (toy / "small").iterdir()} == names
     assert {path.name for path in toy.iterdir() if path.is_file()} == {"rows.yaml", "README.md", *names}
@@ -79,25 +92,14 @@ def test_finished_tables_are_taken_in(toy, tmp_path, capsys):
     assert "| one | 0.550 ± 0.071 (0.560) |" in text and "(small/table.json)" in text
     assert "| [toy](toy/README.md) | reproduced" in (toy.parent / "README.md").read_text()
     capsys.readouterr()
-    main(["tables"])
+    make_pages.main([])
     assert capsys.readouterr().out == ""
 
 
-def test_a_table_of_0_1_leaves_the_page_as_it_is(toy):
-    before = (toy / "README.md").read_text()
-    for place in (toy, toy / "small"):
-        place.mkdir(exist_ok=True)
-        (place / "table.json").write_text('{"one": {}}')
-    main(["tables"])
-    assert (toy / "README.md").read_text() == before
-    assert "Its table is of 0.1. It is a toy." in (toy.parent / "README.md").read_text()
-
-
-def test_tables_that_are_not_finished_are_refused(toy, tmp_path, capsys):
+def test_tables_that_are_not_finished_are_refused(make_pages, toy, tmp_path):
     def refused(message):
-        with pytest.raises(SystemExit):
-            main(["tables", str(tmp_path / "out")])
-        assert message in capsys.readouterr().err
+        with pytest.raises((OSError, ValueError), match=re.escape(message)):
+            make_pages.main([tmp_path / "out"])
 
     refused("Expected a table in")
     write(tmp_path / "out", rows=["one"])
@@ -113,8 +115,9 @@ def test_tables_that_are_not_finished_are_refused(toy, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("scale", ["..", "../../victim", "/victim", "a/../..", "x\\y", "", " "])
-def test_a_table_of_a_scale_that_leads_elsewhere_is_refused(toy, tmp_path, error_of, scale):
+def test_a_table_of_a_scale_that_leads_elsewhere_is_refused(make_pages, toy, tmp_path, scale):
     write(tmp_path / "out", scale)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
-    assert "Expected a plain name of something inside" in error_of(["tables", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="Expected a plain name of something inside"):
+        make_pages.main([tmp_path / "out"])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from lightning_fcl.evaluation.pages import Layout, papers_block, verdict_block, written_block
 from lightning_fcl.evaluation.table import Cell, Table
 
 ROWS = {
@@ -32,11 +31,15 @@ def lines(text):
     return [re.sub(" +", " ", line) for line in text.splitlines()]
 
 
-def shown(rows=ROWS, **content):
-    return lines(Layout.read("main", content).markdown(table(rows), list(ROWS)))
+@pytest.fixture
+def shown(make_pages):
+    def shown(rows=ROWS, **content):
+        return lines(make_pages.Layout.read("main", content).markdown(table(rows), list(ROWS)))
+
+    return shown
 
 
-def test_a_table_of_all_rows():
+def test_a_table_of_all_rows(shown):
     text = shown(columns={"test": "final/server"}, bold=True)
     assert text[0] == "| row | test |"
     assert text[2:] == [
@@ -47,7 +50,7 @@ def test_a_table_of_all_rows():
     ]
 
 
-def test_a_table_of_two_ways_and_kinds():
+def test_a_table_of_two_ways_and_kinds(shown):
     kinds = {"test": "final/server", "training": "training/server"}
     text = shown(lines={"share": [0.25], "on": kinds}, columns=["RR", "IP"], row="{share} {column}", metric="{on}")
     assert text[0] == "| share | on | RR | IP |"
@@ -57,14 +60,14 @@ def test_a_table_of_two_ways_and_kinds():
     ]
 
 
-def test_lines_are_sorted_named_and_left_out_where_not_run():
+def test_lines_are_sorted_named_and_left_out_where_not_run(shown):
     names = {"first": "0.25 RR", "second": "0.5 RR", "third": "0.5 IP"}
     rows = {row: of for row, of in ROWS.items() if row != "0.5 IP"}
     text = shown(rows, lines={"method": names}, columns={"test": "final/server"}, sort="test")
     assert [line.split(" | ")[0] for line in text[2:]] == ["| second", "| first"]
 
 
-def test_percentiles_of_the_papers_numbers():
+def test_percentiles_of_the_papers_numbers(shown):
     values = {seed: 0.1 * seed for seed in range(10)}
     rows = {
         "0.25 RR": {"final/server": Cell(values, 0.45)},  # half of them are below
@@ -89,34 +92,42 @@ def test_percentiles_of_the_papers_numbers():
         ({"columns": ["finl/server"]}, "Expected metrics among final/server, training/server but got finl/server"),
     ],
 )
-def test_a_layout_that_cannot_be_made_is_named(content, message):
+def test_a_layout_that_cannot_be_made_is_named(shown, content, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         shown(**content)
 
 
-def test_the_verdict_counts_and_tells_why():
-    text = verdict_block(table(), "The data is another.")
+def test_the_verdict_counts_and_tells_why(make_pages):
+    text = make_pages.verdict_block(table(), "The data is another.")
     assert text.startswith("**Partly reproduced**: of the 4 numbers that the paper tells, ours are within 0.05 of 2,")
     assert text.replace("\n", " ").split(" ![")[0].strip().endswith("further from 2. The data is another.")
     assert "(against-paper.png)" in text
-    assert "at the scale `small`, beside numbers of the paper's own" in verdict_block(table(scale="small"), "")
+    assert "at the scale `small`, beside numbers of the paper's own" in make_pages.verdict_block(
+        table(scale="small"), ""
+    )
     for nothing in (None, table({"0.5 RR": {"training/server": Cell({0: 0.9})}})):
-        assert verdict_block(nothing, "It is large.").startswith("**Not compared**")
-        assert "png" not in verdict_block(nothing, "It is large.")
+        assert make_pages.verdict_block(nothing, "It is large.").startswith("**Not compared**")
+        assert "png" not in make_pages.verdict_block(nothing, "It is large.")
 
 
-def test_what_wrote_a_table():
+def test_what_wrote_a_table(make_pages):
     one, two = Cell({0: 0.5}), Cell({0: 0.5, 1: 0.6})
     made = table({"a": {"m": one}, "b": {"m": two}, "c": {"m": two}})
-    assert " ".join(written_block(made, "small").split()) == (
+    assert " ".join(make_pages.written_block(made, "small").split()) == (
         "Written by `lightning-fcl reproduce toy` by version 0.2.0 on a box, torch 2.15.0, in 10 minutes, one run "
         "after the other; seeds 0 to 1 (a: seed 0). The same numbers, seed by seed: [table.json](small/table.json)."
     )
 
 
-def test_the_papers():
-    text = lines(papers_block({"toy": (table(), "Small."), "large": (None, "Wants a GPU.")}))
+def test_the_papers(make_pages):
+    text = lines(make_pages.papers_block({"toy": (table(), "Small."), "large": (None, "Wants a GPU.")}))
     assert text[2:] == [
         "| [toy](toy/README.md) | partly reproduced | 4 | 2 | 0 | 2 | Small. |",
         "| [large](large/README.md) | not compared | - | - | - | - | Wants a GPU. |",
     ]
+
+
+def test_parts_of_other_names_stay(make_pages):
+    page = "a\n<!-- main: small -->\nold\n<!-- end -->\nb\n<!-- mine -->\nstays\n<!-- end -->"
+    made = make_pages.render(page, lambda name, of: f"{name} of {of}" if name == "main" else None)
+    assert made == page.replace("old", "main of small")

@@ -1,0 +1,13 @@
+"""The tool that makes the pages of recipes, which is no part of the package."""
+
+import importlib
+
+import pytest
+
+from lightning_fcl.running.rows import recipes_folder
+
+
+@pytest.fixture
+def make_pages(monkeypatch):
+    monkeypatch.syspath_prepend(recipes_folder())
+    return importlib.import_module("make_pages")
