@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from inspect import signature
-from typing import Any, Never
+from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_fcl.data.arguments import named, refuse_dealt, refuse_renamed
+from lightning_fcl.data.arguments import named, refuse_dealt
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
@@ -55,11 +54,9 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Makes a batch of a data set's items; default: that of each of the data module's loaders, or torch's.
         classes: Of a data set or data module, as in `from_arrays`.
         seed: Seed of every draw; None takes that of `lightning.seed_everything`, else 0.
-        old: Refused, with the new name.
 
     Raises:
         ValueError: If the data cannot be split as asked.
-        TypeError: If an argument has another name now.
 
     Example:
         >>> from lightning_fcl.data.partition import IID
@@ -83,10 +80,8 @@ class FederatedStream(L.LightningDataModule):
         collate_fn: Collate | None = None,
         classes: Sequence[str] | None = None,
         seed: int | None = None,
-        **old: Never,
     ) -> None:
         super().__init__()
-        refuse_renamed(type(self).__name__, old, signature(FederatedStream).parameters)
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "num_workers": num_workers}
         self.left_open = [name for name, value in given.items() if value is None]
         self.batch_size = 32 if batch_size is None else batch_size

@@ -200,7 +200,7 @@ class LocalFit:
         load_entries(module, self._initial)
         received = {name.removeprefix(MODEL): value for name, value in state.items() if name.startswith(MODEL)}
         known = {name: value for name, value in entries(module).items() if name in received}
-        check_entries(received, known, frozenset(received), "the server")
+        check_entries(received, known, "the server")
         load_entries(module, {**entries(module), **received})
         extra = {name.removeprefix(SERVER): value for name, value in state.items() if name.startswith(SERVER)}
         server = NodeServer(self._recipe_server, folder, received.keys() | extra.keys())

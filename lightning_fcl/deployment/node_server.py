@@ -47,7 +47,7 @@ class NodeServer(FederatedServer):
 
     def __init__(self, recipe: FederatedServer, folder: Path, received: Collection[str]) -> None:
         store = ClientStore("disk", folder)
-        super().__init__(store, trim=recipe.trim, byzantine=recipe.byzantine, compression=recipe.compression)
+        super().__init__(store, compression=recipe.compression)
         self.outbox = Outbox(())
         self._received = received
 

@@ -123,15 +123,12 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
         )
 
 
-def check_entries(
-    state: Mapping[str, Tensor], known: Mapping[str, Tensor], resizes: frozenset[str], sender: str, finite: bool = True
-) -> None:
+def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str, finite: bool = True) -> None:
     """Refuse a state that is not of these entries.
 
     Args:
         state: What has come.
         known: Entries of the names, shapes and types that are expected.
-        resizes: Those that may have a length of their own.
         sender: Who has sent it, for the error.
         finite: Whether numbers that are not finite are refused, too, where the known ones are finite.
 
@@ -139,7 +136,7 @@ def check_entries(
         RefusedError: If a name, a shape or a type is another one, or numbers are not finite.
 
     Example:
-        >>> check_entries({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, frozenset(), "client a")
+        >>> check_entries({"w": torch.zeros(2)}, {"w": torch.zeros(3)}, "client a")
         Traceback (most recent call last):
         lightning_fcl.deployment.parcel.RefusedError: Expected `w` of client a to be torch.float32 of shape (3,) ...
     """
@@ -151,8 +148,7 @@ def check_entries(
         )
     for name, value in state.items():
         wanted = known[name]
-        shapes = (value.shape, wanted.shape) if name not in resizes else (value.shape[1:], wanted.shape[1:])
-        if shapes[0] != shapes[1] or value.dim() != wanted.dim() or value.dtype != wanted.dtype:
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise RefusedError(
                 f"Expected `{name}` of {sender} to be {wanted.dtype} of shape {tuple(wanted.shape)} but got "
                 f"{value.dtype} of shape {tuple(value.shape)}. Deploy one recipe everywhere."

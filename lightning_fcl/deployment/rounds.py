@@ -252,10 +252,9 @@ class RemoteFederation(Federation):
                 raise RefusedError(f"Expected {who} to have trained on at least 1 sample but got {samples}.")
             check_size(answer, self.terms.message_bytes, who)
             known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
-            resizes = frozenset(name for name in known if self.server.reductions[name].resizes)
             start = {name: self.server.reductions[name].start(value) for name, value in known.items()}
             upload = restored(answer.state, start)
-            check_entries(upload, known, resizes, who, finite=False)  # the server drops whoever diverges
+            check_entries(upload, known, who, finite=False)  # the server drops whoever diverges
         except (RefusedError, KeyError, TypeError, ValueError) as error:
             self._drop(client, str(error))
             return False

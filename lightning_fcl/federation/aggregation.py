@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning_fcl.errors import quoted
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
-    Cat,
     Combines,
     Download,
     Fixed,
@@ -28,11 +27,11 @@ from lightning_fcl.federation.reductions import (
 from lightning_fcl.federation.robust import Krum, Median, TrimmedMean
 
 __all__ = [
+    "BUILT_IN",
     "Aggregator",
     "Reduction",
     "Rules",
     "State",
-    "built_in",
     "declare",
     "entries",
     "frozen_parameters",
@@ -72,7 +71,7 @@ def entries(module: nn.Module) -> State:
 
 
 def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Write a state into a module in place; an entry that changed its shape (``cat``) takes the new one."""
+    """Write a state into a module in place; an entry that changed its shape takes the new one."""
     for name, tensor in entries(module).items():
         shared = 0 in tensor.stride()  # one place of several numbers, as `expand` makes it
         if tensor.shape == state[name].shape and not shared:
@@ -81,13 +80,12 @@ def load_entries(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             tensor.data = state[name].clone()
 
 
-def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collection[str] = ()) -> None:
+def check_state(module: nn.Module, state: Mapping[str, object]) -> None:
     """Refuse a state that a module cannot have: another one's, or one that is not finite.
 
     Args:
         module: The module.
         state: What is to be loaded, by name, from a file that need not be trusted.
-        resizes: Names of entries that come in their own length (``cat``).
 
     Raises:
         ValueError: If a name, a shape or a type is another one, or a number is NaN or infinite.
@@ -109,8 +107,7 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
         value = state[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"Expected `{name}` to be a tensor but got {type(value).__name__}. Take another state.")
-        shapes = (value.shape[1:], tensor.shape[1:]) if name in resizes else (value.shape, tensor.shape)
-        if shapes[0] != shapes[1] or value.dtype != tensor.dtype:
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise ValueError(
                 f"Expected `{name}` to be {tensor.dtype} of shape {tuple(tensor.shape)} but got {value.dtype} of shape "
                 f"{tuple(value.shape)}. Build the module that the state is of."
@@ -123,24 +120,12 @@ def check_state(module: nn.Module, state: Mapping[str, object], resizes: Collect
             )
 
 
-def built_in(trim: float = 0.1, byzantine: int = 0) -> dict[str, Reduction]:
-    """The reductions that are known by name.
-
-    Args:
-        trim: Fraction cut at each end by ``trimmed_mean``.
-        byzantine: Number of lying clients that ``krum`` allows for.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    streaming = (Mean(), SparseMean(), Sum(), Cat(), Own(), Download(), Fixed())
-    return {known.name: known for known in (*streaming, Median(), TrimmedMean(trim), Krum(byzantine))}
+_ALL = (Mean(), SparseMean(), Sum(), Own(), Download(), Fixed(), Median(), TrimmedMean(), Krum())
+BUILT_IN: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
+"""The reductions that are known by name."""
 
 
-_KNOWN = built_in()
-
-
-def resolve(entry: str, given: str | Reduction, known: Mapping[str, Reduction] = _KNOWN) -> Reduction:
+def resolve(entry: str, given: str | Reduction) -> Reduction:
     """The reduction that is given for an entry by name or as it is.
 
     Raises:
@@ -153,21 +138,18 @@ def resolve(entry: str, given: str | Reduction, known: Mapping[str, Reduction] =
     """
     if isinstance(given, Reduction):
         return given
-    if given not in known:
-        raise ValueError(f"Expected the reduction of `{entry}` to be one of {', '.join(known)} but got `{given}`.")
-    return known[given]
+    if given not in BUILT_IN:
+        raise ValueError(f"Expected the reduction of `{entry}` to be one of {', '.join(BUILT_IN)} but got `{given}`.")
+    return BUILT_IN[given]
 
 
-def declare(
-    state: Mapping[str, Tensor], *rules: Rules, known: Mapping[str, Reduction] = _KNOWN
-) -> dict[str, Reduction]:
+def declare(state: Mapping[str, Tensor], *rules: Rules) -> dict[str, Reduction]:
     """Give every entry of a state its reduction.
 
     Args:
         state: The entries' names and tensors, as in ``module.state_dict()``.
         rules: Mappings from a shell-style pattern (``"head.*"``) to a reduction or its name. Later rules win over
             earlier ones.
-        known: The reductions that may be given by name, from `built_in`.
 
     Returns:
         The reduction of every entry; ``mean`` where no rule matches.
@@ -180,9 +162,9 @@ def declare(
         >>> declare({"body.weight": torch.zeros(1), "head.weight": torch.zeros(1)}, {"head.*": "none"})
         {'body.weight': mean, 'head.weight': none}
     """
-    reductions = dict.fromkeys(state, known["mean"])
+    reductions = dict.fromkeys(state, BUILT_IN["mean"])
     for pattern, given in (item for rule in rules for item in rule.items()):
-        reduction = resolve(pattern, given, known)
+        reduction = resolve(pattern, given)
         matches = [name for name in state if fnmatchcase(name, pattern)]
         if not matches:
             raise ValueError(
@@ -193,9 +175,7 @@ def declare(
     return reductions
 
 
-def reductions_of(
-    module: nn.Module, rules: Rules | None = None, known: Mapping[str, Reduction] = _KNOWN
-) -> dict[str, Reduction]:
+def reductions_of(module: nn.Module, rules: Rules | None = None) -> dict[str, Reduction]:
     """The reduction of every entry of a module's state: its own ``reductions`` attribute, with ``rules`` going over it.
 
     Example:
@@ -205,7 +185,7 @@ def reductions_of(
     own: object = getattr(module, "reductions", {})  # a property is asked anew in each round
     if not (isinstance(own, Mapping) and all(isinstance(given, str | Reduction) for given in own.values())):
         own = {}  # the module's own, of another meaning
-    return declare(entries(module), own, rules or {}, known=known)
+    return declare(entries(module), own, rules or {})
 
 
 def frozen_parameters(module: nn.Module, reductions: Mapping[str, Reduction]) -> list[str]:
@@ -296,7 +276,7 @@ class Aggregator:
         for names, accumulator in self._groups:
             for name in names:
                 shape = tuple(uploads[name].shape[1:])
-                if not self.reductions[name].resizes and shape != self._shapes.setdefault(name, shape):
+                if shape != self._shapes.setdefault(name, shape):
                     raise ValueError(
                         f"Expected `{name}` of shape {self._shapes[name]}, as the other clients sent it, but got "
                         f"{shape}."
@@ -334,7 +314,7 @@ class Aggregator:
 
         Args:
             server: The server state at the start of the round: the value of entries that do not travel up, and what
-                ``sum`` and ``cat`` add to. Returned unchanged if no upload came.
+                ``sum`` adds to. Returned unchanged if no upload came.
         """
         state = dict(server)
         order = sorted(range(self.uploads), key=self._numbers.__getitem__)

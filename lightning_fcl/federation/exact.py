@@ -141,10 +141,6 @@ class ExactSum:
         for piece, start in zip(self._pieces, range(0, self.size, self._step), strict=True):
             piece.add_digits({exponent: digit[start : start + self._step] for exponent, digit in digits.items()})
 
-    def merge(self, other: ExactSum) -> None:
-        """Add another sum."""
-        self.add_digits(other.digits())
-
     def marks(self) -> list[Mark | None]:
         """The mark of each piece."""
         return [piece.mark() for piece in self._pieces]
@@ -177,14 +173,6 @@ class ExactSums(dict[str, ExactSum]):
             if name not in self:
                 self[name] = ExactSum(value[0], name)
             self[name].add(value, factors)
-
-    def merge(self, other: ExactSums) -> None:
-        """Add other sums of the same entries, or of none yet."""
-        for name, theirs in other.items():
-            if name in self:
-                self[name].merge(theirs)
-            else:
-                self[name] = copy.deepcopy(theirs)
 
     def combine(self, ranks: Ranks) -> None:
         """Let these become the sums over all ranks, some of which may have none."""

@@ -7,21 +7,20 @@ Every entry of a module's state has one *reduction*. These are known by name:
 ``sparse_mean``           average of each number over the uploads where it is not zero, weighted by client; if there
                           is none, the server's. Zeros do not travel (a base of which clients send parts)
 ``sum``                   a client starts each round at zero; the uploads are added to the server's value
-``cat``                   a client starts each round empty; the uploads are appended to the server's value, in the
-                          order of the stream's clients
 ``none``                  stays with the client: never uploaded, never downloaded
 ``download``              the server's: clients receive it and send nothing back
 ``fixed``                 the same everywhere from the start: it never travels (a reservoir's random weights)
 ``median``                coordinate-wise median of the uploads (unweighted)
-``trimmed_mean``          coordinate-wise mean without the ``trim`` fraction at each end (unweighted)
-``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together
+``trimmed_mean``          coordinate-wise mean without a tenth at each end (unweighted); ``TrimmedMean(0.2)``: a fifth
+``krum``                  the one upload that is nearest to its neighbours, for all ``krum`` entries together;
+                          ``Krum(1)`` allows for one client that lies
 ========================  ===========================================================================================
 
 Means and sums are exact, and the others go by sorted values or by the clients' numbers: none depends on the order in
 which uploads come, on how many come at once, or on who adds them up (`lightning_fcl.federation.exact`).
 
-All but the last three stream: their memory does not grow with the number of clients (beyond what ``cat`` is asked to
-keep). The last three need all uploads of a round at once.
+All but the last three stream: their memory does not grow with the number of clients. The last three need all uploads
+of a round at once.
 
 A reduction of your own is a `Reduction` with an `Accumulator`. It stands wherever a name does: in a module's
 ``reductions`` attribute, in ``FederatedStrategy(reductions={"model.head.*": Maximum()})``, and in YAML as a
@@ -106,9 +105,6 @@ class Reduction:
     own: bool = False
     """Whether each client goes on from its own value of the round before."""
 
-    resizes: bool = False
-    """Whether values may differ in shape from client to client and from round to round."""
-
     def start(self, server: Tensor) -> Tensor:
         """The value at which a client starts a round, from the server's; where ``down`` is False, from its shape."""
         return server
@@ -161,20 +157,12 @@ class Gather:
         for name, value in values.items():
             self._rows.setdefault(name, []).extend(value.clone())
 
-    def merge(self, other: Gather) -> None:
-        """Take in what another one has kept."""
-        self._extend(other._rows)
-
     def combine(self, ranks: Ranks) -> None:
         """Take in what all ranks have kept, by rank."""
         parts = ranks.share({name: [row.cpu() for row in rows] for name, rows in self._rows.items()})
         self._rows = {}
-        for rows in parts:
-            self._extend(rows)
-
-    def _extend(self, rows: Mapping[str, list[Tensor]]) -> None:
-        for name, values in rows.items():
-            self._rows.setdefault(name, []).extend(values)
+        for name, rows in (item for part in parts for item in part.items()):
+            self._rows.setdefault(name, []).extend(rows)
 
     def arrange(self, order: Sequence[int]) -> None:
         """Put the uploads into this order of the places that they have."""
@@ -195,11 +183,6 @@ class _Mean:
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values, weights)
         self._weights.add({"": torch.ones(len(weights))}, weights)
-
-    def merge(self, other: _Mean) -> None:
-        """Take in another one's uploads."""
-        self._sums.merge(other._sums)
-        self._weights.merge(other._weights)
 
     def combine(self, ranks: Ranks) -> None:
         """Take in the other ranks' uploads."""
@@ -236,10 +219,6 @@ class _Sum:
 
     def add(self, values: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         self._sums.add(values)
-
-    def merge(self, other: _Sum) -> None:
-        """Take in another one's uploads."""
-        self._sums.merge(other._sums)
 
     def combine(self, ranks: Ranks) -> None:
         """Take in the other ranks' uploads."""
@@ -298,22 +277,6 @@ class Sum(Reduction):
     def accumulator(self) -> Accumulator:
         """Exact sums."""
         return _Sum()
-
-
-class Cat(Reduction):
-    """``cat``."""
-
-    name = "cat"
-    down = False
-    resizes = True
-
-    def start(self, server: Tensor) -> Tensor:
-        """Empty."""
-        return server[:0]
-
-    def accumulator(self) -> Accumulator:
-        """The uploads, in the order of the stream's clients."""
-        return Gather(lambda rows, server: {name: torch.cat([server[name], *row]) for name, row in rows.items()})
 
 
 class Own(Reduction):

@@ -15,7 +15,6 @@ from lightning_fcl.federation.aggregation import (
     Reduction,
     Rules,
     State,
-    built_in,
     entries,
     frozen_parameters,
     reductions_of,
@@ -47,13 +46,11 @@ class FederatedServer:
         client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
             the remembered ones), ``"uniform"``, or a number each.
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
-        trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
-        byzantine: Number of lying clients that the ``krum`` reduction allows for.
         compression: Code of the uploads of trainable parameters whose reduction is ``mean``. Buffers travel as they
             are: what is left over of a variance could make it negative.
 
     Raises:
-        ValueError: If ``client_weights`` is none of these, or ``trim`` or ``byzantine`` is out of range.
+        ValueError: If ``client_weights`` is none of these.
 
     Example:
         >>> import torch
@@ -70,8 +67,6 @@ class FederatedServer:
         store: ClientStore,
         client_weights: ClientWeights = "samples",
         server_optimizer: OptimizerFactory | None = None,
-        trim: float = 0.1,
-        byzantine: int = 0,
         compression: Compression | None = None,
     ) -> None:
         if isinstance(client_weights, str) and client_weights not in ("samples", "trained", "uniform"):
@@ -83,14 +78,11 @@ class FederatedServer:
         if not isinstance(client_weights, str):
             client_weights = {str(client): weight for client, weight in client_weights.items()}
         self.client_weights: ClientWeights = client_weights
-        self.trim = trim
-        self.byzantine = byzantine
         self.compression = compression
         self.state: State = {}
         self.numbers: dict[str, int] = {}  # of the clients, for an order that is not that in which they come
         self.extra: State = {}  # entries beside the module's, from round to round
         self.reductions: dict[str, Reduction] = {}
-        self._known = built_in(trim, byzantine)
         self._factory = server_optimizer
         self._server_optimizer: ServerOptimizer | None = None
         self._restored: dict[str, Any] = {}
@@ -121,12 +113,12 @@ class FederatedServer:
             ValueError: As `lightning_fcl.federation.aggregation.declare` does, if an extra entry has the name of one of
                 the module's, or if a learnt number is not finite.
         """
-        self.reductions = reductions_of(module, rules, self._known)
+        self.reductions = reductions_of(module, rules)
         self.state = {name: value.detach().clone() for name, value in entries(module).items()}
         for name, (value, reduction) in (extra or {}).items():
             if name in self.state:
                 raise ValueError(f"Expected extra entries beside those of the module but got `{name}`, which it has.")
-            self.reductions[name] = resolve(name, reduction, self._known)
+            self.reductions[name] = resolve(name, reduction)
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)

@@ -144,19 +144,11 @@ class RidgeReadout(Described):
         accumulate(self.A, self.B, states, targets)
         self.n += len(states)
 
-    def merge(self, statistics: RidgeStatistics) -> None:
-        """Add another's statistics.
-
-        Raises:
-            ValueError: If they are another reservoir's, or of another shape.
-        """
-        self._take(self.statistics + statistics)
-
     def remove(self, statistics: RidgeStatistics) -> None:
         """Take statistics away that were added before: unlearning.
 
         Raises:
-            ValueError: As `merge` does, or if they are of more samples than there are.
+            ValueError: If they are another reservoir's, of another shape, or of more samples than there are.
         """
         self._take(self.statistics - statistics)
 

@@ -23,7 +23,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_fcl.callbacks import ContinualMetrics, FederatedProgressBar
-from lightning_fcl.data.arguments import new_name
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import WITH_AVALANCHE, import_names, put_off
@@ -323,9 +322,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        told = new_name(str(error))
-        said = f"{error}{told}" if told else remedy(str(error))
-        raise ValueError(f"{_REFUSED} {said}") from error
+        raise ValueError(f"{_REFUSED} {remedy(str(error))}") from error
     except MisconfigurationException as error:
         raise ValueError(refused_by_lightning(str(error)) or f"{_BY_LIGHTNING} {error}") from error
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -52,7 +52,6 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
         "reductions": hparams_of(federation.rules),
-        "robust": {"trim": server.trim, "byzantine": server.byzantine},
         "server_optimizer": server.optimizer_settings,
         "keep_optimizer": federation.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
@@ -87,7 +86,7 @@ def check_checkpoint(
     kept = checkpoint["callbacks"].get(federation)
     if kept is None:
         raise ValueError(f"Expected a federation's checkpoint but {path} was written by another strategy.")
-    if (found := kept.get("format", 0)) != FORMAT and "belongs_to" not in kept:  # the second: 0.1 wrote it
+    if (found := kept.get("format", 0)) != FORMAT:
         raise ValueError(
             f"Expected a federation's checkpoint of format {FORMAT} but {path} is of format {found}: another version "
             "of lightning-fcl wrote it. Continue with that version, or start without `ckpt_path`."
@@ -105,8 +104,8 @@ def check_checkpoint(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
             "`every_n_epochs`, not `every_n_train_steps`."
         )
-    then = {"version of draws": 1, **kept.get("fingerprint", kept.get("belongs_to", {}))}  # the second: 0.1 wrote it
-    other = {name: (value, here[name]) for name, value in then.items() if value != here.get(name)}
+    then = {"version of draws": 1, **kept.get("fingerprint", {})}
+    other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
         raise ValueError(

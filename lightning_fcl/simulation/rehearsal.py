@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from lightning_fcl.federation.aggregation import State, built_in, entries, frozen_parameters, reductions_of, resolve
+from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, reductions_of, resolve
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
@@ -21,10 +21,9 @@ def begin_schedule(federation: Federation) -> None:
     if schedule is None:
         return
     module = federation.module
-    known = built_in(server.trim, server.byzantine)
-    state, reductions = dict(entries(module)), reductions_of(module, federation.rules, known)
+    state, reductions = dict(entries(module)), reductions_of(module, federation.rules)
     for name, (value, reduction) in federation.extra.items():
-        state[name], reductions[name] = value, resolve(name, reduction, known)
+        state[name], reductions[name] = value, resolve(name, reduction)
     learnt = [name for name, p in module.named_parameters() if p.requires_grad]
     frozen = frozen_parameters(module, reductions)
     sent = {name: value for name, value in state.items() if name not in frozen}
@@ -38,8 +37,7 @@ def message_bytes(
 ) -> tuple[int, int]:
     """Bytes that a client receives and sends in a round, as far as they are known beforehand.
 
-    Entries of which a part travels (``sparse_mean``) count as a whole; those that grow (``cat``) not at all, so that
-    the sizes are the same after a resume.
+    Entries of which a part travels (``sparse_mean``) count as a whole, so that the sizes are the same after a resume.
 
     Args:
         state: The entries.
@@ -53,10 +51,9 @@ def message_bytes(
         >>> message_bytes({"w": torch.zeros(3), "head": torch.zeros(5)}, {"w": Mean(), "head": Own()}, None, ["w"])
         (12, 12)
     """
-    known = {name: value for name, value in state.items() if not reductions[name].resizes}
-    down = sum(value.nbytes for name, value in known.items() if reductions[name].down)
+    down = sum(value.nbytes for name, value in state.items() if reductions[name].down)
     up = 0
-    for name, value in known.items():
+    for name, value in state.items():
         code = compression if name in learnt and reductions[name].name == "mean" else None
         if code is not None and code.saves(value):
             up += code.nbytes(value.numel(), value.element_size())

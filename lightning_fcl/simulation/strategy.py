@@ -15,7 +15,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import Reduction, State, check_state, entries, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, State, check_state, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.optimizer_state import settings_of
@@ -56,8 +56,6 @@ class FederatedStrategy(RanksStrategy):
         reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
             ``{"head.*": "none"}``. It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
-        trim: Fraction cut at each end by the ``trimmed_mean`` reduction.
-        byzantine: Number of lying clients that the ``krum`` reduction allows for.
         cohort_size: Clients that train in one vectorised step; ``"auto"`` chooses, 1 trains one at a time.
         client_store: Where clients' states are kept between rounds: ``"memory"`` or ``"disk"``.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
@@ -96,8 +94,6 @@ class FederatedStrategy(RanksStrategy):
         client_weights: ClientWeights = "samples",
         reductions: dict[str, str | Reduction] | None = None,
         server_optimizer: OptimizerFactory | None = None,
-        trim: float = 0.1,
-        byzantine: int = 0,
         cohort_size: int | Literal["auto"] = "auto",
         client_store: Literal["memory", "disk"] = "memory",
         keep_optimizer: bool = False,
@@ -116,7 +112,7 @@ class FederatedStrategy(RanksStrategy):
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
         new_server = schedule.server(self._current_round) if schedule is not None else FederatedServer
-        server = new_server(store, client_weights, server_optimizer, trim, byzantine, compression)
+        server = new_server(store, client_weights, server_optimizer, compression)
         self.federation = Federation(
             server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
         )
@@ -304,14 +300,8 @@ class FederatedStrategy(RanksStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the server state; what has been gathered by ``cat`` comes in its own length."""
-        module, state = self.federation.module, checkpoint["state_dict"]
-        known, reductions = entries(module), reductions_of(module, self.federation.rules)
-        resizes = [name for name in known if reductions[name].resizes]
+        """Load the server state."""
         if strict:
-            check_state(module, state, resizes)
-        for name in resizes:
-            if name in state:
-                known[name].data = state[name].to(known[name].device, copy=True)
+            check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)
         self.federation.forget_server()

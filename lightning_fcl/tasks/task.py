@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import lightning.pytorch as L
 import torch
 
-from lightning_fcl.federation.aggregation import check_state, entries, load_entries, reductions_of
+from lightning_fcl.federation.aggregation import check_state, load_entries
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.models.described import Described, cast_arguments, rebuild
@@ -67,8 +67,7 @@ class Task(Described, L.LightningModule):
         task.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
         if strict if strict is not None else task.strict_loading:
-            known, reductions = entries(task), reductions_of(task)
-            check_state(task, state, [name for name in known if reductions[name].resizes])
+            check_state(task, state)
             load_entries(task, state)
         else:
             task.load_state_dict(state, strict=False)

@@ -112,8 +112,6 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     methods = {method.state_key: method for method in parts.callbacks if isinstance(method, Method)}
     reductions = [*reductions_of(parts.model, parts.strategy.federation.rules).values()]
     reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
-    if any(reduction.resizes for reduction in reductions):
-        return "what its server gathers is of single clients"
     if any(isinstance(reduction, Sum) for reduction in reductions):
         if _fewest(parts, int(checkpoint["epoch"]) + 1) < LEAST:
             return f"fewer than {LEAST} clients have samples of some class, so sums are published as their solution"
@@ -173,7 +171,8 @@ def _federation(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _clients(path: str | Path, published: Mapping[str, Any]) -> dict[str, Any]:
     """What clients have kept, by a checkpoint of theirs."""
     own = _federation(read_checkpoint(partial(torch.load, map_location="cpu", weights_only=True), path))
-    if own["fingerprint"] != published["fingerprint"]:
+    here = own["fingerprint"]
+    if any(here.get(name, value) != value for name, value in published["fingerprint"].items()):
         raise ValueError(
             f"Expected `clients` of the published recipe, seed and data but {path} is of others. Leave it out."
         )

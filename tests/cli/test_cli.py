@@ -112,7 +112,7 @@ def test_fit_continues_from_a_checkpoint(tiny, tmp_path):
             "got `alhpa`. Did you mean alpha?",
         ),
         ({"data": {"split": {"test": 0.0}}}, "`test` to be above 0"),
-        ({"data": {"owners": ["a"]}}, "Instead of `data.owners` write split=Split(train_clients=...)"),
+        ({"data": {"owners": ["a"]}}, "Expected arguments of `data` but got `data.owners`"),
         (
             {"data": {"scenario": {"init_args": {"experiences": 3}}}},
             "`experiences` to divide the number of classes, 10, but got 3",

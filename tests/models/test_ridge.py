@@ -96,8 +96,10 @@ def test_merged_is_pooled_in_any_order(symmetric):
     pooled.solve()
     for order in ([0, 1, 2], [2, 0, 1]):
         merged = fitted(symmetric=symmetric, tag=5)
-        for i in order:
-            merged.merge(fitted(parts[i], symmetric=symmetric, tag=5).statistics)
+        one, two, three = (fitted(parts[i], symmetric=symmetric, tag=5).statistics for i in order)
+        together = one + two + three
+        for name in ("A", "B", "n"):
+            getattr(merged, name).copy_(torch.as_tensor(getattr(together, name)))
         merged.solve()
         same(merged, pooled, 1e-11)
 
@@ -127,8 +129,7 @@ def exactly(message):
     return f"^{re.escape(message)}$"
 
 
-@pytest.mark.parametrize("action", ["merge", "remove"])
-def test_statistics_that_do_not_fit_are_refused(action):
+def test_statistics_that_do_not_fit_are_refused():
     readout = fitted(samples(), tag=0xABC)
     before = {name: value.clone() for name, value in readout.state_dict().items()}
     message = (
@@ -136,13 +137,13 @@ def test_statistics_that_do_not_fit_are_refused(action):
         "again with this reservoir."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        getattr(readout, action)(fitted(samples(), tag=0xDEF).statistics)
+        readout.remove(fitted(samples(), tag=0xDEF).statistics)
     message = "Expected A and B of shapes (3, 8) and (8, 8) but got (3, 8) and (36,)."
     with pytest.raises(ValueError, match=exactly(message)):
-        getattr(readout, action)(fitted(samples(), tag=0xABC, symmetric=True).statistics)
+        readout.remove(fitted(samples(), tag=0xABC, symmetric=True).statistics)
     message = "Expected A and B of shapes (3, 8) and (8, 8) but got (2, 8) and (8, 8)."
     with pytest.raises(ValueError, match=exactly(message)):
-        getattr(readout, action)(fitted(samples(outputs=2), tag=0xABC, outputs=2).statistics)
+        readout.remove(fitted(samples(outputs=2), tag=0xABC, outputs=2).statistics)
     assert all(torch.equal(value, before[name]) for name, value in readout.state_dict().items())
 
 
@@ -221,7 +222,8 @@ def test_an_ill_conditioned_solution_is_the_exact_one(values, beta):
     tolerance = 100 * condition * np.finfo(np.float64).eps * np.abs(exact).max()
     weights = [solve(torch.from_numpy(a), torch.from_numpy(b), beta)]
     readout = RidgeReadout(10, 2)
-    readout.merge(RidgeStatistics(torch.from_numpy(a), torch.from_numpy(b), n=100, tag=0))
+    readout.A.copy_(torch.from_numpy(a))
+    readout.B.copy_(torch.from_numpy(b))
     weights.append(readout.solutions([beta])[0])
     for weight in weights:
         assert np.abs(weight.numpy() - exact).max() < tolerance < 1e-2 * np.abs(exact).max()

@@ -25,9 +25,9 @@ from lightning_fcl.callbacks import (
     Replay,
     Unlearning,
 )
-from lightning_fcl.federation.aggregation import Krum
 from lightning_fcl.federation.compression import TopK
 from lightning_fcl.federation.reductions import Accumulator, Reduction, State
+from lightning_fcl.federation.robust import Krum, TrimmedMean
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.models import MLP
 
@@ -91,7 +91,7 @@ METHODS = {
     "sums at the server": lambda: ([Fed3R()], {}),
     "a proximal term, optimizers kept": lambda: ([FedProx(0.1)], {"keep_optimizer": True, "cohort_size": 1}),
     "medians": lambda: ([], {"reductions": {"*": "median"}}),
-    "trimmed means": lambda: ([], {"reductions": {"*": "trimmed_mean"}, "trim": 0.2}),
+    "trimmed means": lambda: ([], {"reductions": {"*": TrimmedMean(0.2)}}),
     "krum": lambda: ([], {"reductions": {"*": Krum(1)}}),
     "sparse means": lambda: ([], {"reductions": {"*": "sparse_mean"}}),
     "half of the clients": lambda: ([Replay(max_size=10)], {"participation": 0.5, "cohort_size": 1}),

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
-    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from torch import nn
@@ -20,6 +19,7 @@ from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.participation import participants
+from lightning_fcl.federation.robust import Krum
 from lightning_fcl.models import MLP
 
 
@@ -486,14 +486,12 @@ def test_sums_are_pooled(fit, make_stream):
     class Counter(L.LightningModule):
         def __init__(self):
             super().__init__()
-            self.reductions = {"counts": "sum", "seen": "cat"}
+            self.reductions = {"counts": "sum"}
             self.weight = nn.Parameter(torch.zeros(1))
             self.register_buffer("counts", torch.zeros(4, dtype=torch.float64))
-            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
 
         def training_step(self, batch, batch_idx):
             self.counts += torch.bincount(batch[1], minlength=4)
-            self.seen = torch.cat([self.seen, batch[1]])
             return self.weight.sum() * 0
 
         def configure_optimizers(self):
@@ -503,7 +501,6 @@ def test_sums_are_pooled(fit, make_stream):
     fit(task, stream)
     labels = torch.cat([torch.from_numpy(stream.y[rows]) for current in stream.plan.train for rows in current.values()])
     assert torch.equal(task.counts, torch.bincount(labels, minlength=4).double())
-    assert torch.equal(task.seen.sort().values, labels.sort().values)
 
 
 def test_batch_norm_buffers_are_averaged_on_purpose(fit, make_stream, make_task):
@@ -615,29 +612,6 @@ def test_a_round_that_is_cut_short_leaves_the_server_in_the_module(fit, make_str
     assert "cut short" in caplog.text
 
 
-def test_what_cat_has_gathered_is_loaded_again(fit, make_stream, tmp_path):
-    class Collector(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.reductions = {"seen": "cat"}
-            self.weight = nn.Parameter(torch.zeros(1))
-            self.register_buffer("seen", torch.zeros(0, dtype=torch.long))
-
-        def training_step(self, batch, batch_idx):
-            self.seen = torch.cat([self.seen, batch[1]])
-            return self.weight.sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    whole, again = Collector(), Collector()
-    fit(whole, make_stream(), [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)],
-        trainer_args={"enable_checkpointing": True})  # fmt: skip
-    fit(again, make_stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
-    assert torch.equal(whole.seen, again.seen)
-    assert len(whole.seen) > 0
-
-
 def test_extra_state_is_refused(fit, make_stream, make_task):
     class Extra(nn.Linear):
         def get_extra_state(self):
@@ -675,16 +649,16 @@ def test_reserved_names_and_contradictions_in_streams(make_stream):
 def test_a_malicious_client_is_outvoted(fit, make_stream, make_task):
     """Krum and the median keep near the honest clients where the mean does not."""
     distances = {}
-    for reduction in ("mean", "median", "krum"):
+    for reduction in ("mean", "median", Krum(1)):
         stream = make_stream(clients=6)
         stream.setup("fit")
         liar = torch.from_numpy(stream.plan.train[0]["3"])
         task, honest = make_task(), make_task()
-        fit(honest, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        fit(honest, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1)
         stream.samples.x[liar] = 1e3
-        fit(task, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1, byzantine=1)
+        fit(task, stream, reductions={"*": reduction}, max_epochs=1, cohort_size=1)
         pairs = zip(honest.state_dict().values(), task.state_dict().values(), strict=True)
-        distances[reduction] = max(float((a - b).abs().max()) for a, b in pairs)
+        distances[str(reduction)] = max(float((a - b).abs().max()) for a, b in pairs)
     assert distances["median"] < 0.2 < distances["mean"]
     assert distances["krum"] < 0.2
 
