@@ -51,7 +51,7 @@ MOVED = {
     "projection": "methods.projection",
     "report": "evaluation.report",
     "reproduce": "cli.reproduce",
-    "rounds": "simulation.loader",
+    "rounds": "simulation.round",
     "scenarios": "data.scenarios",
     "search": "cli.search",
     "strategy": "simulation.strategy",

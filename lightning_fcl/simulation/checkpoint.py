@@ -39,7 +39,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         ValueError: If there is no stream.
     """
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
-    stream, steps = need_stream(module.trainer), federation.local_steps  # those of a fit that is under way
+    stream, every = need_stream(module.trainer), federation.local_steps.every  # more than 1 in a fit that is under way
     schedule = federation.participation.schedule
     return {
         "model": type(module).__name__,
@@ -48,7 +48,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "data": stream.plan.fingerprint,
         "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
         "local_epochs": federation.local_epochs,
-        "accumulate_grad_batches": steps.every if steps is not None else module.trainer.accumulate_grad_batches,
+        "accumulate_grad_batches": max(every, module.trainer.accumulate_grad_batches),
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
         "reductions": hparams_of(federation.rules),

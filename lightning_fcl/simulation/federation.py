@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -14,7 +14,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.data.orders import Batching
 from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.data.stream import FederatedStream, StreamLoader
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientState, Memory
@@ -22,16 +22,19 @@ from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.ranks import ALONE, Ranks
 from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
-from lightning_fcl.methods.compose import epochs_of, methods_of, rehearsed_by
+from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.method import section as section_of
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
-from lightning_fcl.simulation.loader import BatchContext, RoundLoader
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.cohort import Cohort
+    from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +70,13 @@ class Federation:
         self.keep_optimizer = keep_optimizer
         self.on_unusable_round: Literal["stop", "warn"] = "warn"
         self.methods: list[Declaration] = []
-        self.trainer: LocalTrainer | None = None
-        self.between_rounds = True  # whether a checkpoint taken now can be continued
-        self.round_done = True
+        self._trainer: LocalTrainer | None = None
+        self.current: Round | None = None  # the round at hand
+        self.cohort: Cohort | None = None  # the clients that train now, or have done so last in the round
         self._seed = seed
         self._module: L.LightningModule | None = None
         self._stream: FederatedStream | None = None
-        self.loader: RoundLoader | None = None
-        self.context: BatchContext | None = None
-        self.training: ClientRound | None = None
-        self.local_steps: LocalSteps | None = None  # of a fit
+        self.local_steps = LocalSteps()
         self.loose: LooseState | None = None  # of a round whose clients train in the module
         self.ranks: Ranks = ALONE
         self._placement: Placement | None = None
@@ -105,22 +105,31 @@ class Federation:
         return there(self._stream, "a fit")
 
     @property
+    def trainer(self) -> LocalTrainer:
+        """Who trains the clients."""
+        return there(self._trainer, "a fit")
+
+    @trainer.setter
+    def trainer(self, trainer: LocalTrainer) -> None:
+        self._trainer = trainer
+
+    @property
     def loaded(self) -> bool:
         """Whether there is a stream of clients' data."""
         return self._stream is not None
 
-    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RoundLoader:
-        """Take the clients' data; what comes back yields the batches of each round.
+    def load(self, stream: FederatedStream, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        """Take the clients' data at the beginning of a fit, and choose who trains them.
 
         Args:
-            loader: The clients' training data.
+            stream: The clients' data.
             optimizer: The module's optimizer.
             step: Lightning's own training step.
 
         Raises:
             ValueError: If stream, methods and module do not go together.
         """
-        new_fit, self._stream, self._optimizer = optimizer is not self._optimizer, loader.stream, optimizer
+        self._stream, self._optimizer = stream, optimizer
         self.participation.seed = self.seed
         self.methods = methods_of(self.module.trainer)
         check_stream(self.module.trainer, self.stream)
@@ -135,22 +144,9 @@ class Federation:
             self.rules,
             self.participation.may_miss,
         )
-        if new_fit or self.trainer is None:  # not where loaders are reloaded
-            self.trainer = choose_trainer(
-                self.module, self.methods, optimizer, self.stream, step, request, self.keep_optimizer, self.seed
-            )
-        self.loader = RoundLoader(
-            self.stream,
-            lambda: self.round,
-            self.participation,
-            epochs_of(self.methods, self.memory, self.local_epochs),
-            rehearsed_by(self.methods, self.memory),
-            self.seed,
-            self.trainer.clients_at_once,
-            self.trainer.stacked,
-            self.placement,
+        self.trainer = choose_trainer(
+            self.module, self.methods, optimizer, self.stream, step, request, self.keep_optimizer, self.seed
         )
-        return self.loader
 
     @property
     def placement(self) -> Placement:
@@ -186,17 +182,10 @@ class Federation:
             for name, value in method.server_state(self.module).items()
         }
 
-    def restore_server(self) -> None:
-        """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""
-        if not self.round_done and self.server.state:
-            log.warning("A round was cut short: the server state stays as it was before it.")
-            self.training = None
-            if self.trainer is not None:
-                self.trainer.abort()
-            if self.local_steps is not None:
-                self.local_steps.end_round(self.optimizer, whole=False)
-            load_entries(self.module, self.server.state)
-        self.between_rounds = self.round_done = True
+    @property
+    def between_rounds(self) -> bool:
+        """Whether a checkpoint that is taken now can be continued."""
+        return self.current is None or self.current.settled
 
     # What methods and callbacks may see.
 
@@ -228,17 +217,17 @@ class Federation:
     @property
     def client_round(self) -> ClientRound | None:
         """The client that trains now; None between rounds, and where several train side by side."""
-        return self.training
+        return self.cohort.client_round if self.cohort is not None else None
 
     @property
     def local_epoch(self) -> int:
         """The local epoch, from 0, of the batch at hand."""
-        return self.context.epoch if self.context is not None else 0
+        return self.cohort.local_epoch if self.cohort is not None else 0
 
     @property
     def last_batch(self) -> bool:
         """Whether the batch at hand is the last one of its clients' local training."""
-        return self.context is not None and self.context.last
+        return self.cohort is None or self.cohort.last_batch
 
     @property
     def optimizer(self) -> Optimizer:
@@ -248,7 +237,7 @@ class Federation:
     @property
     def batching(self) -> Batching:
         """How a client's samples become batches."""
-        return there(self.loader, "a fit").batching
+        return Batching(self.stream.batch_size, self.stream.shuffle, self.stream.drop_last)
 
     def hosts(self, client: str) -> bool:
         """Whether this process looks after a client: it alone knows what the client keeps."""
@@ -332,7 +321,7 @@ class Federation:
     @property
     def optimizer_in_use(self) -> Optimizer:
         """What Lightning steps now: the local trainer's own optimizer, or the module's."""
-        own = self.trainer.optimizer if self.trainer is not None else None
+        own = self._trainer.optimizer if self._trainer is not None else None
         return own if own is not None else self.optimizer
 
     @property

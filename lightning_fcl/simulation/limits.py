@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import (
@@ -24,7 +24,9 @@ from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.simulation.loader import RoundLoader
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 T = TypeVar("T")
 
@@ -169,22 +171,18 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         )
 
 
-def check_ranks(loader: RoundLoader, ranks: int, rounds: int | None) -> None:
+def check_ranks(federation: Federation) -> None:
     """Refuse more processes than a round ever has cohorts: some would never have anything to do.
-
-    Args:
-        loader: The rounds.
-        ranks: How many processes there are.
-        rounds: The number of rounds.
 
     Raises:
         ValueError: If there are more.
     """
+    ranks, size, plan = federation.ranks.number, federation.trainer.clients_at_once, federation.plan
     if ranks == 1:
         return
-    most = max((loader.cohorts(round) for round in range(rounds or 0)), default=ranks)
+    rounds = range(federation.module.trainer.max_epochs or 0)
+    most = max((-(-len(federation.participation.draw(plan, round)[0]) // size) for round in rounds), default=ranks)
     if ranks > most:
-        size = loader.cohort_size
         raise ValueError(
             f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
             f"{size} clients, but got {ranks}. Set fewer devices"

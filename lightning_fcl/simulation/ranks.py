@@ -223,9 +223,12 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
 def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> int:
     """Count the steps of all ranks since ``before`` as this one's; the number of all steps by now."""
     mine = trainer.global_step - before
-    others = sum(ranks.share(mine)) - mine
-    if others:
-        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        progress.total.completed += others
-        progress.total.ready += others
+    count_steps(trainer, sum(ranks.share(mine)) - mine)
     return trainer.global_step
+
+
+def count_steps(trainer: L.Trainer, number: int) -> None:
+    """Count the steps of others as the Trainer's."""
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    progress.total.completed += number
+    progress.total.ready += number

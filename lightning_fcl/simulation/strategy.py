@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -12,6 +14,7 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import one_of
@@ -25,16 +28,17 @@ from lightning_fcl.federation.server import ClientWeights, FederatedServer, Opti
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
-from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer
+from lightning_fcl.simulation.hooks import FitHooks
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
-from lightning_fcl.simulation.rounds import Rounds
+from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +123,9 @@ class FederatedStrategy(RanksStrategy):
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
         self.federation.on_unusable_round = on_unusable_round
         self._seed = seed
-        self._rounds = Rounds(self)
+        self.new_round: Callable[[Federation], Round] = Round
+        self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
+        self._hooks = FitHooks(self)
 
     @property
     def seed(self) -> int:
@@ -174,20 +180,20 @@ class FederatedStrategy(RanksStrategy):
         super().connect(model)
         self.federation.module = model
         callbacks = callbacks_of(model.trainer)
-        if self._rounds not in callbacks:
-            callbacks.insert(0, self._rounds)
+        if self._hooks not in callbacks:
+            callbacks.insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
             self.precision_plugin = StackedPrecision(self.federation)
         super().setup(trainer)
-        self._rounds.began = False
+        self._hooks.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer)
             check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
-            self._rounds.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
+            self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
@@ -204,6 +210,11 @@ class FederatedStrategy(RanksStrategy):
             None if module.automatic_optimization else self.lr_scheduler_configs,
         )
         trainer.accumulate_grad_batches = 1
+        # A loader is a round. That rounds are short, and unlike, is no reason to warn.
+        self.reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
+            warnings.filterwarnings("ignore", known)
 
     def _warn_of_own_entries(self) -> None:
         module, federation = self.federation.module, self.federation
@@ -227,13 +238,14 @@ class FederatedStrategy(RanksStrategy):
             super().teardown()
             return
         trainer = self.federation.module.trainer
-        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._rounds.began
+        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._hooks.began
         if nothing_left and not trainer.interrupted:
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
-        if self.federation.local_steps is not None:
+        if trainer.state.fn == "fit":
             trainer.accumulate_grad_batches = self.federation.local_steps.every
-            self.federation.local_steps = None
+            trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
+            self.federation.local_steps = LocalSteps()
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -244,11 +256,14 @@ class FederatedStrategy(RanksStrategy):
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
-            begin_schedule(self.federation)
-            check_ranks(loader, self.ranks.number, self.federation.module.trainer.max_epochs)
-            check_alike(self.ranks, fingerprint_of(self.federation))
-            return loader
+            federation, optimizer = self.federation, self.optimizers[0]
+            if not federation.loaded or federation.optimizer is not optimizer:
+                federation.load(dataloader.stream, optimizer, super().training_step)
+                begin_schedule(federation)
+                check_ranks(federation)
+                check_alike(self.ranks, fingerprint_of(federation))
+            federation.current = self.new_round(federation)
+            return federation.current
         if self.federation.module.trainer.training and not self.federation.loaded:
             raise ValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
@@ -256,19 +271,31 @@ class FederatedStrategy(RanksStrategy):
             )
         return dataloader
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step of a client, as the module has it; or one of a whole cohort."""
-        return steps.training_step(self.federation, *args)
+    def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
+        """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
+        trainer, cohort = self.federation.trainer, there(self.federation.cohort, "a batch")
+        weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
+        return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As any strategy's, with the draws of the step."""
-        with steps.drawing(self.federation):
+        """As any strategy's, with the draws of the step: penalties, and layers that compute once more."""
+        trainer = self.federation.trainer
+        random = trainer.random if isinstance(trainer, SequentialTrainer) else None
+        with random.drawing() if random is not None else nullcontext():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
-        step = super().optimizer_step
-        return steps.optimizer_step(self.federation, closure, lambda whole: step(optimizer, whole, model, **kwargs))
+        federation, local, step = self.federation, self.federation.local_steps, super().optimizer_step
+        cohort, in_use = there(federation.cohort, "a batch"), federation.optimizer_in_use
+        gather = local.next(in_use, closure, cohort.active, cohort.last_batch)
+        if not local.complete:
+            return gather()
+        result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
+        local.stepped(federation.optimizer, in_use)
+        if cohort.last_batch and local.by_hand is None:  # now: schedules by round step before the batch has ended
+            local.end_schedules(federation.optimizer)
+        return result
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizer of the clients at hand."""
@@ -290,13 +317,13 @@ class FederatedStrategy(RanksStrategy):
         check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
             here, rounds = fingerprint_of(self.federation), need_stream(self.federation.module.trainer).plan.rounds
-            check_checkpoint(checkpoint, self._rounds.state_key, here, rounds, checkpoint_path)
+            check_checkpoint(checkpoint, self._hooks.state_key, here, rounds, checkpoint_path)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on with the state of optimizers of the same settings."""
-        kept = checkpoint["callbacks"][self._rounds.state_key]
-        check_settings_alike(kept.get("settings", {}), self._rounds.settings, self.federation.module.trainer.ckpt_path)
+        kept = checkpoint["callbacks"][self._hooks.state_key]
+        check_settings_alike(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
@@ -10,33 +10,26 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.epoch_logs import EpochLogs
 from lightning_fcl.simulation.federation import Federation
 from lightning_fcl.simulation.limits import check_monitors, there
 
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.strategy import FederatedStrategy
+
 RESTORED = "was being restored"
 """The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
-class RunsFederation(Protocol):
-    """A strategy behind which there is a federation."""
-
-    federation: Federation
-
-    def use_optimizer(self) -> None:
-        """Let Lightning step the optimizer of the clients at hand."""
-
-
-class Rounds(Callback):
-    """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints.
+class FitHooks(Callback):
+    """First of a federation's callbacks: goes on with the round at hand, and keeps the clients' state in checkpoints.
 
     Args:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: RunsFederation) -> None:
+    def __init__(self, strategy: FederatedStrategy) -> None:
         self.strategy = strategy
         self.began = False  # whether this fit has
         self._logs: EpochLogs | None = None
@@ -46,11 +39,6 @@ class Rounds(Callback):
     def federation(self) -> Federation:
         """The federation."""
         return self.strategy.federation
-
-    @property
-    def state_key(self) -> str:
-        """Where checkpoints of all versions have its state."""
-        return "_Rounds"
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""
@@ -76,27 +64,24 @@ class Rounds(Callback):
         self.federation.restore(state_dict)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round."""
+        """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
         self._hide_left()
+        trainer.reload_dataloaders_every_n_epochs = self.strategy.reloads  # type: ignore[attr-defined]
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps other clients begin."""
-        steps.next_batch(self.federation)
+        """Perhaps other clients have begun."""
         self.strategy.use_optimizer()
         there(self._logs, "a fit").train(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps clients are done, or the round; a batch of None is a round without clients of this process."""
-        if batch is None:
-            steps.idle(self.federation)
-        else:
-            steps.end_batch(self.federation)
+        """Perhaps clients are done, or the round."""
+        there(self.federation.current, "a round").resume()
         self.strategy.use_optimizer()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -106,8 +91,9 @@ class Rounds(Callback):
             self._logs.train(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round; other hooks see what its last client has left in attributes."""
+        """End the round, and have a loader made for the next; other hooks see what its last client has left."""
         self._settle()
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         there(self._logs, "a fit").meet()
         if self.federation.loose is not None:
             self.federation.loose.show_left()
@@ -137,8 +123,6 @@ class Rounds(Callback):
             self.federation.loose.hide_left()
 
     def _settle(self) -> None:
-        if self.federation.loose is not None:
-            self.federation.loose.settle()
-        self.federation.restore_server()
-        if self.federation.loaded:
+        if self.federation.current is not None:
+            self.federation.current.settle()
             self.strategy.use_optimizer()
