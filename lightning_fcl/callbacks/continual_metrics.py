@@ -19,9 +19,9 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import argument, check_fields, of_clients, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.messages import RoundRecord
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
 from lightning_fcl.federation.ranks import ALONE, together
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.driver import MethodDriver

@@ -12,7 +12,6 @@ from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Aggregator, Rules, State
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.messages import Messages
 from lightning_fcl.federation.server import Extra, FederatedServer
 
 
@@ -58,6 +57,7 @@ class NodeServer(FederatedServer):
             RefusedError: If the server has not sent all that clients start from.
         """
         super().begin_round(module, rules, extra)
+        self.aggregator = self.outbox = Outbox([name for name, reduction in self.reductions.items() if reduction.up])
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]
         if missing:
             raise RefusedError(
@@ -71,9 +71,3 @@ class NodeServer(FederatedServer):
             return None
         start = {name: self.reductions[name].start(self.state[name]) for name in self.outbox.sent}
         return changes(self.outbox.sent, start)
-
-    def _new_messages(self) -> Messages:
-        messages = super()._new_messages()
-        self.outbox = Outbox([name for name, reduction in self.reductions.items() if reduction.up])
-        messages.aggregator = self.outbox
-        return messages

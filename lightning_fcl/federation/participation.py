@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.schedule import Schedule
-from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import Keys, keyed
 

@@ -19,7 +19,7 @@ from lightning_fcl.data.orders import Batching
 from lightning_fcl.federation.aggregation import Reduction, Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.ranks import ALONE, Ranks
-from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 
 if TYPE_CHECKING:
     import lightning.pytorch as L

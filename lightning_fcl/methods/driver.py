@@ -22,8 +22,8 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.messages import DIVERGED
 from lightning_fcl.federation.protocol import FederationView, StatesLoss, federation_of
+from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.freezing import Freezer, stepped_by

@@ -18,7 +18,7 @@ from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import FederationView, need_federation, ranks_of
 from lightning_fcl.federation.ranks import together
-from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.replay import Replay

@@ -17,11 +17,12 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
-from lightning_fcl.federation.client_store import ClientState, Memory
+from lightning_fcl.federation.client_store import ClientState, Memory, own_entries
 from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.ranks import ALONE, Ranks
-from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
+from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.method import section as section_of

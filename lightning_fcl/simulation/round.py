@@ -18,8 +18,8 @@ from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Start, Trained
-from lightning_fcl.federation.messages import DIVERGED
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort

@@ -21,10 +21,10 @@ from lightning_fcl.errors import one_of
 from lightning_fcl.federation.aggregation import Reduction, State, check_state, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.optimizer_state import settings_of
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.schedule import Schedule
-from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
+from lightning_fcl.federation.server import ClientWeights, FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
