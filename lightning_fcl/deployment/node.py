@@ -155,7 +155,7 @@ class LocalFit:
         self.parts = build(recipe)
         self._recipe_server = self.federation.server
         self._initial = {name: value.detach().clone() for name, value in entries(self.parts.module).items()}
-        self.federation.cohort_size = 1
+        self.parts.strategy.cohort_size = 1
         self.trainer = L.Trainer(
             strategy=self.parts.strategy,
             callbacks=self.parts.callbacks,
@@ -251,7 +251,7 @@ class NodeRound(Round):
 
     def aggregate(self) -> None:
         """End the fit."""
-        self.federation.cohort, self.done = None, True
+        self.cohort, self.done = None, True
         self.federation.module.trainer.should_stop = True
 
 

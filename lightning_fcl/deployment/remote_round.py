@@ -269,7 +269,7 @@ def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> Non
         if isinstance(callback, ContinualMetrics):
             # Clients' models, with what is their own, and their samples never come here.
             callback.clients, callback.training = "none", False
-    strategy.federation.cohort_size = 1
+    strategy.cohort_size = 1
     strategy.server.compression = None  # uploads come as the server decodes them
     strategy.new_round = lambda federation: RemoteRound(federation, nodes)
     callbacks.append(nodes.identity)

@@ -117,6 +117,14 @@ class ClientStore:
                 'in memory: client_store="memory".'
             ) from error
 
+    def memory(self, client: str, section: str) -> Memory:
+        """What a client keeps in a section: that of a method has its class's name."""
+        return self[client].get(section, {})
+
+    def remember(self, client: str, section: str, memory: Memory) -> None:
+        """Keep something for a client in a section."""
+        self[client] = {**self[client], section: memory}
+
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
             yield from self._states

@@ -167,6 +167,10 @@ class Participation:
         """
         return participants(plan, round, self.clients, self.seed, self.unavailable(round))
 
+    def drawn(self, plan: Plan, round: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        return self.draw(plan, round)[0] if plan.train[round].keys() - self.unavailable(round) else []
+
     def unavailable(self, round: int) -> set[str]:
         """The clients that have left the swarm, or were withdrawn."""
         return self.withdrawn | (self.swarm.gone(round) if self.swarm is not None else set())

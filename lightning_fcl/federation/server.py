@@ -300,6 +300,10 @@ class FederatedServer:
         self._offer(aggregate)
         return aggregate
 
+    def kept_for(self, section: str) -> State:
+        """What it keeps for a method, by name."""
+        return {n.removeprefix(f"{section}."): value for n, value in self.extra.items() if n.startswith(f"{section}.")}
+
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
         """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None

@@ -102,7 +102,7 @@ class Fed3R(Method):
     ) -> Memory:
         """Remember that the experience is in the sums, unless the upload got lost."""
         federation = self.federation
-        if federation is not None and client_round.client in federation.record.missed:
+        if federation is not None and client_round.client in federation.server.record.missed:
             return memory
         return {"experience": torch.tensor(client_round.experience)}
 
@@ -115,7 +115,7 @@ class Fed3R(Method):
         federation = self.federation
         if federation is None or self._samples == self._counted:
             return
-        sums, layer = federation.server_state(self.section), last_layer(pl_module)
+        sums, layer = federation.server.kept_for(self.section), last_layer(pl_module)
         weight = solve(sums["A"], square(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
         with torch.no_grad():
             layer.weight.copy_(weight[:, :-1])
@@ -125,7 +125,7 @@ class Fed3R(Method):
     def _samples(self) -> float:
         """How many samples are in the sums: the square of the column of ones."""
         federation = self.federation
-        return float(federation.server_state(self.section)["B"][-1]) if federation is not None else 0.0
+        return float(federation.server.kept_for(self.section)["B"][-1]) if federation is not None else 0.0
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:

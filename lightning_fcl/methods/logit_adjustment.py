@@ -160,7 +160,7 @@ class LogitAdjustment(Method):
     ) -> Memory:
         """Keep the client's own counts, and that the experience is counted, unless the upload got lost."""
         federation, counted = self.federation, torch.tensor(client_round.experience)
-        if federation is not None and client_round.client in federation.record.missed:
+        if federation is not None and client_round.client in federation.server.record.missed:
             counted = memory["experience"]
         return {"experience": counted, "counts": _counted(client_round.labels, client_round.num_classes)}
 

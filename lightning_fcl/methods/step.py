@@ -12,8 +12,10 @@ import lightning.pytorch as L
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import LossOf, OutputOf
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
@@ -114,7 +116,7 @@ class Running:
     """
 
     module: L.LightningModule
-    federation: FederationView | None
+    federation: Federation | None
     active: bool = True
     batch: Batch = None
 

@@ -39,7 +39,10 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         ValueError: If there is no stream.
     """
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
-    stream, every = need_stream(module.trainer), federation.local_steps.every  # more than 1 in a fit that is under way
+    stream, every = (
+        need_stream(module.trainer),
+        federation.strategy.local_steps.every,
+    )  # more than 1 in a fit that is under way
     schedule = federation.participation.schedule
     return {
         "model": type(module).__name__,
@@ -47,13 +50,13 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
         "data": stream.plan.fingerprint,
         "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
-        "local_epochs": federation.local_epochs,
+        "local_epochs": federation.strategy.local_epochs,
         "accumulate_grad_batches": max(every, module.trainer.accumulate_grad_batches),
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
-        "reductions": hparams_of(federation.rules),
+        "reductions": hparams_of(federation.strategy.rules),
         "server_optimizer": server.optimizer_settings,
-        "keep_optimizer": federation.keep_optimizer,
+        "keep_optimizer": federation.strategy.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
         "schedule": schedule.hparams() if schedule else None,
         "compression": server.compression.hparams() if server.compression else None,

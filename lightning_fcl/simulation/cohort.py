@@ -34,8 +34,8 @@ class Cohort:
         self._stream = stream = federation.stream
         self._seed = federation.seed
         self._stacked = federation.trainer.stacked
-        self._rehearsed = rehearsed_by(federation.methods, federation.memory)
-        epochs_in = epochs_of(federation.methods, federation.memory, federation.local_epochs)
+        self._rehearsed = rehearsed_by(federation.methods, federation.server.store.memory)
+        epochs_in = epochs_of(federation.methods, federation.server.store.memory, federation.strategy.local_epochs)
         parts = stream.client_rounds(names, round)
         if isinstance(epochs_in, int):
             epochs = np.full(len(names), epochs_in)
@@ -88,8 +88,8 @@ class Cohort:
         if not self._stream.draws:
             return self._stream.take(self._rows[row])
         if row not in self._read:
-            request = Request.of(self._rows[row], self._seed, self.clients.clients[row], self.clients.round)
-            self._read[row] = request.read(self._stream.take)
+            client, round = self.clients.clients[row], self.clients.round
+            self._read[row] = self._stream.client_samples(client, round, self._seed)
         return self._read[row]
 
     def requests(self) -> Iterator[Request]:

@@ -12,7 +12,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.epoch_logs import EpochLogs
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
 
 if TYPE_CHECKING:
@@ -43,25 +43,31 @@ class FitHooks(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""
         self.began = True
-        self.federation.begin_fit()
-        self._logs = EpochLogs(pl_module, self.federation.ranks)
+        federation = self.federation
+        federation.server.begin(pl_module, self.strategy.rules, extra_of(federation))
+        self._logs = EpochLogs(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' and the server's state."""
         federation = self.federation
-        if federation.between_rounds:
+        between_rounds = self.strategy.round is None or self.strategy.round.settled
+        if between_rounds:
             self._hide_left()
         place = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
-            "between_rounds": federation.between_rounds,
+            "between_rounds": between_rounds,
             "settings": self.settings,
         }
-        return {**place, **federation.server.state_dict(federation.kept())}
+        return {
+            **place,
+            **federation.server.state_dict(federation.placement.everything() if federation.placement else None),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from these."""
-        self.federation.restore(state_dict)
+        self.federation.server.load_state_dict(state_dict)
+        self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
@@ -81,7 +87,7 @@ class FitHooks(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         """Perhaps clients are done, or the round."""
-        there(self.federation.current, "a round").resume()
+        self.federation.round.resume()
         self.strategy.use_optimizer()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -95,19 +101,19 @@ class FitHooks(Callback):
         self._settle()
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         there(self._logs, "a fit").meet()
-        if self.federation.loose is not None:
-            self.federation.loose.show_left()
+        if self.federation.round.loose is not None:
+            self.federation.round.loose.show_left()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
         self._forget_logs()
         self._hide_left()
-        if self.federation.loaded:
+        if self.federation.placement is not None:
             self.federation.placement.complete()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the round that was cut short."""
-        if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
+        if trainer.state.fn == "fit" and trainer.ckpt_path and self.strategy.round is None:
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
         self._forget_logs()
@@ -119,10 +125,10 @@ class FitHooks(Callback):
         self._hide_left()
 
     def _hide_left(self) -> None:
-        if self.federation.loose is not None:
-            self.federation.loose.hide_left()
+        if self.strategy.round is not None and self.strategy.round.loose is not None:
+            self.strategy.round.loose.hide_left()
 
     def _settle(self) -> None:
-        if self.federation.current is not None:
-            self.federation.current.settle()
+        if self.strategy.round is not None:
+            self.strategy.round.settle()
             self.strategy.use_optimizer()

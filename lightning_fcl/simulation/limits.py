@@ -177,7 +177,7 @@ def check_ranks(federation: Federation) -> None:
     Raises:
         ValueError: If there are more.
     """
-    ranks, size, plan = federation.ranks.number, federation.trainer.clients_at_once, federation.plan
+    ranks, size, plan = federation.strategy.ranks.number, federation.trainer.clients_at_once, federation.stream.plan
     if ranks == 1:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)

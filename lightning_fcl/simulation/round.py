@@ -13,18 +13,21 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.client_store import Memory, own_entries
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
-from lightning_fcl.federation.record import DIVERGED
+from lightning_fcl.federation.record import DIVERGED, RoundRecord
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.federation import Federation, extra_of
+from lightning_fcl.simulation.limits import there
 from lightning_fcl.simulation.loose_state import LooseState
+from lightning_fcl.simulation.placement import Placement
 from lightning_fcl.simulation.rehearsal import record_time
 from lightning_fcl.simulation.sequential import SequentialTrainer
 
@@ -43,23 +46,47 @@ class Round:
 
     def __init__(self, federation: Federation) -> None:
         self.federation = federation
-        self.number = federation.round
+        self.number = current_round(federation.module.trainer)
+        self.cohort: Cohort | None = None  # the clients that train now, or have done so last
         self.done = self.settled = True
+        before = federation.strategy.round
+        self.loose = before.loose if before is not None else None
         self._cohorts = deque(self.plan() if self.number < (federation.module.trainer.max_epochs or 0) else ())
         self._batches = max(1, sum(map(len, self._cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
 
     def plan(self) -> list[Cohort]:
         """Who trains in this process, and on which batches."""
-        federation, plan, size = self.federation, self.federation.plan, self.federation.trainer.clients_at_once
+        federation, size = self.federation, self.federation.trainer.clients_at_once
+        plan = federation.stream.plan
         names, self.skipped = federation.participation.draw(plan, self.number)
         samples = {client: len(plan.train[self.number][client]) for client in names}
         if size > 1:  # like lengths together, so that little is padded and few wait for others
             names = sorted(names, key=lambda client: -samples[client])
         cohorts = [names[start : start + size] for start in range(0, len(names), size)]
-        if federation.ranks.number > 1:
-            cohorts = [cohorts[number] for number in federation.placement.place(cohorts, samples)]
+        if federation.strategy.ranks.number > 1:
+            cohorts = [cohorts[number] for number in self.placement.place(cohorts, samples)]
         return [Cohort(federation, names, self.number) for names in cohorts]
+
+    @property
+    def client_round(self) -> ClientRound | None:
+        """The client that trains now; None between rounds, and where several train side by side."""
+        return self.cohort.client_round if self.cohort is not None else None
+
+    @property
+    def local_epoch(self) -> int:
+        """The local epoch, from 0, of the batch at hand."""
+        return self.cohort.local_epoch if self.cohort is not None else 0
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the batch at hand is the last one of its clients' local training."""
+        return self.cohort is None or self.cohort.last_batch
+
+    @property
+    def placement(self) -> Placement:
+        """Whose clients train where."""
+        return there(self.federation.placement, "a fit")
 
     def __len__(self) -> int:
         """The batches of this process's clients; 1 where it has none, which is None."""
@@ -87,7 +114,7 @@ class Round:
         if not self._cohorts:
             yield None
         while self._cohorts:
-            self.federation.cohort = cohort = self._cohorts.popleft()
+            self.cohort = cohort = self._cohorts.popleft()
             self.download(cohort)
             yield from cohort.batches(read)
             self.upload(cohort)
@@ -96,69 +123,64 @@ class Round:
 
     def resume(self) -> None:
         """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
-        if self.federation.cohort is None or self.federation.cohort.last_batch:
+        if self.last_batch:
             next(self._steps, None)
 
     def settle(self) -> None:
         """After the last hook of the last batch, or when it is cut short: the server's model is in the module."""
         if not self.settled:
-            if self.federation.loose is not None:
-                self.federation.loose.settle()
+            if self.loose is not None:
+                self.loose.settle()
             self._steps.close()
             self.settled = True
 
     def begin(self) -> None:
         """Before the clients: what a hook has changed in the module since the last round is the server's."""
         federation = self.federation
-        federation.server.begin_round(federation.module, federation.rules, federation.extra)
+        federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
-            federation.loose = _loose_state(federation)
+            self.loose = _loose_state(federation, self.loose)
         self.done = self.settled = False
 
     def abandon(self) -> None:
         """The round is cut short: no client's model stands in for the server's."""
         federation = self.federation
         log.warning("A round was cut short: the server state stays as it was before it.")
-        federation.cohort = None
-        if federation.loose is not None:
-            federation.loose.settle()
+        self.cohort = None
+        if self.loose is not None:
+            self.loose.settle()
         federation.trainer.abort()
-        federation.local_steps.end_round(federation.optimizer, whole=False)
+        federation.strategy.local_steps.end_round(federation.optimizer, whole=False)
         load_entries(federation.module, federation.server.state)
 
     def download(self, cohort: Cohort) -> None:
         """Step 1: the clients receive the server's state, and remember what they have kept."""
-        federation, clients = self.federation, cohort.clients
-        federation.placement.begin()
+        federation, clients, device = self.federation, cohort.clients, self.federation.module.device
+        self.placement.begin()
         start_randomness(federation.seed, *clients.clients, self.number)
         states, kept = federation.server.download(clients.clients)
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [
-                [self._moved(m.on_download(own.get(m.section, {}), state, client)) for m in federation.methods]
+                [_moved(m.on_download(own.get(m.section, {}), state, client), device) for m in federation.methods]
                 for client, state, own in zip(clients, states, kept, strict=True)
             ]
-        federation.local_steps.begin(federation.optimizer)
-        if federation.loose is not None:
-            federation.loose.put_back()
-        federation.trainer.begin(Start(clients, states, memories, [own.get("optimizer", {}) for own in kept]))
-
-    def _moved(self, memory: Memory) -> Memory:
-        """What was on disk, or in a checkpoint, comes back on the CPU."""
-        device = self.federation.module.device
-        return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
+        federation.strategy.local_steps.begin(federation.optimizer)
+        if self.loose is not None:
+            self.loose.put_back()
+        federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
     def upload(self, cohort: Cohort) -> None:
         """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
         federation, clients, participation = self.federation, cohort.clients, self.federation.participation
         trained = federation.trainer.finish()
-        federation.placement.took(clients)
+        self.placement.took(clients)
         missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
-        taken = self._send(clients, {**trained.uploads, **self._contributions(cohort, trained)}, missed)
-        self._name_diverged(clients, trained, taken)
-        listeners = [one for one in self._callbacks() if isinstance(one, ListensToClients)]
+        taken = _send(federation.server, clients, {**trained.uploads, **self._contributions(cohort, trained)}, missed)
+        _name_diverged(federation.server.record, clients, trained, taken)
+        listeners = [one for one in _callbacks(federation) if isinstance(one, ListensToClients)]
         personal = federation.server.personal or participation.swarm is not None
-        if not (federation.methods or federation.keep_optimizer or personal or listeners):
+        if not (federation.methods or federation.strategy.keep_optimizer or personal or listeners):
             return  # nothing stays with the clients, and nobody looks at them
         for row, client in enumerate(clients):
             if not taken[row]:
@@ -174,8 +196,10 @@ class Round:
         federation = self.federation
         sent: dict[str, list[Tensor]] = {}
         for i, method in enumerate(federation.methods):
-            kept = federation.server_state(method.section)
-            neutral = {n: federation.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
+            kept = federation.server.kept_for(method.section)
+            neutral = {
+                n: federation.server.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()
+            }
             for row, client in enumerate(cohort.clients if kept else ()):
                 given = dict(neutral)
                 if method.applies_to(client):
@@ -185,106 +209,128 @@ class Round:
                     sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
         return {name: torch.stack(values) for name, values in sent.items()}
 
-    def _send(self, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
-        """Send the states of those in reach; whether each client's state is one to go on with."""
-        server = self.federation.server
-        if not any(missed):
-            return server.upload(clients, states)
-        server.record.missed += itertools.compress(clients.clients, missed)
-        fine = [True] * len(clients)
-        rows = [row for row, out in enumerate(missed) if not out]
-        if rows:
-            sent = {name: value[rows] for name, value in states.items()}
-            for row, taken in zip(rows, server.upload([clients[row] for row in rows], sent), strict=True):
-                fine[row] = taken
-        return fine
-
-    def _name_diverged(self, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
-        """Name the clients whose loss was not finite and who send finite numbers all the same."""
-        if trained.finite is None or bool(trained.finite.all()):
-            return
-        finite = trained.finite.tolist()
-        names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
-        self.federation.record.diverged += names
-        for name in names:
-            message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
-            log.warning(message, self.number, name, DIVERGED)
-
     def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
         """Keep what stays with a client."""
         state, kept, client = trained.state(row), {}, cohort.clients[row]
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
             if method.remembers(client):
                 data = cohort.samples(row) if method.needs_samples else None
-                kept[method.section] = method.end_round(memory, state, data, client, self._generator(client, method))
+                kept[method.section] = method.end_round(
+                    memory, state, data, client, _generator(self.federation, client, method)
+                )
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
         self.federation.server.keep(client.client, state, kept, missed)
 
-    def _generator(self, client: ClientRound, method: Declaration) -> torch.Generator:
-        return torch.Generator().manual_seed(seed_of(self.federation.seed, client.client, self.number, method.section))
-
     def aggregate(self) -> None:
         """Step 4: aggregate, put the server's state into the module, and end experiences."""
         federation = self.federation
-        federation.cohort = None
-        federation.local_steps.end_round(federation.optimizer)
-        if federation.loose is not None:
-            federation.loose.end_clients()
-        federation.placement.meet(federation.server, federation.module.trainer)
+        self.cohort = None
+        federation.strategy.local_steps.end_round(federation.optimizer)
+        if self.loose is not None:
+            self.loose.end_clients()
+        self.placement.meet(federation.server, federation.module.trainer)
         record_time(federation)
-        self._check_usable()
+        _check_usable(federation, self.number)
         load_entries(federation.module, federation.server.finish_round())
         if isinstance(federation.module, SolvesAtServer):
             federation.module.on_after_aggregation()
         self.done = True
-        federation.record.skipped = self.skipped
-        federation.participation.elect(federation.record, federation.plan.clients)
+        federation.server.record.skipped = self.skipped
+        federation.participation.elect(federation.server.record, federation.stream.plan.clients)
         for method in federation.methods:
             if method.ends_undrawn:
                 self.end_undrawn(method)
-        for listener in self._callbacks():
+        for listener in _callbacks(federation):
             if isinstance(listener, ListensToRounds):
                 listener.on_round_end(federation.module.trainer, federation.module)
-        if federation.loose is not None:
-            federation.loose.go_on()
-
-    def _check_usable(self) -> None:
-        """End a fit whose clients all send what is of no use."""
-        federation, record, dropped = self.federation, self.federation.record, self.federation.record.dropped
-        if federation.on_unusable_round == "stop" and dropped and not (record.trained or record.missed or record.late):
-            who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
-            raise ValueError(
-                f"Expected uploads of round {self.number} that are of use but all were dropped: {who}. {DIVERGED} To "
-                'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
-            )
-
-    def _callbacks(self) -> list[Callback]:
-        """The Trainer's, methods first: what they do is measured."""
-        callbacks = callbacks_of(self.federation.module.trainer)
-        return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
+        if self.loose is not None:
+            self.loose.go_on()
 
     def end_undrawn(self, method: Declaration) -> None:
         """End the experiences that end with this round, for clients that were not drawn for it."""
         federation = self.federation
-        done = {*federation.record.trained, *federation.record.missed, *federation.record.dropped}
+        done = {*federation.server.record.trained, *federation.server.record.missed, *federation.server.record.dropped}
         for client in federation.client_rounds(self.number):
             if client.client in done or not (client.last_round and method.remembers(client)):
                 continue
             if not federation.hosts(client.client):
                 continue
-            data = federation.samples(client.client, client.round) if method.needs_samples else None
-            own = {**entries(federation.module), **federation.own_entries(client.client)}
-            memory, undrawn = federation.memory(client.client, method.section), client.not_drawn()
-            ended = method.end_round(memory, own, data, undrawn, self._generator(client, method))
-            federation.remember(client.client, method.section, ended)
+            data = (
+                federation.stream.client_samples(client.client, client.round, federation.seed)
+                if method.needs_samples
+                else None
+            )
+            own = {
+                **entries(federation.module),
+                **own_entries(federation.server.store[client.client], federation.module.device),
+            }
+            memory, undrawn = federation.server.store.memory(client.client, method.section), client.not_drawn()
+            ended = method.end_round(memory, own, data, undrawn, _generator(federation, client, method))
+            federation.server.store.remember(client.client, method.section, ended)
 
 
-def _loose_state(federation: Federation) -> LooseState:
+def _moved(memory: Memory, device: torch.device) -> Memory:
+    """What was on disk, or in a checkpoint, comes back on the CPU."""
+    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
+
+
+def _generator(federation: Federation, client: ClientRound, method: Declaration) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_of(federation.seed, client.client, client.round, method.section))
+
+
+def _callbacks(federation: Federation) -> list[Callback]:
+    """The Trainer's, methods first: what they do is measured."""
+    callbacks = callbacks_of(federation.module.trainer)
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
+
+
+def _send(server: FederatedServer, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
+    """Send the states of those in reach; whether each client's state is one to go on with."""
+    if not any(missed):
+        return server.upload(clients, states)
+    server.record.missed += itertools.compress(clients.clients, missed)
+    fine = [True] * len(clients)
+    rows = [row for row, out in enumerate(missed) if not out]
+    if rows:
+        sent = {name: value[rows] for name, value in states.items()}
+        for row, taken in zip(rows, server.upload([clients[row] for row in rows], sent), strict=True):
+            fine[row] = taken
+    return fine
+
+
+def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
+    """Name the clients whose loss was not finite and who send finite numbers all the same."""
+    if trained.finite is None or bool(trained.finite.all()):
+        return
+    finite = trained.finite.tolist()
+    names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
+    record.diverged += names
+    for name in names:
+        message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
+        log.warning(message, clients.round, name, DIVERGED)
+
+
+def _check_usable(federation: Federation, number: int) -> None:
+    """End a fit whose clients all send what is of no use."""
+    record, dropped, stops = (
+        federation.server.record,
+        federation.server.record.dropped,
+        federation.strategy.stops_unusable,
+    )
+    if stops and dropped and not (record.trained or record.missed or record.late):
+        who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
+        raise ValueError(
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To "
+            'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
+        )
+
+
+def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:
     """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
     schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
-    loose = LooseState(federation.module, federation.optimizer, schedulers, federation.loose)
-    if federation.loose is None and loose.unknown:
+    loose = LooseState(federation.module, federation.optimizer, schedulers, before)
+    if before is None and loose.unknown:
         log.warning(
             "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",
             quoted(loose.unknown),

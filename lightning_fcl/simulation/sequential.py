@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import entries, load_entries
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
@@ -66,25 +67,26 @@ class SequentialTrainer:
             None  # what random layers draw by in the step at hand, and its backward pass
         )
 
-    def begin(self, start: Start) -> None:
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
         """Load a client's state into the module, and its optimizer's."""
-        (client_round,), (state,), (memories,), (optimizer,) = (
-            start.client_rounds,
-            start.states,
-            start.memories,
-            start.optimizers,
-        )
+        client_round, state = clients[0], states[0]
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
         self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
         self._begun = copy.deepcopy(group_values(self._optimizer)) if self._keep_optimizer else []
-        restore_optimizer(self._optimizer, optimizer)
+        restore_optimizer(self._optimizer, optimizers[0])
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
-            recalls = Recalls(self._methods, [memories], partial(client_keys, self._seed, [client_round], "recall"))
-            driver_of(self._module.trainer).begin(memories, state, active, recalls)
+            recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, [client_round], "recall"))
+            driver_of(self._module.trainer).begin(memories[0], state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """The module's own step, with random layers that draw by the client's key."""

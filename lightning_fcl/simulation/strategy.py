@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_fcl.data.attached import callbacks_of, need_stream
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import Reduction, State, check_state, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
@@ -30,7 +30,7 @@ from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
 from lightning_fcl.simulation.local_steps import LocalSteps
@@ -117,26 +117,27 @@ class FederatedStrategy(RanksStrategy):
         store = ClientStore(client_store)
         new_server = schedule.server(self._current_round) if schedule is not None else FederatedServer
         server = new_server(store, client_weights, server_optimizer, compression)
-        self.federation = Federation(
-            server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
-        )
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
-        self.federation.on_unusable_round = on_unusable_round
+        self.local_epochs, self.cohort_size, self.keep_optimizer = local_epochs, cohort_size, keep_optimizer
+        self.rules: Rules = reductions or {}
+        self.stops_unusable = on_unusable_round == "stop"
+        self.federation = Federation(self, server, drawn)
+        self.local_steps = LocalSteps()
+        self.round: Round | None = None  # the one at hand; None before a fit
+        self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
         self.new_round: Callable[[Federation], Round] = Round
         self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
+        self._fits: Optimizer | None = None  # that of the fit which has begun
 
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self._current_seed()
+        return self._seed if self._seed is not None else global_seed()
 
     def _current_round(self) -> int:
-        return self.federation.round
-
-    def _current_seed(self) -> int:
-        return self._seed if self._seed is not None else global_seed()
+        return current_round(self.federation.module.trainer)
 
     @property
     def server(self) -> FederatedServer:
@@ -151,34 +152,22 @@ class FederatedStrategy(RanksStrategy):
     @property
     def client_round(self) -> ClientRound | None:
         """The client that trains now; None between rounds, and where several train side by side."""
-        return self.federation.client_round
+        return self.round.client_round if self.round is not None else None
 
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with: see `Federation.client_state`."""
         return self.federation.client_state(client, server)
-
-    def load_client(self, client: str) -> None:
-        """Put the model that a client predicts with into the module, in place of the server's: after a fit.
-
-        Another fit goes on from the server's.
-
-        Raises:
-            ValueError: If there is no such client.
-        """
-        self.federation.load_client(client)
 
     # The fit.
 
     def setup_environment(self) -> None:
         """Bring the processes together, and what their clients keep in files."""
         super().setup_environment()
-        self.federation.ranks = self.ranks
         self.server.store.meet(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
-        self.federation.module = model
         callbacks = callbacks_of(model.trainer)
         if self._hooks not in callbacks:
             callbacks.insert(0, self._hooks)
@@ -186,7 +175,7 @@ class FederatedStrategy(RanksStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = StackedPrecision(self.federation)
+            self.precision_plugin = StackedPrecision(self)
         super().setup(trainer)
         self._hooks.began = False
         if trainer.state.fn == "fit":
@@ -203,7 +192,7 @@ class FederatedStrategy(RanksStrategy):
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
-        self.federation.local_steps = LocalSteps(
+        self.local_steps = LocalSteps(
             trainer.accumulate_grad_batches,
             by_step,
             lambda scheduler: module.lr_scheduler_step(scheduler, None),
@@ -217,13 +206,13 @@ class FederatedStrategy(RanksStrategy):
             warnings.filterwarnings("ignore", known)
 
     def _warn_of_own_entries(self) -> None:
-        module, federation = self.federation.module, self.federation
-        rules = reductions_of(module, federation.rules)
+        module = self.federation.module
+        rules = reductions_of(module, self.rules)
         own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
-        if own and not federation.holds_client:
+        if own and not self.shows_client:
             log.warning(
                 "This is the server's model, whose %s%s no client has trained: each keeps its own. "
-                "`trainer.strategy.load_client(client)` puts a client's model in its place.",
+                "`with client_model(trainer, client):` puts a client's model in its place.",
                 own[0],
                 " (and more)" if len(own) > 1 else "",
             )
@@ -234,7 +223,7 @@ class FederatedStrategy(RanksStrategy):
         Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
         cut short behind its last checkpoint.
         """
-        if not self.federation.attached:  # in the process that has launched others, which did the work
+        if self.lightning_module is None:  # in the process that has launched others, which did the work
             super().teardown()
             return
         trainer = self.federation.module.trainer
@@ -243,9 +232,9 @@ class FederatedStrategy(RanksStrategy):
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
         if trainer.state.fn == "fit":
-            trainer.accumulate_grad_batches = self.federation.local_steps.every
+            trainer.accumulate_grad_batches = self.local_steps.every
             trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
-            self.federation.local_steps = LocalSteps()
+            self.local_steps = LocalSteps()
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -257,14 +246,15 @@ class FederatedStrategy(RanksStrategy):
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
             federation, optimizer = self.federation, self.optimizers[0]
-            if not federation.loaded or federation.optimizer is not optimizer:
-                federation.load(dataloader.stream, optimizer, super().training_step)
+            if self._fits is not optimizer:
+                self._fits = optimizer
+                begin_fit(federation, optimizer, super().training_step)
                 begin_schedule(federation)
                 check_ranks(federation)
                 check_alike(self.ranks, fingerprint_of(federation))
-            federation.current = self.new_round(federation)
-            return federation.current
-        if self.federation.module.trainer.training and not self.federation.loaded:
+            self.round = self.new_round(federation)
+            return self.round
+        if self.federation.module.trainer.training:
             raise ValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
                 "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data."
@@ -273,7 +263,7 @@ class FederatedStrategy(RanksStrategy):
 
     def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
         """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
-        trainer, cohort = self.federation.trainer, there(self.federation.cohort, "a batch")
+        trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
 
@@ -286,20 +276,21 @@ class FederatedStrategy(RanksStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
-        federation, local, step = self.federation, self.federation.local_steps, super().optimizer_step
-        cohort, in_use = there(federation.cohort, "a batch"), federation.optimizer_in_use
-        gather = local.next(in_use, closure, cohort.active, cohort.last_batch)
+        federation, local, step = self.federation, self.local_steps, super().optimizer_step
+        cohort = there(federation.round.cohort, "a batch")
+        gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
         if not local.complete:
             return gather()
         result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
-        local.stepped(federation.optimizer, in_use)
+        local.stepped(federation.optimizer, optimizer)
         if cohort.last_batch and local.by_hand is None:  # now: schedules by round step before the batch has ended
             local.end_schedules(federation.optimizer)
         return result
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizer of the clients at hand."""
-        wanted = self.federation.optimizer_in_use
+        own = self.federation.trainer.optimizer
+        wanted = own if own is not None else self.federation.optimizer
         if self.optimizers[0] is not wanted:
             self.optimizers = [wanted]
 
@@ -331,4 +322,3 @@ class FederatedStrategy(RanksStrategy):
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)
-        self.federation.forget_server()

@@ -12,7 +12,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.ridge import RidgeReadout, solve, square
 
@@ -76,10 +76,16 @@ class ReservoirTrainer:
         self._received: Sequence[State] = ()
         self._memories: Sequence[Sequence[Memory]] = ()
 
-    def begin(self, start: Start) -> None:
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
         """Stack the clients' gains and biases, or begin their sums."""
-        self.client_rounds, self._memories = start.client_rounds, start.memories
-        self._received = received = start.states
+        self.client_rounds, self._memories = clients, memories
+        self._received = received = states
         if self.module.adapting:
             self.gain, self.bias = (
                 torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")

@@ -85,7 +85,7 @@ def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
         ValueError: If the strategy's ``local_epochs`` is not 1.
     """
     federation = federation_of(module.trainer)
-    epochs = federation.local_epochs if federation is not None else 1
+    epochs = federation.strategy.local_epochs if federation is not None else 1
     if epochs != 1:
         raise ValueError(
             f"Expected the strategy's `local_epochs` to be 1 for a `{type(module).__name__}`, whose readout takes one "

@@ -239,11 +239,11 @@ class Stages(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         client_round = trainer.strategy.client_round
-        self.key = (client_round.client, client_round.round, trainer.strategy.federation.local_epoch)
+        self.key = (client_round.client, client_round.round, trainer.strategy.round.local_epoch)
         self.before = copy.deepcopy(pl_module.state_dict())
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if not trainer.strategy.federation.last_batch:
+        if not trainer.strategy.round.last_batch:
             after = pl_module.state_dict()
             moved = {n.split(".")[1] for n, value in after.items() if not torch.equal(value, self.before[n])}
             self.changed.setdefault(self.key, set()).update(moved)
