@@ -101,9 +101,6 @@ class Node:
 def own_folder(folder: Path, federation: str, client: str) -> Path:
     """A client's folder for a federation.
 
-    Raises:
-        RefusedError: If a folder cannot have their names.
-
     Example:
         >>> own_folder(Path("nodes"), "a/b", "c").as_posix()
         'nodes/a%2Fb/c'
@@ -121,9 +118,6 @@ def memories(folder: Path, client: str, round: int) -> Path:
         folder: The client's folder for a federation.
         client: The client.
         round: The round that is to be trained.
-
-    Raises:
-        RefusedError: If they are those of a later round.
     """
     now, before, note = (
         ClientStore("disk", folder / "now"),
@@ -175,11 +169,7 @@ class LocalFit:
         return self.parts.strategy.federation
 
     def held(self, names: Sequence[str]) -> str:
-        """A digest of some entries as they are here from the start: of those that never travel.
-
-        Raises:
-            RefusedError: If the model has no such entry.
-        """
+        """A digest of some entries as they are here from the start: of those that never travel."""
         strange = [name for name in names if name not in self._initial]
         if strange:
             raise RefusedError(f"Expected names of the recipe's model but got `{strange[0]}`. Deploy one recipe.")
@@ -239,13 +229,11 @@ class NodeRound(Round):
         self.clients = ClientRounds.of([])
 
     def begin(self) -> None:
-        """Begin with the optimizer as the server has it."""
         super().begin()
         for group, values in zip(self.federation.optimizer.param_groups, self.groups, strict=True):
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def upload(self, cohort: Cohort) -> None:
-        """Upload, and note who has trained on how much."""
         super().upload(cohort)
         self.clients = cohort.clients
 

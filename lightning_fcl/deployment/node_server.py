@@ -24,13 +24,11 @@ class Outbox(Aggregator):
         self.sent: State | None = None
 
     def set_aside(self, uploads: State, names: Sequence[str]) -> State:
-        """Leave all as it is: the server sets aside what it has itself."""
         return uploads
 
     def add_all(
         self, uploads: Mapping[str, Tensor], weights: Sequence[float], numbers: Sequence[int] | None = None
     ) -> None:
-        """Keep it."""
         self.sent = {name: uploads[name][0].detach().clone() for name in self._names}
         self.uploads = 1
 
@@ -51,11 +49,7 @@ class NodeServer(FederatedServer):
         self._received = received
 
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
-        """Take the module's state, into which the server's has been loaded.
-
-        Raises:
-            RefusedError: If the server has not sent all that clients start from.
-        """
+        """Take the module's state, into which the server's has been loaded."""
         super().begin_round(module, rules, extra)
         self.aggregator = self.outbox = Outbox([name for name, reduction in self.reductions.items() if reduction.up])
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]

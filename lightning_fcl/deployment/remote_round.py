@@ -46,9 +46,6 @@ class Terms:
         round_seconds: Seconds after which a round no longer waits for the others.
         join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
         message_bytes: Bytes that the tensors of a message may have.
-
-    Raises:
-        ValueError: If one is out of range.
     """
 
     clients_at_least: int = 1
@@ -68,11 +65,9 @@ class Identity(Callback):
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its name."""
         return {"name": self.name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as the federation that wrote a checkpoint."""
         self.name = str(state_dict["name"])
 
 
@@ -105,7 +100,6 @@ class RemoteRound(Round):
         self.server, self.stream = federation.server, federation.stream
 
     def plan(self) -> list[Cohort]:
-        """Nobody trains here."""
         return []
 
     def train(self) -> Iterator[None]:
@@ -132,11 +126,7 @@ class RemoteRound(Round):
         return parcel
 
     def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
-        """Take in answers, until all have come, or enough when the round's time is over.
-
-        Raises:
-            RuntimeError: If too few have come that are usable.
-        """
+        """Take in answers, until all have come, or enough when the round's time is over."""
         usable: list[str] = []
         silent = set(clients.values())
         seconds = self.terms.round_seconds, self.terms.join_seconds
@@ -235,9 +225,6 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
     Args:
         participation: Who takes part.
         methods: The methods.
-
-    Raises:
-        ValueError: If the federation is a swarm, or a method looks at all clients.
     """
     if participation.swarm is not None:
         raise ValueError(
@@ -258,11 +245,7 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
 
 
 def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> None:
-    """Let the clients of a Trainer's strategy be nodes.
-
-    Raises:
-        ValueError: If the recipe can only be simulated.
-    """
+    """Let the clients of a Trainer's strategy be nodes."""
     callbacks = callbacks_of(trainer)
     check_deployable(strategy.federation.participation, methods_of(trainer))
     for callback in callbacks:

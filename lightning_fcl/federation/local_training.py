@@ -116,7 +116,4 @@ class BringsLocalTrainer(Speaks, Protocol):
         Args:
             federation: The federation, whose strategy says what is asked for.
             shaping: Names of the methods that add to the loss.
-
-        Raises:
-            ValueError: If it cannot honour what is asked for.
         """

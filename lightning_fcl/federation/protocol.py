@@ -42,9 +42,6 @@ def need_federation(trainer: L.Trainer, name: str, why: str) -> Federation:
         name: The callback's name, for the message.
         why: What a plain Trainer lacks, or what to do in one.
 
-    Raises:
-        ValueError: If it is a plain Trainer.
-
     Example:
         >>> import lightning.pytorch as L
         >>> need_federation(L.Trainer(barebones=True, accelerator="cpu"), "APFL", "it has no clients")

@@ -33,11 +33,7 @@ DRAWS = 2
 
 
 def fingerprint_of(federation: Federation) -> dict[str, Any]:
-    """What makes this federation the one that it is: a checkpoint of another one cannot continue it.
-
-    Raises:
-        ValueError: If there is no stream.
-    """
+    """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
     stream, every = (
         need_stream(module.trainer),
@@ -76,10 +72,6 @@ def check_checkpoint(
         here: The `fingerprint_of` the federation that is to go on.
         rounds: The rounds of its stream.
         path: Where the checkpoint is.
-
-    Raises:
-        ValueError: If it holds weights only, or not all that it should, is another strategy's or of another format, was
-            taken within a round, or is of another recipe.
     """
     if "optimizer_states" not in checkpoint:
         raise ValueError(
@@ -118,11 +110,7 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version.
-
-    Raises:
-        ValueError: If it is one, or tells no version.
-    """
+    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version."""
     told = checkpoint.get("pytorch-lightning_version")
     if not isinstance(told, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", told):
         raise ValueError(
@@ -138,9 +126,6 @@ def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: 
         then: Those of the checkpoint, as `settings_of` tells them.
         now: Those of the recipe.
         path: Where the checkpoint is.
-
-    Raises:
-        ValueError: If they differ in what both versions of torch know.
     """
     for kind, made in now.items():
         pairs = list(zip_longest(then.get(kind, []), made, fillvalue={"class": "none"}))

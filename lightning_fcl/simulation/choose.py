@@ -74,10 +74,6 @@ def choose_trainer(
         federation: The federation; where it leaves the number of clients side by side open, that is a function of the
             module and its surroundings alone.
         step: Lightning's own training step.
-
-    Raises:
-        ValueError: If so many clients cannot train side by side, or hooks change batches of which a method remembers
-            samples that it shows to the module, or the optimizer's state cannot be kept.
     """
     module, stream, strategy = federation.module, federation.stream, federation.strategy
     methods, optimizer, keep_optimizer = federation.methods, federation.optimizer, strategy.keep_optimizer

@@ -89,11 +89,8 @@ class Federation:
             client: The client.
             server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
                 own.
-
-        Raises:
-            ValueError: If there is no such client.
         """
-        stream = stream_of(self.module.trainer) if self.strategy.lightning_module is not None else None
+        stream = stream_of(self.module.trainer) if self.strategy.connected else None
         if stream is None or client not in stream.plan.experiences:
             known = listed(stream.plan.clients) if stream is not None else "none before a fit"
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")

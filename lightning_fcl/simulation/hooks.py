@@ -48,7 +48,6 @@ class FitHooks(Callback):
         self._logs = EpochLogs(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' and the server's state."""
         federation = self.federation
         between_rounds = self.strategy.round is None or self.strategy.round.settled
         if between_rounds:
@@ -59,13 +58,10 @@ class FitHooks(Callback):
             "between_rounds": between_rounds,
             "settings": self.settings,
         }
-        return {
-            **place,
-            **federation.server.state_dict(federation.placement.everything() if federation.placement else None),
-        }
+        kept = federation.placement.everything() if federation.placement is not None else None
+        return {**place, **federation.server.state_dict(kept)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from these."""
         self.federation.server.load_state_dict(state_dict)
         self.federation.placement = None
 
@@ -131,4 +127,3 @@ class FitHooks(Callback):
     def _settle(self) -> None:
         if self.strategy.round is not None:
             self.strategy.round.settle()
-            self.strategy.use_optimizer()

@@ -49,12 +49,7 @@ def check_settings(
     schedule: Schedule | None,
     compression: Compression | None,
 ) -> None:
-    """Refuse settings of a strategy that are out of range, or do not go together.
-
-    Raises:
-        ValueError: If there are such.
-        TypeError: If a setting is something else.
-    """
+    """Refuse settings of a strategy that are out of range, or do not go together."""
     at_least(1, local_epochs=local_epochs)
     if cohort_size != "auto" and cohort_size < 1:
         raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
@@ -77,11 +72,7 @@ def check_settings(
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of a Trainer whose optimizers and schedulers are made.
-
-    Raises:
-        ValueError: If the federation cannot honour one of them.
-    """
+    """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     if trainer.check_val_every_n_epoch is not None:
         at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -122,11 +113,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Refuse a module whose state cannot go to the clients and come back.
-
-    Raises:
-        ValueError: If a layer is not made yet, or `state_dict` holds copies, or less than what learns.
-    """
+    """Refuse a module whose state cannot go to the clients and come back."""
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
@@ -151,11 +138,7 @@ def check_module(module: L.LightningModule) -> None:
 
 
 def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
-    """Refuse a stream that does not fit the Trainer or its module.
-
-    Raises:
-        ValueError: If it has fewer rounds than the Trainer's epochs, or more classes than the module.
-    """
+    """Refuse a stream that does not fit the Trainer or its module."""
     module = trainer.lightning_module
     rounds = stream.plan.rounds
     if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
@@ -172,11 +155,7 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
 
 
 def check_ranks(federation: Federation) -> None:
-    """Refuse more processes than a round ever has cohorts: some would never have anything to do.
-
-    Raises:
-        ValueError: If there are more.
-    """
+    """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
     ranks, size, plan = federation.strategy.ranks.number, federation.trainer.clients_at_once, federation.stream.plan
     if ranks == 1:
         return
@@ -191,11 +170,7 @@ def check_ranks(federation: Federation) -> None:
 
 
 def check_monitors(trainer: L.Trainer) -> None:
-    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none."""
     logged = trainer.callback_metrics
     for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
         monitor = getattr(callback, "monitor", None)
@@ -205,11 +180,7 @@ def check_monitors(trainer: L.Trainer) -> None:
 
 
 def there(value: T | None, what: str) -> T:
-    """A value that is there once something has begun.
-
-    Raises:
-        RuntimeError: If it is not.
-    """
+    """A value that is there once something has begun."""
     if value is None:
         raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
     return value

@@ -13,11 +13,7 @@ from lightning_fcl.simulation.federation import Federation, extra_of
 
 
 def begin_schedule(federation: Federation) -> None:
-    """Tell the schedule, if there is one, of the stream and of the sizes of messages.
-
-    Raises:
-        ValueError: If they do not go together.
-    """
+    """Tell the schedule, if there is one, of the stream and of the sizes of messages."""
     schedule, server = federation.participation.schedule, federation.server
     if schedule is None:
         return

@@ -50,7 +50,7 @@ class Round:
         self.cohort: Cohort | None = None  # the clients that train now, or have done so last
         self.done = self.settled = True
         before = federation.strategy.round
-        self.loose = before.loose if before is not None else None
+        self.loose: LooseState | None = before.loose if before is not None else None
         self._cohorts = deque(self.plan() if self.number < (federation.module.trainer.max_epochs or 0) else ())
         self._batches = max(1, sum(map(len, self._cohorts)))
         self._steps: Generator[Any, None, None] = self._run()
@@ -132,6 +132,7 @@ class Round:
             if self.loose is not None:
                 self.loose.settle()
             self._steps.close()
+            self.federation.strategy.use_optimizer()
             self.settled = True
 
     def begin(self) -> None:

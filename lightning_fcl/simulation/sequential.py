@@ -74,7 +74,6 @@ class SequentialTrainer:
         memories: Sequence[Sequence[Memory]],
         optimizers: Sequence[Memory],
     ) -> None:
-        """Load a client's state into the module, and its optimizer's."""
         client_round, state = clients[0], states[0]
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
         self._received = state.keys()
@@ -89,7 +88,6 @@ class SequentialTrainer:
             driver_of(self._module.trainer).begin(memories[0], state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """The module's own step, with random layers that draw by the client's key."""
         self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
         self._steps += 1
         with self.random.drawing(), self._explained():
@@ -115,7 +113,6 @@ class SequentialTrainer:
             ) from error
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """The optimizer's own step."""
         return step()
 
     def finish(self) -> Trained:
@@ -140,7 +137,6 @@ class SequentialTrainer:
         )
 
     def abort(self) -> None:
-        """Forget the client."""
         self._client_round = None
 
 

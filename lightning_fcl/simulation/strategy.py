@@ -115,13 +115,18 @@ class FederatedStrategy(RanksStrategy):
         check_settings(local_epochs, cohort_size, swarm, schedule, compression)
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
-        new_server = schedule.server(self._current_round) if schedule is not None else FederatedServer
+        new_server = (
+            schedule.server(lambda: current_round(self.federation.module.trainer))
+            if schedule is not None
+            else FederatedServer
+        )
         server = new_server(store, client_weights, server_optimizer, compression)
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
         self.local_epochs, self.cohort_size, self.keep_optimizer = local_epochs, cohort_size, keep_optimizer
         self.rules: Rules = reductions or {}
         self.stops_unusable = on_unusable_round == "stop"
         self.federation = Federation(self, server, drawn)
+        self.connected = False  # whether there is a Trainer with a module, in this process
         self.local_steps = LocalSteps()
         self.round: Round | None = None  # the one at hand; None before a fit
         self.shows_client = False  # whether the module is a client's model: see `client_model`
@@ -135,9 +140,6 @@ class FederatedStrategy(RanksStrategy):
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
         return self._seed if self._seed is not None else global_seed()
-
-    def _current_round(self) -> int:
-        return current_round(self.federation.module.trainer)
 
     @property
     def server(self) -> FederatedServer:
@@ -161,19 +163,18 @@ class FederatedStrategy(RanksStrategy):
     # The fit.
 
     def setup_environment(self) -> None:
-        """Bring the processes together, and what their clients keep in files."""
         super().setup_environment()
         self.server.store.meet(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
+        self.connected = True
         callbacks = callbacks_of(model.trainer)
         if self._hooks not in callbacks:
             callbacks.insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
             self.precision_plugin = StackedPrecision(self)
         super().setup(trainer)
@@ -223,7 +224,7 @@ class FederatedStrategy(RanksStrategy):
         Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
         cut short behind its last checkpoint.
         """
-        if self.lightning_module is None:  # in the process that has launched others, which did the work
+        if not self.connected:  # in the process that has launched others, which did the work
             super().teardown()
             return
         trainer = self.federation.module.trainer
@@ -238,7 +239,6 @@ class FederatedStrategy(RanksStrategy):
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Turn the clients' training data into the batches of each round."""
         if isinstance(dataloader, ClientLoader):
             if not self.optimizers:
                 raise ValueError(
@@ -268,7 +268,6 @@ class FederatedStrategy(RanksStrategy):
         return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As any strategy's, with the draws of the step: penalties, and layers that compute once more."""
         trainer = self.federation.trainer
         random = trainer.random if isinstance(trainer, SequentialTrainer) else None
         with random.drawing() if random is not None else nullcontext():
@@ -297,7 +296,6 @@ class FederatedStrategy(RanksStrategy):
     # Checkpoints.
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as tensors and plain values; to continue a fit, one that this federation can continue."""
         if weights_only is False:
             raise ValueError(
                 "Expected `weights_only` to be True but got False: a federation's checkpoints are tensors and plain "
@@ -312,13 +310,11 @@ class FederatedStrategy(RanksStrategy):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with the state of optimizers of the same settings."""
         kept = checkpoint["callbacks"][self._hooks.state_key]
         check_settings_alike(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the server state."""
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)

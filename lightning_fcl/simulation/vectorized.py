@@ -75,7 +75,6 @@ class VectorizedTrainer:
         memories: Sequence[Sequence[Memory]],
         optimizers: Sequence[Memory],
     ) -> None:
-        """Stack the clients' states, memories and optimizers."""
         self._received, self._step = stack(states), 0
         self._params, self.optimizer = self._parameters(len(states))
         self._finite = torch.tensor(True)
@@ -117,7 +116,6 @@ class VectorizedTrainer:
         self._recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, clients, "recall"))
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
-        """The clients' losses, added up."""
         if weight is None:
             raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
         x, y = batch
@@ -285,7 +283,6 @@ class VectorizedTrainer:
         return Trained(uploads, self._kept, finite=self._finite)
 
     def abort(self) -> None:
-        """Forget the stacked parameters."""
         self.optimizer = None
         self._params = {}
 
