@@ -94,9 +94,6 @@ class LocalTrainer(Protocol):
     def finish(self) -> Trained:
         """End these clients' local training."""
 
-    def abort(self) -> None:
-        """Forget these clients: the round was cut short."""
-
 
 @runtime_checkable
 class TakesGradients(Protocol):

@@ -104,7 +104,7 @@ def choose_trainer(
         if wanted is not None and reason:
             raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {reason}.')
     if size == 1 or reason:
-        return SequentialTrainer(module, methods, step, optimizer, keep_optimizer, federation.seed)
+        return SequentialTrainer(federation, step)
     if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
     return VectorizedTrainer(module, methods, optimizer, size, federation.seed)

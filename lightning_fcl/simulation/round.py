@@ -150,7 +150,6 @@ class Round:
         self.cohort = None
         if self.loose is not None:
             self.loose.settle()
-        federation.trainer.abort()
         federation.strategy.local_steps.end_round(federation.optimizer, whole=False)
         load_entries(federation.module, federation.server.state)
 

@@ -288,7 +288,7 @@ class FederatedStrategy(RanksStrategy):
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizer of the clients at hand."""
-        own = self.federation.trainer.optimizer
+        own = self.federation.trainer.optimizer if self.federation.round.cohort is not None else None
         wanted = own if own is not None else self.federation.optimizer
         if self.optimizers[0] is not wanted:
             self.optimizers = [wanted]

@@ -116,8 +116,7 @@ class VectorizedTrainer:
         self._recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, clients, "recall"))
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
+        assert weight is not None  # batches are stacked
         x, y = batch
         keys = step_keys(self._keys, self._step).to(x.device)
         self._step += 1
@@ -279,12 +278,8 @@ class VectorizedTrainer:
         """The clients' states, and their memories as they were."""
         states = {**self._params, **self._rest}
         uploads = {name: states[name].detach() for name in self._received if name in states}
-        self.abort()
+        self.optimizer, self._params = None, {}
         return Trained(uploads, self._kept, finite=self._finite)
-
-    def abort(self) -> None:
-        self.optimizer = None
-        self._params = {}
 
 
 def _vectorizable(module: nn.Module) -> Vectorizable:

@@ -109,8 +109,7 @@ class ReservoirTrainer:
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
         """Add a batch of every client, x of shape (clients, batch, time, features), without what is padding."""
-        if weight is None:
-            raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
+        assert weight is not None  # batches are stacked
         x, y = batch
         real = weight > 0
         if self.module.adapting:
@@ -150,7 +149,3 @@ class ReservoirTrainer:
             solved = [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in zip(self.a, self.b, strict=True)]
             states["readout.weight"] = torch.stack(solved)
         return Trained(states, self._memories)
-
-    def abort(self) -> None:
-        """Forget the clients."""
-        self.client_rounds, self._received, self._memories = (), (), ()

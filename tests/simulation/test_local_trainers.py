@@ -89,9 +89,6 @@ class NormalEquations:
             return Trained({**uploads, "gram": self.gram, "moment": self.moment}, self.memories)
         return Trained({**uploads, "weight": torch.linalg.solve(self.gram, self.moment)}, self.memories)
 
-    def abort(self) -> None:
-        self.memories = ()
-
 
 def with_one(x: Tensor) -> Tensor:
     return torch.cat([x.double(), torch.ones_like(x[..., :1]).double()], dim=-1)
