@@ -1,11 +1,13 @@
 """A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
 
 import copy
+import warnings
 from itertools import pairwise
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fcl.callbacks import EWC
 from lightning_fcl.data.split import Split
@@ -109,3 +111,18 @@ def test_a_fit_of_which_a_round_was_cut_short_can_be_begun_again(fit, make_strea
     fit(task, make_stream(), cohort_size=1, seed=0)
     fit(whole, make_stream(), cohort_size=1, seed=0)
     assert same(task.state_dict(), whole.state_dict())
+
+
+def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):
+    def run(epochs, ckpt_path=None):
+        stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
+        options = {"logger": CSVLogger(tmp_path), "enable_checkpointing": True}
+        saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        fit(make_task(), stream, [saves], max_epochs=epochs, participation=2, trainer_args=options, ckpt_path=ckpt_path)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(1)
+        run(2, tmp_path / "epoch=0.ckpt")
+    told = " ".join(str(one.message) for one in caught)
+    assert "number of training batches" not in told and "resuming from a checkpoint that ended" not in told
