@@ -61,7 +61,7 @@ class Times(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         """After a step of the body: the bare loop's turn."""
         step = None if self.start is None else self.clock() - self.start
-        if trainer.current_epoch < self.last or trainer.strategy.federation.local_epoch < self.method.head_epochs:
+        if trainer.current_epoch < self.last or trainer.strategy.round.local_epoch < self.method.head_epochs:
             return
         if step is not None:
             self.steps.append(step)

@@ -19,9 +19,9 @@ from lightning_fcl.data.scenarios import Plan
 from lightning_fcl.errors import argument, check_fields, of_clients, one_of
 from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.messages import RoundRecord
 from lightning_fcl.federation.protocol import HasLocalModels, MeasuresPredictions, federation_of, ranks_of
 from lightning_fcl.federation.ranks import ALONE, together
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
 from lightning_fcl.methods.driver import MethodDriver
@@ -154,12 +154,12 @@ class ContinualMetrics(Callback):
         """Whether no later round of the client's experience is to draw it: who takes part is known beforehand."""
         federation = federation_of(trainer)
         assert federation is not None
-        experiences = federation.plan.experiences[client_round.client]
+        experiences = federation.stream.plan.experiences[client_round.client]
         for later in range(client_round.round + 1, len(experiences)):
             if experiences[later] != client_round.experience:
                 continue
             if later not in self._drawn:
-                self._drawn[later] = set(federation.drawn(later))
+                self._drawn[later] = set(federation.participation.drawn(federation.stream.plan, later))
             if client_round.client in self._drawn[later]:
                 return False
         return True
@@ -177,7 +177,7 @@ class ContinualMetrics(Callback):
             if not adapting:
                 tested = {**tested, "server": self._evaluate(pl_module, "server")}
         self._own = self._together(trainer, self._own)
-        self._close(trainer, pl_module, tested, federation.record if federation is not None else RoundRecord())
+        self._close(trainer, pl_module, tested, federation.server.record if federation is not None else RoundRecord())
 
     def _together(self, trainer: L.Trainer, mine: Mapping[str, T]) -> dict[str, T]:
         """What came to all clients, of what came to those that this process looks after."""
@@ -284,8 +284,8 @@ class ContinualMetrics(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if (federation := federation_of(trainer)) is not None:
-            mine = [client for client in federation.plan.clients if federation.hosts(client)]
-            kept = {client: federation.kept_bytes(client) for client in mine}
+            mine = [client for client in federation.stream.plan.clients if federation.hosts(client)]
+            kept = {client: federation.server.store.nbytes(client) for client in mine}
             self.record["kept_bytes"] = self._together(trainer, kept)
         if not self.training:
             return

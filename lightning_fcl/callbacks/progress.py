@@ -90,7 +90,7 @@ class FederatedProgressBar(ProgressBar):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
             if (federation := federation_of(trainer)) is not None:
-                self._lost += len(federation.record.dropped) + len(federation.record.missed)
+                self._lost += len(federation.server.record.dropped) + len(federation.server.record.missed)
             lost = f", {self._lost} lost" if self._lost else ""
             self._bar.update(self._task, completed=self._done[trainer.current_epoch + 1], lost=lost)
 

@@ -70,10 +70,10 @@ def report_recipe(
     report = device_report(
         parts.model,
         input_shape,
-        reductions=parts.strategy.federation.rules,
+        reductions=parts.strategy.rules,
         samples=samples,
         nodes=nodes,
-        local_epochs=parts.strategy.federation.local_epochs,
+        local_epochs=parts.strategy.local_epochs,
         profile=profile,
         link=link,
     )

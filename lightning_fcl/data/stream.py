@@ -240,6 +240,10 @@ class FederatedStream(L.LightningDataModule):
         """Gives the samples at indices and their targets, stacked: ``[x, y]``, or what a data set's items hold."""
         return self.samples.take  # without the stream: a process that is spawned to read gets no Trainer
 
+    def client_samples(self, client: str, round: int, seed: int) -> Any:
+        """A client's samples of a round, stacked: the same whenever they are asked for."""
+        return Request.of(self.plan.train[round][client], seed, client, round).read(self.take)
+
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """The batches that requests ask for, read by `num_workers` processes, which are given no Trainer."""
         own = self.samples.loaders.get("train", Loading(self.batch_size))

@@ -12,7 +12,7 @@ import yaml
 from lightning_fcl import __version__
 from lightning_fcl.deployment.parcel import BYTES
 from lightning_fcl.deployment.recipe import build, fingerprint
-from lightning_fcl.deployment.rounds import Terms, check_deployable
+from lightning_fcl.deployment.remote_round import Terms, check_deployable
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.methods.declaration import Declaration
 

@@ -6,19 +6,16 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_fcl import __version__
-from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.node_server import NodeServer
 from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import read_data, take_data
@@ -28,7 +25,9 @@ from lightning_fcl.evaluation.files import cache_folder, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.round import Round
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +120,10 @@ class LocalFit:
         self.parts = build(recipe)
         self._recipe_server = self.federation.server
         self._initial = {name: value.detach().clone() for name, value in entries(self.parts.module).items()}
-        self.federation.cohort_size = 1
-        self._own = _OneRound(self.federation)
+        self.parts.strategy.cohort_size = 1
         self.trainer = L.Trainer(
             strategy=self.parts.strategy,
-            callbacks=[*self.parts.callbacks, self._own],
+            callbacks=self.parts.callbacks,
             max_epochs=-1,
             logger=False,
             enable_checkpointing=False,
@@ -161,7 +159,13 @@ class LocalFit:
         server = NodeServer(self._recipe_server, folder, received.keys() | extra.keys())
         server.extra = extra
         self.federation.server = server
-        self._own.groups = head["optimizer"]
+        rounds: list[NodeRound] = []
+
+        def new_round(federation: Federation) -> NodeRound:
+            rounds.append(NodeRound(federation, head["optimizer"]))
+            return rounds[-1]
+
+        self.parts.strategy.new_round = new_round
         progress: Any = self.trainer.fit_loop.epoch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = round
         self.trainer.fit_loop.max_epochs = int(head["max_epochs"])
@@ -170,39 +174,38 @@ class LocalFit:
         if sent is None:
             why = record.dropped.get(plan.clients[0], "it has none")
             raise RefusedError(f"Expected an upload of client {plan.clients[0]} but {why}.")
-        trained = self._own.trained
-        said = {"samples": trained[0], "rehearsed": trained[1], "diverged": bool(record.diverged)}
+        trained = rounds[-1].clients
+        samples = int(trained.samples[0])
+        said = {"samples": samples, "rehearsed": int(trained.trained[0]) - samples, "diverged": bool(record.diverged)}
         return said, {name: value.cpu() for name, value in sent.items()}
 
 
-class _OneRound(Callback):
-    """Ends a node's fit after one round, before anything is brought together: that is the server's part."""
+class NodeRound(Round):
+    """A node's round, which ends before anything is brought together: that is the server's part.
 
-    def __init__(self, federation: Federation) -> None:
-        self.federation = federation
-        self.groups: list[dict[str, Any]] = []
-        self.trained = (0, 0)
+    Args:
+        federation: The federation of one.
+        groups: How the optimizer stands in this round, by the server's schedules.
+    """
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The server's schedules say how the optimizer stands in this round."""
+    def __init__(self, federation: Federation, groups: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(federation)
+        self.groups = groups
+        self.clients = ClientRounds.of([])
+
+    def begin(self) -> None:
+        super().begin()
         for group, values in zip(self.federation.optimizer.param_groups, self.groups, strict=True):
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        context = self.federation.context
-        if context is not None:
-            parts = context.client_rounds
-            self.trained = int(parts.samples[0]), int(parts.trained[0] - parts.samples[0])
-            self.federation.context = replace(context, last_of_round=False)
+    def upload(self, cohort: Cohort) -> None:
+        super().upload(cohort)
+        self.clients = cohort.clients
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
-    ) -> None:
-        if self.federation.last_batch:
-            self.federation.round_done, self.federation.training = True, None
-            trainer.should_stop = True
+    def aggregate(self) -> None:
+        """End the fit."""
+        self.cohort, self.done = None, True
+        self.federation.module.trainer.should_stop = True
 
 
 def digest(state: Mapping[str, Tensor]) -> str:

@@ -12,7 +12,6 @@ from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import Aggregator, Rules, State
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.federation.messages import Messages
 from lightning_fcl.federation.server import Extra, FederatedServer
 
 
@@ -44,6 +43,7 @@ class NodeServer(FederatedServer):
     def begin_round(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
         """Take the module's state, into which the server's has been loaded."""
         super().begin_round(module, rules, extra)
+        self.aggregator = self.outbox = Outbox([name for name, reduction in self.reductions.items() if reduction.up])
         missing = [name for name, reduction in self.reductions.items() if reduction.down and name not in self._received]
         if missing:
             raise RefusedError(
@@ -57,9 +57,3 @@ class NodeServer(FederatedServer):
             return None
         start = {name: self.reductions[name].start(self.state[name]) for name in self.outbox.sent}
         return changes(self.outbox.sent, start)
-
-    def _new_messages(self) -> Messages:
-        messages = super()._new_messages()
-        self.outbox = Outbox([name for name, reduction in self.reductions.items() if reduction.up])
-        messages.aggregator = self.outbox
-        return messages

@@ -17,7 +17,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.link import Link
 from lightning_fcl.deployment.own_data import OwnData, read_data
 from lightning_fcl.deployment.recipe import fingerprint, read_recipe
-from lightning_fcl.deployment.rounds import Terms, deploy
+from lightning_fcl.deployment.remote_round import Nodes, Terms, deploy
 from lightning_fcl.hub.checkpoint import newest_checkpoint
 from lightning_fcl.running.fit import FederatedCLI, run
 
@@ -49,8 +49,8 @@ def serve(
 
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)
-            federation = deploy(trainer.strategy, link, fingerprint(read_recipe(recipe)), terms)  # type: ignore[arg-type]
-            trainer.callbacks.append(federation.identity)  # type: ignore[attr-defined]
+            nodes = Nodes(link, fingerprint(read_recipe(recipe)), terms)
+            deploy(trainer, trainer.strategy, nodes)  # type: ignore[arg-type]
             return trainer
 
         def fit(self, model: L.LightningModule, **arguments: Any) -> None:

@@ -26,6 +26,9 @@ Memory = dict[str, Tensor]
 ClientState = dict[str, Memory]
 """All that one client keeps between rounds: one `Memory` per section (``model``, ``optimizer``, each method)."""
 
+UNSENT = "unsent"
+"""The section of what a client could not send."""
+
 _SUFFIX = ".safetensors"
 
 
@@ -95,6 +98,13 @@ class ClientStore:
             state.setdefault(section, {})[name] = tensor
         return state
 
+    def memory(self, client: str, section: str) -> Memory:
+        """What a client keeps in a section: that of a method has its class's name."""
+        return self[client].get(section, {})
+
+    def remember(self, client: str, section: str, memory: Memory) -> None:
+        self[client] = {**self[client], section: memory}
+
     def __iter__(self) -> Iterator[str]:
         if self._folder is None:
             yield from self._states
@@ -132,6 +142,16 @@ class ClientStore:
     def _path(self, client: str) -> Path:
         assert self._folder is not None
         return inside(self._folder, f"{quote(client, safe='')}{_SUFFIX}")
+
+
+def own_entries(kept: ClientState, device: torch.device) -> Memory:
+    """What a client goes on from in place of the server's: its own entries, and what it could not send.
+
+    Example:
+        >>> own_entries({"model": {"head": torch.ones(1)}}, torch.device("cpu"))
+        {'head': tensor([1.])}
+    """
+    return {name: value.to(device) for part in ("model", UNSENT) for name, value in kept.get(part, {}).items()}
 
 
 def _read(path: Path, client: str) -> dict[str, Tensor]:

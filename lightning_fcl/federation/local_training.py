@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import Rules, State
+from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import Speaks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-
-@dataclass(frozen=True)
-class Start:
-    """What some clients' local training begins with.
-
-    Args:
-        client_rounds: Their parts in the round.
-        states: The state that each starts from: the server's, and its own entries; one object where they are the same.
-        memories: What each remembers for each method.
-        optimizers: What is left of each one's optimizer; empty where it begins afresh.
-    """
-
-    client_rounds: Sequence[ClientRound]
-    states: Sequence[State]
-    memories: Sequence[Sequence[Memory]]
-    optimizers: Sequence[Memory]
+    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(frozen=True)
@@ -77,8 +62,21 @@ class LocalTrainer(Protocol):
     def optimizer(self) -> Optimizer | None:
         """What Lightning steps in place of the module's own optimizer; None: that one."""
 
-    def begin(self, start: Start) -> None:
-        """Begin with some clients."""
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        """Begin with some clients.
+
+        Args:
+            clients: Their parts in the round.
+            states: The state that each starts from: the server's, and its own entries; one object where they are alike.
+            memories: What each remembers for each method.
+            optimizers: What is left of each one's optimizer; empty where it begins afresh.
+        """
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         """One step's loss.
@@ -96,9 +94,6 @@ class LocalTrainer(Protocol):
     def finish(self) -> Trained:
         """End these clients' local training."""
 
-    def abort(self) -> None:
-        """Forget these clients: the round was cut short."""
-
 
 @runtime_checkable
 class TakesGradients(Protocol):
@@ -108,30 +103,14 @@ class TakesGradients(Protocol):
         """Those of the step whose loss is given, of all that `LocalTrainer.optimizer` steps, in its order."""
 
 
-@dataclass(frozen=True)
-class TrainerRequest:
-    """What a federation asks of a local trainer.
-
-    Args:
-        clients_at_once: Clients side by side; None leaves it to the trainer.
-        shaping: Names of the methods that add to the loss.
-        rules: The reductions that the strategy was given, over those of the module.
-        may_miss: Whether clients may miss a synchronisation, and go on from their own state.
-    """
-
-    clients_at_once: int | None = None
-    shaping: Sequence[str] = ()
-    rules: Rules = field(default_factory=dict)
-    may_miss: bool = False
-
-
 @runtime_checkable
 class BringsLocalTrainer(Speaks, Protocol):
     """A module whose clients train in a way of their own."""
 
-    def local_trainer(self, request: TrainerRequest) -> LocalTrainer:
+    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
         """The trainer of this module's clients.
 
-        Raises:
-            ValueError: If it cannot honour what is asked for.
+        Args:
+            federation: The federation, whose strategy says what is asked for.
+            shaping: Names of the methods that add to the loss.
         """

@@ -27,9 +27,6 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
         parameters: The parameters.
         name: The argument that the factory was given as, for messages.
 
-    Raises:
-        ValueError: If it makes none, or refuses its arguments.
-
     Example:
         >>> make_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=-1.0), [nn.Parameter(torch.zeros(1))])
         Traceback (most recent call last):
@@ -92,9 +89,6 @@ def optimizer_memory(optimizer: Optimizer, begun: Sequence[Mapping[str, Any]] = 
     Returns:
         ``"<number of the parameter>.<name>"``, and ``"group.<number of the group>.<name>"``, ``"number..."`` if it is
         a number of Python.
-
-    Raises:
-        ValueError: If it keeps what is neither a tensor nor a number, as LBFGS does.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {f"{i}.{name}": v for i, p in enumerate(parameters) for name, v in optimizer.state.get(p, {}).items()}

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_fcl.data.batches import round_half_up
 from lightning_fcl.data.scenarios import Plan
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.schedule import Schedule
-from lightning_fcl.federation.server import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.randomness import keyed
 
@@ -126,6 +126,10 @@ class Participation:
         training = [client for client in drawn if client in present]
         skipped = [client for client in drawn if client not in present and client not in absent]
         return training or [next(clients[place] for place in order if clients[place] in present)], skipped
+
+    def drawn(self, plan: Plan, round: int) -> list[str]:
+        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
+        return self.draw(plan, round)[0] if plan.train[round].keys() - self.unavailable(round) else []
 
     def unavailable(self, round: int) -> set[str]:
         """The clients that have left the swarm, or were withdrawn."""

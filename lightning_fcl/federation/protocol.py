@@ -1,9 +1,8 @@
 """What the parts of a federation may know of each other: typed contracts, and nothing else.
 
-`FederationView` is what methods and callbacks may see of a running federation, and the small protocols below it say
-what a module may offer beyond Lightning's `training_step`. Whoever asks says ``isinstance(module, StatesLoss)``, and
-none is required. A user's module may have such names with other meanings: those of `Speaks` count if it says so. How
-clients train is in `lightning_fcl.federation.local_training`.
+The small protocols say what a module may offer beyond Lightning's `training_step`. Whoever asks says
+``isinstance(module, StatesLoss)``, and none is required. A user's module may have such names with other meanings: those
+of `Speaks` count if it says so. How clients train is in `lightning_fcl.federation.local_training`.
 """
 
 from __future__ import annotations
@@ -13,126 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import Batching
-from lightning_fcl.federation.aggregation import Reduction, Rules, State
-from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.ranks import ALONE, Ranks
-from lightning_fcl.federation.server import RoundRecord
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-    from torch.optim import Optimizer
     from torchmetrics import Metric
 
-    from lightning_fcl.data.scenarios import Plan
+    from lightning_fcl.simulation.federation import Federation
 
 
-@runtime_checkable
-class FederationView(Protocol):
-    """What methods and callbacks may see of a running federation, and the little that they may change."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of participation and of every client's randomness."""
-
-    @property
-    def local_epochs(self) -> int:
-        """Passes over a client's data per round, where no method says otherwise."""
-
-    @property
-    def keep_optimizer(self) -> bool:
-        """Whether a client's optimizer state lasts from round to round."""
-
-    @property
-    def rules(self) -> Rules:
-        """The reductions that the strategy was given, over those of the module."""
-
-    @property
-    def plan(self) -> Plan:
-        """Who sees which samples when."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes among which the clients are shared out: often one."""
-
-    def hosts(self, client: str) -> bool:
-        """Whether this process looks after a client: it alone knows what the client keeps."""
-
-    @property
-    def round(self) -> int:
-        """The round at hand, from 0."""
-
-    @property
-    def record(self) -> RoundRecord:
-        """What has happened in the round at hand, and bytes on the wire."""
-
-    @property
-    def reductions(self) -> Mapping[str, Reduction]:
-        """The reduction of every entry of the server's state, as the module and the strategy declare it now."""
-
-    @property
-    def client_round(self) -> ClientRound | None:
-        """The client that trains now; None between clients, and where several train side by side."""
-
-    @property
-    def local_epoch(self) -> int:
-        """The local epoch, from 0, of the batch at hand."""
-
-    @property
-    def last_batch(self) -> bool:
-        """Whether the batch at hand is the last one of its clients' local training."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The clients' optimizer."""
-
-    @property
-    def batching(self) -> Batching:
-        """How a client's samples become batches."""
-
-    def drawn(self, round: int) -> list[str]:
-        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
-
-    def client_rounds(self, round: int) -> list[ClientRound]:
-        """The clients that have data in a round and are still there, in the plan's order."""
-
-    def samples(self, client: str, round: int) -> Batch:
-        """A client's samples of a round, stacked: the same whenever they are asked for."""
-
-    def memory(self, client: str, section: str) -> Memory:
-        """What a client keeps in a section: that of a method has its class's name."""
-
-    def remember(self, client: str, section: str, memory: Memory) -> None:
-        """Keep something for a client in a section."""
-
-    def own_entries(self, client: str) -> State:
-        """What a client goes on from in place of the server's entries."""
-
-    def client_state(self, client: str, server: State | None = None) -> State:
-        """The state that a client predicts with."""
-
-    def kept_bytes(self, client: str) -> int:
-        """Bytes of all that a client keeps now, images as stored pixels where the data set has such."""
-
-    def server_state(self, section: str) -> State:
-        """What the server keeps for a method, by name."""
-
-    def forget(self, client: str) -> None:
-        """Forget all that a client has kept; it takes part in no later round."""
-
-
-@runtime_checkable
-class HostsFederation(Protocol):
-    """A Trainer's strategy behind which there is a federation."""
-
-    @property
-    def federation(self) -> FederationView:
-        """The federation."""
-
-
-def federation_of(trainer: L.Trainer) -> FederationView | None:
+def federation_of(trainer: L.Trainer) -> Federation | None:
     """The federation that a Trainer runs; None for a plain Trainer.
 
     Example:
@@ -140,20 +30,17 @@ def federation_of(trainer: L.Trainer) -> FederationView | None:
         >>> federation_of(L.Trainer(barebones=True, accelerator="cpu")) is None
         True
     """
-    strategy = trainer.strategy
-    return strategy.federation if isinstance(strategy, HostsFederation) else None
+    federation: Federation | None = getattr(trainer.strategy, "federation", None)
+    return federation
 
 
-def need_federation(trainer: L.Trainer, name: str, why: str) -> FederationView:
+def need_federation(trainer: L.Trainer, name: str, why: str) -> Federation:
     """The federation that a Trainer runs, for a callback that needs one.
 
     Args:
         trainer: The Trainer.
         name: The callback's name, for the message.
         why: What a plain Trainer lacks, or what to do in one.
-
-    Raises:
-        ValueError: If it is a plain Trainer.
 
     Example:
         >>> import lightning.pytorch as L
@@ -176,7 +63,7 @@ def ranks_of(trainer: L.Trainer) -> Ranks:
         1
     """
     federation = federation_of(trainer)
-    return federation.ranks if federation is not None else ALONE
+    return federation.strategy.ranks if federation is not None else ALONE
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import listed, of_clients, quoted
 from lightning_fcl.federation.aggregation import (
+    Aggregator,
     Reduction,
     Rules,
     State,
@@ -20,20 +22,31 @@ from lightning_fcl.federation.aggregation import (
     reductions_of,
     resolve,
 )
-from lightning_fcl.federation.client_store import ClientState, ClientStore, Memory
-from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.messages import Messages, RoundRecord, own_entries
+from lightning_fcl.federation.client_store import UNSENT, ClientState, ClientStore, Memory
+from lightning_fcl.federation.compression import Compression, transmit
+from lightning_fcl.federation.faults import check_finite, find_faults
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer, settings_of
 from lightning_fcl.federation.ranks import Ranks
+from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.federation.server_optimizer import ServerOptimizer
 
-__all__ = ["ClientWeights", "Extra", "FederatedServer", "OptimizerFactory", "RoundRecord", "own_entries"]
-
 log = logging.getLogger(__name__)
+
+_RESIDUAL = "residual"  # the section of what compression has left over
 
 ClientWeights = Literal["samples", "trained", "uniform"] | dict[str, float]
 Extra = Mapping[str, tuple[Tensor, Reduction | str]]
 """Entries of the server's state beside the module's, such as ``"FedProto.prototypes"``: first value and reduction."""
+
+
+def weigh(client_weights: ClientWeights, parts: ClientRounds) -> list[float]:
+    """The clients' weights in means."""
+    if isinstance(client_weights, dict):
+        return [client_weights[client] for client in parts.clients]
+    if client_weights == "uniform":
+        return [1.0] * len(parts)
+    weights: list[float] = (parts.samples if client_weights == "samples" else parts.trained).astype(float).tolist()
+    return weights
 
 
 class FederatedServer:
@@ -48,9 +61,6 @@ class FederatedServer:
         server_optimizer: Makes the optimizer that steps the server on the pseudo-gradient.
         compression: Code of the uploads of trainable parameters whose reduction is ``mean``. Buffers travel as they
             are: what is left over of a variance could make it negative.
-
-    Raises:
-        ValueError: If ``client_weights`` is none of these.
 
     Example:
         >>> import torch
@@ -90,7 +100,10 @@ class FederatedServer:
         self._frozen: list[str] = []  # the others, which travel only if training changes them all the same
         self._published: State | None = None  # of the frozen parameters, those that are still as every device got them
         self._untouched: list[str] | None = None  # their names, of a fit that goes on
-        self._messages = self._new_messages()
+        self.record = RoundRecord()
+        self.aggregator = Aggregator({})
+        self._changed: set[str] = set()  # of the frozen, by some client
+        self._residuals: dict[str, Memory] = {}  # of this round's uploads, until they are kept
 
     def begin(self, module: nn.Module, rules: Rules | None = None, extra: Extra | None = None) -> None:
         """Begin a fit with a module's state as the server's. See `begin_round`."""
@@ -108,10 +121,6 @@ class FederatedServer:
             rules: Pattern -> reduction, over the module's own.
             extra: Entries beside the module's, which clients download and upload as all others. The server keeps their
                 values from round to round, in ``extra``; the one given here counts where it has none yet.
-
-        Raises:
-            ValueError: As `lightning_fcl.federation.aggregation.declare` does, if an extra entry has the name of one of
-                the module's, or if a learnt number is not finite.
         """
         self.reductions = reductions_of(module, rules)
         self.state = {name: value.detach().clone() for name, value in entries(module).items()}
@@ -122,11 +131,13 @@ class FederatedServer:
             self.state[name] = self.extra[name] = self.extra.get(name, value).detach().to(value.device, copy=True)
         self._learnt = [n for n, p in module.named_parameters() if p.requires_grad and self.reductions[n].up]
         self._find_frozen(module)
-        self._check_finite(self.state, "before a round, as the module has it. Begin with a sound state")
+        check_finite(self.state, self._learnt, "before a round, as the module has it. Begin with a sound state")
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
-        self._messages = self._new_messages()
+        self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions)
+        self._changed, self._residuals = set(), {}
+        self._offer(self.state)
 
     def _find_frozen(self, module: nn.Module) -> None:
         """The frozen parameters that a round may bring together, and those that no device needs to be sent."""
@@ -141,14 +152,14 @@ class FederatedServer:
         }
         self.state.update(self._published)  # one tensor, not two
 
-    def _new_messages(self) -> Messages:
-        given = self._weights, self._numbers, self.compression, self._learnt, self._frozen, self._published or ()
-        return Messages(self.store, self.state, self.reductions, *given)
-
-    @property
-    def record(self) -> RoundRecord:
-        """What has happened in the round."""
-        return self._messages.record
+    def _offer(self, state: State) -> None:
+        """Let clients download this state from now on."""
+        self.state = state
+        self._start = {name: self.reductions[name].start(value) for name, value in state.items()}
+        down = {name: value for name, value in state.items() if self.reductions[name].down}
+        sent = {name: value for name, value in down.items() if name not in (self._published or ())}
+        self._download_bytes = sum(self.reductions[name].wire_bytes(value) for name, value in sent.items())
+        self._all_travel = len(down) == len(state) and all(self._start[name] is down[name] for name in down)
 
     @property
     def optimizer_settings(self) -> dict[str, Any] | None:
@@ -167,7 +178,19 @@ class FederatedServer:
 
         The state is the server's with the client's own entries: one object for all clients that have none.
         """
-        return self._messages.download(clients)
+        kept = [self.store[client] for client in clients]
+        states = [self.state if self._all_travel and not own.get(UNSENT) else self._started(own) for own in kept]
+        for client, own in zip(clients, kept, strict=True):
+            if not own.get(UNSENT):
+                self.record.download(client, self._download_bytes)
+        return states, kept
+
+    def _started(self, kept: ClientState) -> State:
+        """The state that a client starts from which has some of its own."""
+        own = {n: v for n, v in kept.get("model", {}).items() if n in self._start and self.reductions[n].own}
+        mine = {**kept.get(UNSENT, {}), **own}
+        # What a store has kept on disk, or a checkpoint, comes back on the CPU.
+        return {n: mine[n].to(v.device) if n in mine else v for n, v in self._start.items()}
 
     def upload(self, client_rounds: Sequence[ClientRound], states: Mapping[str, Tensor]) -> list[bool]:
         """Take in clients' states; a client with a number that is not finite is refused.
@@ -178,12 +201,65 @@ class FederatedServer:
 
         Returns:
             Whether each client's upload was taken.
-
-        Raises:
-            ValueError: If an entry is missing that travels up.
         """
         parts = client_rounds if isinstance(client_rounds, ClientRounds) else ClientRounds.of(client_rounds)
-        return self._messages.upload(parts, states)
+        missing = [name for name, reduction in self.reductions.items() if reduction.up and name not in states]
+        if missing:
+            raise ValueError(f"Expected clients' states with {quoted(missing)}, which travel up, but they have none.")
+        faults, odd = find_faults(states, self._start, self.reductions)
+        taken = [row not in faults for row in range(len(parts))]
+        for row, at_fault in faults.items():
+            self._drop(parts[row], at_fault)
+        rows = [row for row, fine in enumerate(taken) if fine]
+        if rows:
+            sent = {name: states[name] for name, reduction in self.reductions.items() if reduction.up}
+            if len(rows) < len(taken):
+                sent = {name: value[rows] for name, value in sent.items()}
+            sent = self.aggregator.set_aside(sent, odd)
+            clients, weights = parts.clients, weigh(self.client_weights, parts)
+            if len(rows) < len(taken):
+                clients, weights = [clients[row] for row in rows], [weights[row] for row in rows]
+            coded, each = self._coded(clients, sent)
+            numbers = [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
+            self.aggregator.add_all({**sent, **coded}, weights, numbers)
+            by_value = [name for name in sent if not self.reductions[name].by_shape]
+            for i, client in enumerate(clients):
+                self.record.upload(client, each + sum(self.reductions[n].wire_bytes(sent[n][i]) for n in by_value))
+            self._leave_out(clients, sent)
+            self.record.trained += clients
+        return taken
+
+    def _leave_out(self, clients: Sequence[str], sent: State) -> None:
+        """Count no bytes of frozen parameters for the clients that have left them as they were."""
+        for name in self._frozen:
+            same = (sent[name] == self.state[name]).view(*sent[name].shape, 1).flatten(1).all(dim=1).tolist()
+            if not all(same):
+                self._changed.add(name)
+            for client, value in itertools.compress(zip(clients, sent[name], strict=True), same):
+                self.record.upload(client, -self.reductions[name].wire_bytes(value))
+
+    def _drop(self, client_round: ClientRound, at_fault: Sequence[str]) -> None:
+        """Leave out an upload, and what the client could not send before, from which it would never recover."""
+        client, kept = client_round.client, self.store[client_round.client]
+        if UNSENT in kept:
+            self.store[client] = {section: memory for section, memory in kept.items() if section != UNSENT}
+        names = listed(at_fault, most=3)
+        self.record.dropped[client] = f"not finite: {names}"
+        message = "Round %d: dropped the upload of client %s (not finite: %s). %s"
+        log.warning(message, client_round.round, client, names, DIVERGED)
+
+    def _coded(self, clients: Sequence[str], sent: State) -> tuple[State, int]:
+        """What the server decodes in place of some entries, and bytes per client of all whose bytes do not vary."""
+        coded: State = {}
+        code_bytes = 0
+        if self.compression is not None:
+            names = [name for name in self._learnt if self.reductions[name].name == "mean"]
+            coded = {name: sent[name] for name in names if self.compression.saves(self.state[name])}
+            residuals = [self.store[client].get(_RESIDUAL, {}) for client in clients]
+            coded, left, code_bytes = transmit(self.compression, self.state, coded, residuals)
+            self._residuals.update(zip(clients, left, strict=True))  # what is left over waits for `keep`
+        plain = [value for name, value in sent.items() if name not in coded and self.reductions[name].by_shape]
+        return coded, code_bytes + sum(value.nbytes for value in plain) // len(clients)
 
     def keep(
         self, client: str, state: Mapping[str, Tensor], memories: Mapping[str, Memory], missed: bool = False
@@ -192,7 +268,12 @@ class FederatedServer:
 
         A client that ``missed`` the synchronisation keeps what it would have sent, and goes on from it.
         """
-        self._messages.keep(client, state, memories, missed)
+        own = {n: v.detach().clone() for n, v in state.items() if self.reductions[n].own}
+        unsent = {n: v.detach().clone() for n, v in state.items() if missed and self.reductions[n].up}
+        sections = {"model": own, UNSENT: unsent, _RESIDUAL: self._residuals.pop(client, {}), **memories}
+        kept: ClientState = {section: memory for section, memory in sections.items() if memory}
+        if kept or self.store[client]:
+            self.store[client] = kept
 
     def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
         """Take in what came to the other ranks: uploads, and what happened.
@@ -200,55 +281,31 @@ class FederatedServer:
         Args:
             ranks: The ranks.
             order: Where a client stands in the round's order.
-
-        Raises:
-            ValueError: If a reduction takes in no other rank's uploads.
         """
-        self._messages.combine(ranks, order)
+        self.aggregator.combine(ranks)
+        self.record.combine(ranks, order)
+        self._changed = set().union(*ranks.share(self._changed))
 
     def finish_round(self) -> State:
-        """Bring the uploads together; the new server state.
-
-        Raises:
-            ValueError: If the server's optimizer has made a number of it that is not finite.
-        """
-        aggregator = self._messages.aggregator
-        aggregate = self._messages.result()
-        if not aggregator.uploads:
+        """Bring the uploads together; the new server state."""
+        frozen = {name: self.state[name] for name in self._frozen if name not in self._changed}  # to the bit
+        aggregate = {**self.aggregator.result(self.state), **frozen}
+        if not self.aggregator.uploads:
             log.warning("No upload of this round was usable: the server state stays as it was.")
         elif self._server_optimizer is not None and self._learnt:
             aggregate = self._server_optimizer.step(self.state, aggregate)
-            self._check_finite(aggregate, "after its optimizer's step. Lower the learning rate of `server_optimizer`")
-        self.state = aggregate
+            when = "after its optimizer's step. Lower the learning rate of `server_optimizer`"
+            check_finite(aggregate, self._learnt, when)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
-        self._messages.offer(aggregate)
+        self._offer(aggregate)
         return aggregate
 
-    def _check_finite(self, state: Mapping[str, Tensor], when: str) -> None:
-        """Refuse a state with which every client would diverge: one with learnt numbers that are not finite."""
-        wrong = [name for name in self._learnt if not torch.isfinite(state[name].sum())]
-        wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
-        if wrong:
-            raise ValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
-
-    def _weights(self, parts: ClientRounds) -> Sequence[float]:
-        if isinstance(self.client_weights, dict):
-            return [self.client_weights[client] for client in parts.clients]
-        if self.client_weights == "uniform":
-            return [1.0] * len(parts)
-        numbers = parts.samples if self.client_weights == "samples" else parts.trained
-        weights: list[float] = numbers.astype(float).tolist()
-        return weights
-
-    def _numbers(self, clients: Sequence[str]) -> list[int]:
-        return [self.numbers.setdefault(client, len(self.numbers)) for client in clients]
+    def kept_for(self, section: str) -> State:
+        """What it keeps for a method, by name."""
+        return {n.removeprefix(f"{section}."): value for n, value in self.extra.items() if n.startswith(f"{section}.")}
 
     def check_clients(self, known: Sequence[str], named: Iterable[str] = ()) -> None:
-        """Refuse weights, or other settings that name clients, which do not fit the stream's clients.
-
-        Raises:
-            ValueError: If a client is named that does not exist, or has no positive weight.
-        """
+        """Refuse weights, or other settings that name clients, which do not fit the stream's clients."""
         weights = self.client_weights if isinstance(self.client_weights, dict) else None
         of_clients("names", {*named, *(weights or ())}, known)
         without = [client for client in known if weights is not None and not weights.get(client, 0) > 0]
@@ -266,15 +323,11 @@ class FederatedServer:
         """
         optimizer = self._server_optimizer.state_dict() if self._server_optimizer is not None else self._restored
         clients = {client: self.store[client] for client in self.store} if clients is None else clients
-        untouched = [name for name in self._published or () if name not in self._messages.changed]
+        untouched = [name for name in self._published or () if name not in self._changed]
         return {"clients": clients, "server_optimizer": optimizer, "extra": self.extra, "untouched": untouched}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint has kept, before `begin`.
-
-        Raises:
-            ValueError: If what it calls the clients' state is none.
-        """
+        """Take over what a checkpoint has kept, before `begin`."""
         clients = state["clients"]
         if not isinstance(clients, Mapping) or not all(map(_is_client_state, clients.values())):
             raise ValueError(

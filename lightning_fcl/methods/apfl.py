@@ -79,7 +79,7 @@ class APFL(Method):
                 f"{trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
             )
         self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        self._keeps = federation.keep_optimizer
+        self._keeps = federation.strategy.keep_optimizer
 
     def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
         if not self.applies_to(client_round):

@@ -100,7 +100,7 @@ def predicting(module: L.LightningModule) -> Iterator[None]:
         yield
         return
     method, federation = ruling[0], federation_of(module.trainer)
-    server = federation.server_state(method.section) if federation is not None else method.server_entries
+    server = federation.server.kept_for(method.section) if federation is not None else method.server_entries
     server = server or method.server_state(module)
 
     def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

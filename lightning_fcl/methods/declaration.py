@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as L
 import torch
@@ -16,10 +16,12 @@ from lightning_fcl.data.orders import window
 from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.step import Part, Running, Step, is_labelled
 from lightning_fcl.randomness import Keys
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
@@ -248,7 +250,7 @@ class Declaration:
         return self._now.module
 
     @property
-    def federation(self) -> FederationView | None:
+    def federation(self) -> Federation | None:
         """The federation that the method runs in; None in a plain Trainer."""
         return self._now.federation
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as L
 import torch
@@ -22,8 +22,8 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.messages import DIVERGED
-from lightning_fcl.federation.protocol import FederationView, federation_of
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.federation.record import DIVERGED
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, states_loss, teacher_of
@@ -32,6 +32,9 @@ from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Freezer, Running, Step, is_labelled, stepped_by
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class MethodDriver(Callback):
         self.methods = list(methods)
         self.server: State = {}
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
-        self._federation: FederationView | None = None
+        self._federation: Federation | None = None
         self._recalls = Recalls()
         self._freezer = Freezer()
         self._rule = ExitStack()
@@ -146,7 +149,7 @@ class MethodDriver(Callback):
         for method in self.methods:
             _check_labels(method, batch)
         if self._federation is not None:
-            parts = [m.trains(m.memory, self._federation.local_epoch) for m in self.methods if _is_active(m)]
+            parts = [m.trains(m.memory, self._federation.round.local_epoch) for m in self.methods if _is_active(m)]
             self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         else:
             if is_labelled(batch):
@@ -169,7 +172,7 @@ class MethodDriver(Callback):
             self._call = (args[0], output)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._federation is not None and self._federation.client_round is None:
+        if self._federation is not None and self._federation.round.client_round is None:
             return  # several clients side by side, whose trainer does so
         active = [method for method in self.methods if _is_active(method)]
         if not any(shapes_loss(method, method.memory) for method in active):
@@ -222,7 +225,7 @@ class MethodDriver(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
         federation = self._federation
-        if federation is not None and (federation.client_round is None or federation.last_batch):
+        if federation is not None and (federation.round.client_round is None or federation.round.last_batch):
             self._freezer.train(pl_module, None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

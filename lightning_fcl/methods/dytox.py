@@ -169,7 +169,7 @@ class DyToxTraining(Method):
 
     @property
     def _client_round(self) -> ClientRound | None:
-        return self.federation.client_round if self.federation is not None else None
+        return self.federation.round.client_round if self.federation is not None else None
 
     @property
     def _net(self) -> DyTox:
@@ -188,7 +188,7 @@ class DyToxTraining(Method):
                 f"Expected either `DyToxTraining` or `{staged[0]}`, which both freeze parts, but got both."
             )
         self._trainable = {name for name, p in found[0].named_parameters() if p.requires_grad}
-        self._local_epochs = self.federation.local_epochs if self.federation is not None else 1
+        self._local_epochs = self.federation.strategy.local_epochs if self.federation is not None else 1
         stream = stream_of(trainer)
         if stream is not None:
             found[0].assign(_told(stream))
@@ -251,7 +251,7 @@ class DyToxTraining(Method):
     def _is_tuning(self, trainer: L.Trainer) -> bool:
         if self.federation is not None:
             now = self._client_round
-            return now is not None and self._tunes(now) and self.federation.local_epoch >= self._local_epochs
+            return now is not None and self._tunes(now) and self.federation.round.local_epoch >= self._local_epochs
         if not (self.max_size and self.balanced_epochs and int(self.memory["present"])):
             return False
         left, stream = (trainer.max_epochs or 0) - trainer.current_epoch, stream_of(trainer)
@@ -281,7 +281,7 @@ class DyToxTraining(Method):
         generator = torch.Generator().manual_seed(trainer.current_epoch)
         if federation is not None and now is not None:
             generator.manual_seed(seed_of(federation.seed, now.client, now.round, "balanced"))
-            data = federation.samples(now.client, now.round)
+            data = federation.stream.client_samples(now.client, now.round, federation.seed)
             memory = remember_task(memory, data, now, self.max_size, generator)
         elif not knows_task(memory, int(memory["present"])):
             raise ValueError(
@@ -294,7 +294,7 @@ class DyToxTraining(Method):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        if self.federation is not None and (self._client_round is None or self.federation.last_batch):
+        if self.federation is not None and (self._client_round is None or self.federation.round.last_batch):
             self._freeze(None, False)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -88,7 +88,7 @@ class Fed3R(Method):
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         federation = self.federation
-        if federation is not None and client_round.client in federation.record.missed:
+        if federation is not None and client_round.client in federation.server.record.missed:
             return memory
         return {"experience": torch.tensor(client_round.experience)}
 
@@ -99,7 +99,7 @@ class Fed3R(Method):
         federation = self.federation
         if federation is None or self._samples == self._counted:
             return
-        sums, layer = federation.server_state(self.section), last_layer(pl_module)
+        sums, layer = federation.server.kept_for(self.section), last_layer(pl_module)
         weight = solve(sums["A"], square(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
         with torch.no_grad():
             layer.weight.copy_(weight[:, :-1])
@@ -109,7 +109,7 @@ class Fed3R(Method):
     def _samples(self) -> float:
         """How many samples are in the sums: the square of the column of ones."""
         federation = self.federation
-        return float(federation.server_state(self.section)["B"][-1]) if federation is not None else 0.0
+        return float(federation.server.kept_for(self.section)["B"][-1]) if federation is not None else 0.0
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:

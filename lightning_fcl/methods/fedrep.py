@@ -72,7 +72,7 @@ def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, 
             f"Expected at most one method that trains head and body in stages but got {' and '.join(staged)}. "
             "Remove one."
         )
-    reductions = reductions_of(module, federation.rules)
+    reductions = reductions_of(module, federation.strategy.rules)
     for name in chosen:
         if not reductions[name].own:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import lightning.pytorch as L
 import torch
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import plan_batches
+from lightning_fcl.data.orders import Batching, plan_batches
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView
+from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.methods.episodic import at_task, labelled, with_task
 from lightning_fcl.methods.fedrep import check_stages
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
@@ -26,6 +25,9 @@ from lightning_fcl.methods.method import Method, remember, section
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
 from lightning_fcl.methods.step import Part
 from lightning_fcl.randomness import keys_of, start_randomness
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(eq=False)
@@ -113,7 +115,7 @@ class FedViT(Method):
     # What it makes of them.
 
     def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        epoch = self.federation.local_epoch if self.federation is not None else 0
+        epoch = self._local_epoch
         first = self._integration
         if first <= epoch < first + self.head_epochs:
             return gradient  # the head's
@@ -156,6 +158,11 @@ class FedViT(Method):
         self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
         check_stages(self, trainer, pl_module, self.head)
 
+    @property
+    def _local_epoch(self) -> int:
+        federation = self.federation
+        return federation.round.local_epoch if federation is not None else 0
+
     def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
@@ -190,34 +197,40 @@ class FedViT(Method):
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
         received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
-        for client_round in federation.client_rounds(federation.round):
+        for client_round in federation.client_rounds(federation.round.number):
             if not (client_round.last_round and self.applies_to(client_round)):
                 continue
             client = client_round.client
             if not federation.hosts(client):
                 continue
-            memory = federation.memory(client, self.section)
+            memory = federation.server.store.memory(client, self.section)
             rest = _without_body(memory)
             if self._goes_on(memory, client_round):
-                state = {**received, **federation.own_entries(client)}
+                state = {**received, **own_entries(federation.server.store[client], pl_module.device)}
                 body = self._integrated(federation, client_round, state, section(memory, "body"))
                 rest |= remember(body, "last")
-            federation.remember(client, self.section, rest)
+            federation.server.store.remember(client, self.section, rest)
         load_entries(pl_module, received)
 
-    def _integrated(self, federation: FederationView, client_round: ClientRound, state: State, body: State) -> State:
+    def _integrated(self, federation: Federation, client_round: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, before, at = self.module, {**state, **body}, (client_round.client, client_round.round, "integration")
         optimizer = federation.optimizer
         load_entries(module, state)
         optimizer.state.clear()
         params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}
-        of, (x, y) = gradient_of(module, params), labelled(federation.samples(client_round.client, client_round.round))
-        keys = keys_of(federation.seed, at[:1], *at[1:])
-        plan = plan_batches(len(y), self.integration_epochs, federation.batching, keys)
+        stream, seed = federation.stream, federation.seed
+        of, (x, y) = (
+            gradient_of(module, params),
+            labelled(stream.client_samples(client_round.client, client_round.round, seed)),
+        )
+        keys = keys_of(seed, at[:1], *at[1:])
+        plan = plan_batches(
+            len(y), self.integration_epochs, Batching(stream.batch_size, stream.shuffle, stream.drop_last), keys
+        )
         with isolate_rng():
             for number, rows in enumerate(plan):  # gradients leave the random numbers as they were
-                start_randomness(federation.seed, *at, number)
+                start_randomness(seed, *at, number)
                 gradient = project(of(x[rows], y[rows], before), of(x[rows], y[rows])[None], self.margin)
                 step_along(module, optimizer, params, gradient)
         optimizer.zero_grad(set_to_none=True)

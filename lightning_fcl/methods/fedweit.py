@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as L
 import numpy as np
@@ -16,15 +16,18 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView, need_federation, ranks_of
+from lightning_fcl.federation.protocol import need_federation, ranks_of
 from lightning_fcl.federation.ranks import together
-from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
 from lightning_fcl.tasks.classification import Classifier
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(eq=False)
@@ -105,8 +108,8 @@ class FedWEIT(Method):
 
     @property
     def _record(self) -> RoundRecord:
-        assert self.federation is not None  # as `setup` has it
-        return self.federation.record
+        assert self.federation is not None  # as `prepare` has it
+        return self.federation.server.record
 
     # The client.
 
@@ -227,8 +230,8 @@ class FedWEIT(Method):
             raise ValueError(f"Expected `Decomposed(tasks={most})`, as in the stream, but got {len(model.tasks)}.")
         self._check_reductions(pl_module, model, federation)
 
-    def _check_reductions(self, module: L.LightningModule, model: Decomposed, federation: FederationView) -> None:
-        reductions = reductions_of(module, federation.rules)
+    def _check_reductions(self, module: L.LightningModule, model: Decomposed, federation: Federation) -> None:
+        reductions = reductions_of(module, federation.strategy.rules)
         wanted: dict[str, tuple[str, ...]] = {name: ("none",) for name in reductions if name.startswith("model.tasks.")}
         base = ("sparse_mean",) if self.sparsity else ("sparse_mean", "mean")
         wanted |= {f"model.net.{name}": base for name in model.names}

@@ -131,7 +131,7 @@ class LogitAdjustment(Method):
         self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         federation, counted = self.federation, torch.tensor(client_round.experience)
-        if federation is not None and client_round.client in federation.record.missed:
+        if federation is not None and client_round.client in federation.server.record.missed:
             counted = memory["experience"]
         return {"experience": counted, "counts": _counted(client_round.labels, client_round.num_classes)}
 

@@ -97,9 +97,10 @@ class Replay(Method):
         for client in stream.plan.clients:
             generator = torch.Generator().manual_seed(seed_of(federation.seed, client, "base session"))
             client_round = ClientRound(client, round=0, stream_samples=stream.plan.samples_of(client))
-            known = not federation.hosts(client) or federation.memory(client, self.section)
+            known = not federation.hosts(client) or federation.server.store.memory(client, self.section)
             if not known:  # else of an earlier fit, which this one goes on from
-                federation.remember(client, self.section, self.end_round({}, {}, data, client_round, generator))
+                memory = self.end_round({}, {}, data, client_round, generator)
+                federation.server.store.remember(client, self.section, memory)
 
     def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
         if not memory:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.federation.protocol import FederationView
 from lightning_fcl.methods.functional import LossOf, OutputOf
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
@@ -135,7 +137,7 @@ class Running:
     """Where a method runs, while a Trainer does; ``federation`` is None in a plain Trainer."""
 
     module: L.LightningModule
-    federation: FederationView | None
+    federation: Federation | None
     active: bool = True
     batch: Batch = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import torch
@@ -14,10 +14,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import of_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import FederationView, need_federation
+from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 _TAG = "readout.tag"
 
@@ -54,7 +57,7 @@ class Unlearning(Method):
                 f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
             )
         for client in self.forgotten:
-            federation.forget(client)
+            _forget(federation, client)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plan = need_stream(trainer).plan
@@ -77,7 +80,7 @@ class Unlearning(Method):
         self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
     ) -> Memory:
         federation = self.federation
-        reductions = federation.reductions if federation is not None else {}
+        reductions = federation.server.reductions if federation is not None else {}
         sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
         if not sums:
             return memory
@@ -88,20 +91,20 @@ class Unlearning(Method):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = self.federation
         for client, round in self.requests.items():
-            if federation is not None and round == federation.round and isinstance(pl_module, ReservoirTask):
+            if federation is not None and round == federation.round.number and isinstance(pl_module, ReservoirTask):
                 self.forget(federation, pl_module, client)
 
-    def forget(self, federation: FederationView, module: ReservoirTask, client: str) -> None:
+    def forget(self, federation: Federation, module: ReservoirTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
-        mine = {client: federation.memory(client, self.section)} if federation.hosts(client) else {}
-        memory, state = together(federation.ranks, mine, [client])[client], entries(module)
+        mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
+        memory, state = together(federation.strategy.ranks, mine, [client])[client], entries(module)
         # Sums of another reservoir are not in the server's any more.
         if memory and torch.equal(memory[_TAG].to(state[_TAG].device), state[_TAG]):
             for name, value in memory.items():
                 if name != _TAG:
                     state[name].data -= value.to(state[name].device)
             module.solve()
-        federation.forget(client)
+        _forget(federation, client)
         self.forgotten.append(client)
 
     def hparams(self) -> dict[str, Any]:
@@ -114,4 +117,11 @@ class Unlearning(Method):
         self.forgotten = list(state_dict["forgotten"])
         for client in self.forgotten if self.running is not None else []:
             if self.federation is not None:
-                self.federation.forget(client)
+                _forget(self.federation, client)
+
+
+def _forget(federation: Federation, client: str) -> None:
+    """Forget all that a client has kept; it takes part in no later round."""
+    if federation.server.store.in_memory or federation.hosts(client):
+        federation.server.store[client] = {}
+    federation.participation.withdraw(client)

@@ -37,7 +37,7 @@ from lightning_fcl.running.remedies import refused_by_lightning, remedy
 from lightning_fcl.running.rows import config_words
 from lightning_fcl.running.save_config import SaveConfig
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
-from lightning_fcl.simulation.rounds import RESTORED
+from lightning_fcl.simulation.hooks import RESTORED
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`

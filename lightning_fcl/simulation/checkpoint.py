@@ -29,17 +29,16 @@ CONTENTS = {
 """What Lightning keeps in a checkpoint beside the module's state."""
 
 DRAWS = 2
-"""The version of how orders, participation, recalled samples and dropout are drawn: 0.1 drew otherwise."""
+"""The version of how orders, participation, recalled samples and dropout are drawn."""
 
 
 def fingerprint_of(federation: Federation) -> dict[str, Any]:
-    """What makes this federation the one that it is: a checkpoint of another one cannot continue it.
-
-    Raises:
-        ValueError: If there is no stream.
-    """
+    """What makes this federation the one that it is: a checkpoint of another one cannot continue it."""
     module, server, swarm = federation.module, federation.server, federation.participation.swarm
-    stream, steps = need_stream(module.trainer), federation.local_steps  # those of a fit that is under way
+    stream, every = (
+        need_stream(module.trainer),
+        federation.strategy.local_steps.every,
+    )  # more than 1 in a fit that is under way
     schedule = federation.participation.schedule
     return {
         "model": type(module).__name__,
@@ -47,13 +46,13 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
         "data": stream.plan.fingerprint,
         "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
-        "local_epochs": federation.local_epochs,
-        "accumulate_grad_batches": steps.every if steps is not None else module.trainer.accumulate_grad_batches,
+        "local_epochs": federation.strategy.local_epochs,
+        "accumulate_grad_batches": max(every, module.trainer.accumulate_grad_batches),
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
-        "reductions": hparams_of(federation.rules),
+        "reductions": hparams_of(federation.strategy.rules),
         "server_optimizer": server.optimizer_settings,
-        "keep_optimizer": federation.keep_optimizer,
+        "keep_optimizer": federation.strategy.keep_optimizer,
         "swarm": swarm.hparams() if swarm else None,
         "schedule": schedule.hparams() if schedule else None,
         "compression": server.compression.hparams() if server.compression else None,
@@ -73,10 +72,6 @@ def check_checkpoint(
         here: The `fingerprint_of` the federation that is to go on.
         rounds: The rounds of its stream.
         path: Where the checkpoint is.
-
-    Raises:
-        ValueError: If it holds weights only, or not all that it should, is another strategy's or of another format, was
-            taken within a round, or is of another recipe.
     """
     if "optimizer_states" not in checkpoint:
         raise ValueError(
@@ -104,7 +99,7 @@ def check_checkpoint(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
             "`every_n_epochs`, not `every_n_train_steps`."
         )
-    then = {"version of draws": 1, **kept.get("fingerprint", {})}
+    then = kept.get("fingerprint", {})
     other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
@@ -115,11 +110,7 @@ def check_checkpoint(
 
 
 def check_version(checkpoint: Mapping[str, Any], path: object) -> None:
-    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version.
-
-    Raises:
-        ValueError: If it is one, or tells no version.
-    """
+    """Refuse a checkpoint that Lightning would rewrite, or try to, before it reads it: that of an old version."""
     told = checkpoint.get("pytorch-lightning_version")
     if not isinstance(told, str) or not re.fullmatch(r"2\.\d+\.\d+[\w.+-]*", told):
         raise ValueError(
@@ -135,9 +126,6 @@ def check_settings_alike(then: Mapping[str, Any], now: Mapping[str, Any], path: 
         then: Those of the checkpoint, as `settings_of` tells them.
         now: Those of the recipe.
         path: Where the checkpoint is.
-
-    Raises:
-        ValueError: If they differ in what both versions of torch know.
     """
     for kind, made in now.items():
         pairs = list(zip_longest(then.get(kind, []), made, fillvalue={"class": "none"}))

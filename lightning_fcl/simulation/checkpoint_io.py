@@ -32,11 +32,6 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self._record = RecordFile(run.resolve() / NAME) if run is not None else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write it.
-
-        Raises:
-            NoRoomError: If the disk is full; an earlier checkpoint is as it was.
-        """
         if len(urlparse(str(path)).scheme) > 1 or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return

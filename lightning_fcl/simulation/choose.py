@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -22,14 +22,17 @@ from lightning_fcl.data.attached import callbacks_of, refuse_transfer_hook, tran
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Start, TrainerRequest
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer
 from lightning_fcl.federation.optimizer_state import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
-from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.simulation.sequential import SequentialTrainer
 from lightning_fcl.simulation.vectorized import VectorizedTrainer
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 
@@ -62,37 +65,23 @@ BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 def choose_trainer(
-    module: L.LightningModule,
-    methods: Sequence[Declaration],
-    optimizer: Optimizer,
-    stream: FederatedStream,
+    federation: Federation,
     step: Callable[..., Any],
-    request: TrainerRequest,
-    keep_optimizer: bool,
-    seed: int,
 ) -> LocalTrainer:
     """The local trainer of a federation's clients: the module's own, or vectorised where that pays, or one by one.
 
     Args:
-        module: The module.
-        methods: The methods of its Trainer.
-        optimizer: The module's optimizer.
-        stream: The clients' data.
+        federation: The federation; where it leaves the number of clients side by side open, that is a function of the
+            module and its surroundings alone.
         step: Lightning's own training step.
-        request: What is asked of a trainer; where it leaves the number of clients side by side open, that is a function
-            of the module and its surroundings alone.
-        keep_optimizer: Whether a client's optimizer state lasts from round to round.
-        seed: Seed of the clients' randomness.
-
-    Raises:
-        ValueError: If so many clients cannot train side by side, or hooks change batches of which a method remembers
-            samples that it shows to the module, or the optimizer's state cannot be kept.
     """
+    module, stream, strategy = federation.module, federation.stream, federation.strategy
+    methods, optimizer, keep_optimizer = federation.methods, federation.optimizer, strategy.keep_optimizer
     for method in methods:
         if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
             refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
-        return module.local_trainer(request)
+        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, {})])
     if keep_optimizer and isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
@@ -103,7 +92,7 @@ def choose_trainer(
             "client's own batches in the round are counted by `batch_idx`.",
             type(module).__name__,
         )
-    wanted = request.clients_at_once
+    wanted = None if strategy.cohort_size == "auto" else strategy.cohort_size
     size = automatic_size(module) if wanted is None else wanted
     reason = None
     if size > 1:
@@ -115,10 +104,10 @@ def choose_trainer(
         if wanted is not None and reason:
             raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {reason}.')
     if size == 1 or reason:
-        return SequentialTrainer(module, methods, step, optimizer, keep_optimizer, seed)
+        return SequentialTrainer(federation, step)
     if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
-    return VectorizedTrainer(module, methods, optimizer, size, seed)
+    return VectorizedTrainer(module, methods, optimizer, size, federation.seed)
 
 
 def automatic_size(module: L.LightningModule) -> int:
@@ -227,7 +216,7 @@ def _trial_step(
     if real is not None:
         weight[0] = (torch.arange(len(y[0]), device=module.device) < real) / real
     trainer = VectorizedTrainer(module, [], optimizer, clients, seed=0)
-    trainer.begin(Start([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients))
+    trainer.begin([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients)
     keys = torch.zeros(clients, dtype=torch.long, device=module.device)
     losses, _ = trainer.losses(torch.stack(x), torch.stack(y), weight, keys, randomness="error")
     gradients = [g[0].flatten() for g in trainer.gradients(losses.sum()) if g is not None]

@@ -1,345 +1,163 @@
-"""A federation behind a strategy: the server, its clients and the round at hand; what methods and callbacks may see."""
+"""What a fit of a federation is made of, and the model that a client predicts with."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Optimizer
 
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.data.orders import Batching
-from lightning_fcl.data.scenarios import Plan
-from lightning_fcl.data.stream import FederatedStream, StreamLoader
+from lightning_fcl.data.attached import need_stream, stream_of
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
-from lightning_fcl.federation.aggregation import Reduction, Rules, State, entries, load_entries
-from lightning_fcl.federation.client_store import ClientState, Memory
-from lightning_fcl.federation.local_training import LocalTrainer, TrainerRequest
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import own_entries
+from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.ranks import ALONE, Ranks
-from lightning_fcl.federation.server import Extra, FederatedServer, RoundRecord, own_entries
-from lightning_fcl.methods.compose import epochs_of, methods_of, rehearsed_by
-from lightning_fcl.methods.declaration import Declaration, shapes_loss
-from lightning_fcl.methods.method import section as section_of
-from lightning_fcl.randomness import start_randomness
+from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.methods.compose import methods_of
+from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
-from lightning_fcl.simulation.loader import BatchContext, RoundLoader
-from lightning_fcl.simulation.local_steps import LocalSteps
-from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.round import Round
+    from lightning_fcl.simulation.strategy import FederatedStrategy
 
 
+@dataclass(eq=False)
 class Federation:
-    """The server, its clients and the round at hand, behind a strategy; what methods and callbacks may see of it.
+    """What a fit of a federation is made of.
 
     Args:
-        server: The server.
+        strategy: The Trainer's strategy, with its settings.
+        server: The server: its state, the record of the round, and the store of what clients keep.
         participation: Who takes part.
-        local_epochs: Passes over a client's data per round.
-        rules: Pattern of state entries -> reduction, over the module's own.
-        cohort_size: Clients side by side, or ``"auto"``.
-        keep_optimizer: Whether a client's optimizer state lasts from round to round.
-        seed: Tells the seed of participation and of every client's randomness.
+        methods: The methods among the Trainer's callbacks.
+        placement: Whose clients train where; None before a fit.
+        trainer: Who trains the clients.
+        optimizer: The module's optimizer.
     """
 
-    def __init__(
-        self,
-        server: FederatedServer,
-        participation: Participation,
-        local_epochs: int,
-        rules: Rules,
-        cohort_size: int | Literal["auto"],
-        keep_optimizer: bool,
-        seed: Callable[[], int],
-    ) -> None:
-        self.server = server
-        self.participation = participation
-        self.local_epochs = local_epochs
-        self.rules = rules
-        self.cohort_size = cohort_size
-        self.keep_optimizer = keep_optimizer
-        self.on_unusable_round: Literal["stop", "warn"] = "warn"
-        self.methods: list[Declaration] = []
-        self.trainer: LocalTrainer | None = None
-        self.between_rounds = True  # whether a checkpoint taken now can be continued
-        self.round_done = True
-        self._seed = seed
-        self._module: L.LightningModule | None = None
-        self._stream: FederatedStream | None = None
-        self.loader: RoundLoader | None = None
-        self.context: BatchContext | None = None
-        self.training: ClientRound | None = None
-        self.local_steps: LocalSteps | None = None  # of a fit
-        self.loose: LooseState | None = None  # of a round whose clients train in the module
-        self.ranks: Ranks = ALONE
-        self._placement: Placement | None = None
-        self._optimizer: Optimizer | None = None
-        self._waiting: State | None = None  # while a client's model is in the module, after a fit
-
-    # What it works on: all is there from the moment when the Trainer has its loaders.
+    strategy: FederatedStrategy
+    server: FederatedServer
+    participation: Participation
+    methods: list[Declaration] = field(default_factory=list)
+    placement: Placement | None = None
+    trainer: LocalTrainer = field(init=False)
+    optimizer: Optimizer = field(init=False)
 
     @property
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
-        return there(self._module, "a Trainer")
-
-    @module.setter
-    def module(self, module: L.LightningModule) -> None:
-        self._module = module
-
-    @property
-    def attached(self) -> bool:
-        """Whether there is a Trainer."""
-        return self._module is not None
+        return there(self.strategy.lightning_module, "a Trainer")
 
     @property
     def stream(self) -> FederatedStream:
         """The clients' data."""
-        return there(self._stream, "a fit")
-
-    @property
-    def loaded(self) -> bool:
-        """Whether there is a stream of clients' data."""
-        return self._stream is not None
-
-    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RoundLoader:
-        """Take the clients' data; what comes back yields the batches of each round.
-
-        Args:
-            loader: The clients' training data.
-            optimizer: The module's optimizer.
-            step: Lightning's own training step.
-
-        Raises:
-            ValueError: If stream, methods and module do not go together.
-        """
-        new_fit, self._stream, self._optimizer = optimizer is not self._optimizer, loader.stream, optimizer
-        self.participation.seed = self.seed
-        self.methods = methods_of(self.module.trainer)
-        check_stream(self.module.trainer, self.stream)
-        named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
-        self.server.check_clients(self.plan.clients, [*named, *self.participation.named])
-        self.participation.check_rounds(self.plan.rounds)
-        self.server.store.keep_pixels(self.stream.samples.pixels)
-        self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
-        request = TrainerRequest(
-            None if self.cohort_size == "auto" else self.cohort_size,
-            [type(method).__name__ for method in self.methods if shapes_loss(method, {})],
-            self.rules,
-            self.participation.may_miss,
-        )
-        if new_fit or self.trainer is None:  # not where loaders are reloaded
-            self.trainer = choose_trainer(
-                self.module, self.methods, optimizer, self.stream, step, request, self.keep_optimizer, self.seed
-            )
-        self.loader = RoundLoader(
-            self.stream,
-            lambda: self.round,
-            self.participation,
-            epochs_of(self.methods, self.memory, self.local_epochs),
-            rehearsed_by(self.methods, self.memory),
-            self.seed,
-            self.trainer.clients_at_once,
-            self.trainer.stacked,
-            self.placement,
-        )
-        return self.loader
-
-    @property
-    def placement(self) -> Placement:
-        """Whose clients train where."""
-        if self._placement is None or self._placement.ranks is not self.ranks:
-            steps = self.module.trainer.global_step
-            self._placement = Placement(self.ranks, self.plan.clients, self.server.store, steps)
-        return self._placement
-
-    def kept(self) -> Mapping[str, ClientState]:
-        """What all clients keep, on all ranks."""
-        store = self.server.store
-        return self._placement.everything() if self._placement else {client: store[client] for client in store}
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint has kept."""
-        self.server.load_state_dict(kept)
-        self._placement = None
-
-    def begin_fit(self) -> None:
-        """Take the module's state as the server's."""
-        if self._waiting is not None:
-            load_entries(self.module, self._waiting)
-            self._waiting = None
-        self.server.begin(self.module, self.rules, self.extra)
-
-    @property
-    def extra(self) -> Extra:
-        """What the server keeps for methods, beside the module's entries, and how it comes together."""
-        return {
-            f"{method.section}.{name}": (value.to(self.module.device), method.reductions[name])
-            for method in self.methods
-            for name, value in method.server_state(self.module).items()
-        }
-
-    def restore_server(self) -> None:
-        """Let no client's model stand in for the server's: after a round's last hook, or when it was cut short."""
-        if not self.round_done and self.server.state:
-            log.warning("A round was cut short: the server state stays as it was before it.")
-            self.training = None
-            if self.trainer is not None:
-                self.trainer.abort()
-            if self.local_steps is not None:
-                self.local_steps.end_round(self.optimizer, whole=False)
-            load_entries(self.module, self.server.state)
-        self.between_rounds = self.round_done = True
-
-    # What methods and callbacks may see.
+        return need_stream(self.module.trainer)
 
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self._seed()
+        return self.strategy.seed
 
     @property
-    def plan(self) -> Plan:
-        """Who sees which samples when."""
-        return self.stream.plan
-
-    @property
-    def round(self) -> int:
-        """The round at hand, from 0."""
-        return current_round(self.module.trainer)
-
-    @property
-    def record(self) -> RoundRecord:
-        """What has happened in the round at hand, and bytes on the wire."""
-        return self.server.record
-
-    @property
-    def reductions(self) -> Mapping[str, Reduction]:
-        """The reduction of every entry of the server's state in the round at hand."""
-        return self.server.reductions
-
-    @property
-    def client_round(self) -> ClientRound | None:
-        """The client that trains now; None between rounds, and where several train side by side."""
-        return self.training
-
-    @property
-    def local_epoch(self) -> int:
-        """The local epoch, from 0, of the batch at hand."""
-        return self.context.epoch if self.context is not None else 0
-
-    @property
-    def last_batch(self) -> bool:
-        """Whether the batch at hand is the last one of its clients' local training."""
-        return self.context is not None and self.context.last
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The clients' optimizer."""
-        return there(self._optimizer, "a fit")
-
-    @property
-    def batching(self) -> Batching:
-        """How a client's samples become batches."""
-        return there(self.loader, "a fit").batching
+    def round(self) -> Round:
+        """The round at hand."""
+        return there(self.strategy.round, "a fit")
 
     def hosts(self, client: str) -> bool:
-        """Whether this process looks after a client: it alone knows what the client keeps."""
-        return not self.loaded or self.placement.hosts(client)  # before a fit, each process fills its own store
-
-    def drawn(self, round: int) -> list[str]:
-        """The clients that are to train in a round, in the plan's order: as planned, where it is yet to come."""
-        there_are_some = self.plan.train[round].keys() - self.participation.unavailable(round)
-        return self.participation.draw(self.plan, round)[0] if there_are_some else []
+        """Whether this process looks after a client: it alone knows what the client keeps; before a fit, each does."""
+        return self.placement is None or self.placement.hosts(client)
 
     def client_rounds(self, round: int) -> list[ClientRound]:
         """The clients that have data in a round and are still there, in the plan's order."""
         unavailable = self.participation.unavailable(round)
-        return [self.stream.client_round(c, round) for c in self.plan.train[round] if c not in unavailable]
-
-    def samples(self, client: str, round: int) -> Batch:
-        """A client's samples of a round, stacked: the same whenever they are asked for."""
-        with isolate_rng():
-            start_randomness(self.seed, client, round, "data")
-            return self.stream.take(self.plan.train[round][client])
-
-    def memory(self, client: str, section: str) -> Memory:
-        """What a client keeps in a section: that of a method has its class's name."""
-        return self.server.store[client].get(section, {})
-
-    def remember(self, client: str, section: str, memory: Memory) -> None:
-        """Keep something for a client in a section."""
-        self.server.store[client] = {**self.server.store[client], section: memory}
-
-    def kept_bytes(self, client: str) -> int:
-        """Bytes of all that a client keeps now, images as stored pixels where the data set has such."""
-        return self.server.store.nbytes(client)
-
-    def server_state(self, section: str) -> State:
-        """What the server keeps for a method, by name."""
-        return section_of(self.server.extra, section)
-
-    def forget(self, client: str) -> None:
-        """Forget all that a client has kept; it takes part in no later round."""
-        if self.server.store.in_memory or self.hosts(client):
-            self.server.store[client] = {}
-        self.participation.withdraw(client)
-
-    def own_entries(self, client: str) -> State:
-        """What a client goes on from in place of the server's entries."""
-        return own_entries(self.server.store[client], self.module.device)
+        return [self.stream.client_round(c, round) for c in self.stream.plan.train[round] if c not in unavailable]
 
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with: the server's with its own entries, made personal by its methods.
 
         Args:
             client: The client.
-            server: The server's state; None: that in the module, or that `load_client` has found there. It comes back
-                itself for a client with nothing of its own.
-
-        Raises:
-            ValueError: If there is no such client.
+            server: The server's state; None: that in the module. It comes back itself for a client with nothing of its
+                own.
         """
-        if self._module is None or self._stream is None or client not in self.plan.experiences:
-            known = listed(self.plan.clients) if self._stream is not None else "none before a fit"
+        stream = stream_of(self.module.trainer) if self.strategy.connected else None
+        if stream is None or client not in stream.plan.experiences:
+            known = listed(stream.plan.clients) if stream is not None else "none before a fit"
             raise ValueError(f"Expected `client` to be one of the stream's ({known}) but got {client}.")
-        state = server if server is not None else self._waiting
-        state = entries(self.module) if state is None else state
-        if own := self.own_entries(client):
+        state = entries(self.module) if server is None else server
+        if own := own_entries(self.server.store[client], self.module.device):
             state = {**state, **own}
         for method in methods_of(self.module.trainer):
-            state = method.personalize(self.memory(client, method.section), state)
+            state = method.personalize(self.server.store.memory(client, method.section), state)
         return state
 
-    def load_client(self, client: str) -> None:
-        """Put the model that a client predicts with into the module, in place of the server's: after a fit.
 
-        Raises:
-            ValueError: If there is no such client.
-        """
-        state = {name: value.detach().clone() for name, value in self.client_state(client).items()}
-        if self._waiting is None:
-            self._waiting = {name: value.detach().clone() for name, value in entries(self.module).items()}
-        load_entries(self.module, state)
+def begin_fit(federation: Federation, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Choose who trains the clients of a fit, when its loaders are made.
 
-    @property
-    def optimizer_in_use(self) -> Optimizer:
-        """What Lightning steps now: the local trainer's own optimizer, or the module's."""
-        own = self.trainer.optimizer if self.trainer is not None else None
-        return own if own is not None else self.optimizer
+    Args:
+        federation: The federation.
+        optimizer: The module's optimizer.
+        step: Lightning's own training step.
+    """
+    trainer, stream, server, ranks = (
+        federation.module.trainer,
+        federation.stream,
+        federation.server,
+        federation.strategy.ranks,
+    )
+    federation.optimizer, federation.methods = optimizer, methods_of(trainer)
+    federation.participation.seed = federation.seed
+    check_stream(trainer, stream)
+    named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]
+    server.check_clients(stream.plan.clients, [*named, *federation.participation.named])
+    federation.participation.check_rounds(stream.plan.rounds)
+    server.store.keep_pixels(stream.samples.pixels)
+    server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
+    federation.trainer = choose_trainer(federation, step)
+    if federation.placement is None or federation.placement.ranks is not ranks:
+        federation.placement = Placement(ranks, stream.plan.clients, server.store, trainer.global_step)
 
-    @property
-    def holds_client(self) -> bool:
-        """Whether the module holds a client's model, after a fit."""
-        return self._waiting is not None
 
-    def forget_server(self) -> None:
-        """The module has a state of its own again: that of a checkpoint."""
-        self._waiting = None
+def extra_of(federation: Federation) -> Extra:
+    """What the server keeps for methods, beside the module's entries, and how it comes together."""
+    module = federation.module
+    return {
+        f"{method.section}.{name}": (value.to(module.device), method.reductions[name])
+        for method in federation.methods
+        for name, value in method.server_state(module).items()
+    }
+
+
+@contextmanager
+def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
+    """Within this, after a fit, the module is the model that a client predicts with, in place of the server's.
+
+    Args:
+        trainer: The Trainer.
+        client: The client.
+
+    Raises:
+        ValueError: If there is no such client, or the Trainer has none.
+    """
+    federation = need_federation(trainer, "client_model", "it has no clients")
+    state = {name: value.detach().clone() for name, value in federation.client_state(client).items()}
+    module = federation.module
+    server = {name: value.detach().clone() for name, value in entries(module).items()}
+    load_entries(module, state)
+    federation.strategy.shows_client = True
+    try:
+        yield
+    finally:
+        federation.strategy.shows_client = False
+        load_entries(module, server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import (
@@ -24,7 +24,9 @@ from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
 from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.simulation.loader import RoundLoader
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 T = TypeVar("T")
 
@@ -47,12 +49,7 @@ def check_settings(
     schedule: Schedule | None,
     compression: Compression | None,
 ) -> None:
-    """Refuse settings of a strategy that are out of range, or do not go together.
-
-    Raises:
-        ValueError: If there are such.
-        TypeError: If a setting is something else.
-    """
+    """Refuse settings of a strategy that are out of range, or do not go together."""
     at_least(1, local_epochs=local_epochs)
     if cohort_size != "auto" and cohort_size < 1:
         raise ValueError(f'Expected `cohort_size` to be "auto" or at least 1 but got {cohort_size}.')
@@ -75,11 +72,7 @@ def check_settings(
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse settings of a Trainer whose optimizers and schedulers are made.
-
-    Raises:
-        ValueError: If the federation cannot honour one of them.
-    """
+    """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     if trainer.check_val_every_n_epoch is not None:
         at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -120,11 +113,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Refuse a module whose state cannot go to the clients and come back.
-
-    Raises:
-        ValueError: If a layer is not made yet, or `state_dict` holds copies, or less than what learns.
-    """
+    """Refuse a module whose state cannot go to the clients and come back."""
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
@@ -149,11 +138,7 @@ def check_module(module: L.LightningModule) -> None:
 
 
 def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
-    """Refuse a stream that does not fit the Trainer or its module.
-
-    Raises:
-        ValueError: If it has fewer rounds than the Trainer's epochs, or more classes than the module.
-    """
+    """Refuse a stream that does not fit the Trainer or its module."""
     module = trainer.lightning_module
     rounds = stream.plan.rounds
     if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
@@ -169,22 +154,14 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         )
 
 
-def check_ranks(loader: RoundLoader, ranks: int, rounds: int | None) -> None:
-    """Refuse more processes than a round ever has cohorts: some would never have anything to do.
-
-    Args:
-        loader: The rounds.
-        ranks: How many processes there are.
-        rounds: The number of rounds.
-
-    Raises:
-        ValueError: If there are more.
-    """
+def check_ranks(federation: Federation) -> None:
+    """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
+    ranks, size, plan = federation.strategy.ranks.number, federation.trainer.clients_at_once, federation.stream.plan
     if ranks == 1:
         return
-    most = max((loader.cohorts(round) for round in range(rounds or 0)), default=ranks)
+    rounds = range(federation.module.trainer.max_epochs or 0)
+    most = max((-(-len(federation.participation.draw(plan, round)[0]) // size) for round in rounds), default=ranks)
     if ranks > most:
-        size = loader.cohort_size
         raise ValueError(
             f"Expected at most as many processes (`devices` times `num_nodes`) as a round has cohorts, {most} of up to "
             f"{size} clients, but got {ranks}. Set fewer devices"
@@ -193,11 +170,7 @@ def check_ranks(loader: RoundLoader, ranks: int, rounds: int | None) -> None:
 
 
 def check_monitors(trainer: L.Trainer) -> None:
-    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse, after the first round, checkpoints by a metric that nobody logs: Lightning would warn, and keep none."""
     logged = trainer.callback_metrics
     for callback in trainer.checkpoint_callbacks if logged and not trainer.val_dataloaders else ():
         monitor = getattr(callback, "monitor", None)
@@ -207,11 +180,7 @@ def check_monitors(trainer: L.Trainer) -> None:
 
 
 def there(value: T | None, what: str) -> T:
-    """A value that is there once something has begun.
-
-    Raises:
-        RuntimeError: If it is not.
-    """
+    """A value that is there once something has begun."""
     if value is None:
         raise RuntimeError(f"Expected {what} to have begun but none has: the federation has nothing to work on.")
     return value

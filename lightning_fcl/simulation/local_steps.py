@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.federation.optimizer_state import SCHEDULED, group_values, set_group_values
 
@@ -35,9 +36,9 @@ class LocalSteps:
 
     def __init__(
         self,
-        every: int,
-        configs: Sequence[LRSchedulerConfig],
-        step: Callable[[Any], None],
+        every: int = 1,
+        configs: Sequence[LRSchedulerConfig] = (),
+        step: Callable[[Any], None] = LRScheduler.step,
         by_hand: Sequence[LRSchedulerConfig] | None = None,
     ) -> None:
         self.every = every

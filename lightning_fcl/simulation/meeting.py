@@ -45,9 +45,6 @@ class GlooRanks:
         store: Where they find each other.
         rank: Which one this is, from 0.
         number: How many there are.
-
-    Raises:
-        ConnectionError: In each of its methods, if one of them has gone.
     """
 
     def __init__(self, store: Store, rank: int, number: int) -> None:
@@ -59,7 +56,6 @@ class GlooRanks:
         return self
 
     def share(self, value: T) -> Sequence[T]:
-        """What each of them has, by rank."""
         content = pickle.dumps(value)
         mine = torch.frombuffer(bytearray(len(content).to_bytes(8, "little") + content), dtype=torch.uint8)
         found = self._gather(_as_long_as(_SHORT, mine))  # most of what is said is short: they meet once
@@ -69,7 +65,6 @@ class GlooRanks:
         return [value if rank == self.rank else _unpacked(rows) for rank, rows in enumerate(found)]
 
     def add_up(self, numbers: Tensor) -> None:
-        """Let whole numbers, shape (n,), become their sum over all ranks, in place."""
         here = numbers.cpu()
         with _explained():
             self._group.allreduce([here]).wait()  # type: ignore[attr-defined]
@@ -77,7 +72,6 @@ class GlooRanks:
             numbers.copy_(here)
 
     def leave(self) -> None:
-        """Let the others know that this one is not to be waited for."""
         self._group.abort()
 
     def _gather(self, mine: Tensor) -> list[Tensor]:

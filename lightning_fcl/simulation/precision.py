@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins import Precision
@@ -10,33 +10,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.local_training import TakesGradients
-from lightning_fcl.simulation.federation import Federation
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.strategy import FederatedStrategy
 
 
 class StackedPrecision(Precision):
     """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm.
 
     Args:
-        federation: The federation.
+        strategy: The strategy.
     """
 
-    def __init__(self, federation: Federation) -> None:
+    def __init__(self, strategy: FederatedStrategy) -> None:
         super().__init__()
-        self._federation = federation
+        self._strategy = strategy
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Take the gradients: of a single client as always, of several as their trainer tells them."""
-        trainer: object = self._federation.trainer
+        trainer: object = self._strategy.federation.trainer
         if not isinstance(trainer, TakesGradients):
             super().backward(tensor, model, *args, **kwargs)
             return
-        optimizer = self._federation.optimizer_in_use
+        optimizer = self._strategy.optimizers[0]
         for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
             parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip each client's gradient by its own norm."""
-        trainer: object = self._federation.trainer
+        trainer: object = self._strategy.federation.trainer
         if not isinstance(trainer, TakesGradients):
             super().clip_grad_by_norm(optimizer, clip_val)
             return

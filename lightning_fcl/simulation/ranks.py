@@ -75,9 +75,6 @@ class RanksStrategy(ParallelStrategy):
         checkpoint_io: As in Lightning's strategies.
         precision_plugin: As in Lightning's strategies.
         start_method: How further processes start where there are several devices, as in Lightning's `DDPStrategy`.
-
-    Raises:
-        ValueError: If there is no such ``start_method``.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this machine: one for each device."""
         return len(self.parallel_devices or [()])
 
     @property
@@ -105,26 +101,21 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        """1: no batch is shared out, and no gradient averaged, among processes."""
         return 1
 
     @property
     def global_rank(self) -> int:
-        """Which of all processes this is."""
         return super().global_rank if self.expected > 1 else 0
 
     @property
     def local_rank(self) -> int:
-        """Which of this machine's processes this is."""
         return super().local_rank if self.expected > 1 else 0
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this process."""
         return self.parallel_devices[self.local_rank] if self.parallel_devices else torch.device("cpu")
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and those who speak for all, which process this is."""
         environment = self.cluster_environment
         if self.expected > 1 and environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -141,7 +132,6 @@ class RanksStrategy(ParallelStrategy):
             self._launcher = _Processes(self, start_method=self.start_method)
 
     def setup_environment(self) -> None:
-        """Bring the processes together."""
         super().setup_environment()
         environment = self.cluster_environment
         if self.expected == 1 or environment is None:
@@ -153,7 +143,6 @@ class RanksStrategy(ParallelStrategy):
             self.ranks = meet(environment, self.global_rank, self.expected, self.num_nodes)
 
     def model_to_device(self) -> None:
-        """Move the model to the device."""
         assert self.model is not None
         self.model.to(self.root_device)
 
@@ -173,11 +162,9 @@ class RanksStrategy(ParallelStrategy):
         return False not in said if all else True in said
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all processes."""
         self.ranks.share(None)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """What one process has, for all."""
         return self.ranks.share(obj if self.ranks.rank == src else None)[src]  # type: ignore[return-value]
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -204,9 +191,6 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
     Args:
         ranks: The processes.
         here: What should be the same for all, by name.
-
-    Raises:
-        ValueError: If one of them has something else.
     """
     mine = {"version of lightning-fcl": __version__, "version of torch": torch.__version__, **here}
     first, *others = ranks.share(mine)
@@ -223,9 +207,12 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
 def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> int:
     """Count the steps of all ranks since ``before`` as this one's; the number of all steps by now."""
     mine = trainer.global_step - before
-    others = sum(ranks.share(mine)) - mine
-    if others:
-        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        progress.total.completed += others
-        progress.total.ready += others
+    count_steps(trainer, sum(ranks.share(mine)) - mine)
     return trainer.global_step
+
+
+def count_steps(trainer: L.Trainer, number: int) -> None:
+    """Count the steps of others as the Trainer's."""
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    progress.total.completed += number
+    progress.total.ready += number

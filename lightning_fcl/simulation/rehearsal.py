@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from lightning_fcl.data.client_round import current_round
 from lightning_fcl.federation.aggregation import State, entries, frozen_parameters, reductions_of, resolve
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.schedule import Deployment
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.federation import Federation, extra_of
 
 
 def begin_schedule(federation: Federation) -> None:
-    """Tell the schedule, if there is one, of the stream and of the sizes of messages.
-
-    Raises:
-        ValueError: If they do not go together.
-    """
+    """Tell the schedule, if there is one, of the stream and of the sizes of messages."""
     schedule, server = federation.participation.schedule, federation.server
     if schedule is None:
         return
     module = federation.module
-    state, reductions = dict(entries(module)), reductions_of(module, federation.rules)
-    for name, (value, reduction) in federation.extra.items():
+    state, reductions = dict(entries(module)), reductions_of(module, federation.strategy.rules)
+    for name, (value, reduction) in extra_of(federation).items():
         state[name], reductions[name] = value, resolve(name, reduction)
     learnt = [name for name, p in module.named_parameters() if p.requires_grad]
     frozen = frozen_parameters(module, reductions)
     sent = {name: value for name, value in state.items() if name not in frozen}
     sizes = message_bytes(sent, reductions, server.compression, learnt)
-    deployment = Deployment(federation.plan, federation.participation, federation.local_epochs, *sizes, reductions)
-    schedule.begin(deployment, federation.round)
+    deployment = Deployment(
+        federation.stream.plan, federation.participation, federation.strategy.local_epochs, *sizes, reductions
+    )
+    schedule.begin(deployment, current_round(module.trainer))
 
 
 def message_bytes(
@@ -64,10 +63,10 @@ def message_bytes(
 
 def record_time(federation: Federation) -> None:
     """Write down what the clock says of the round: who was late, who was stale, and how long it took."""
-    schedule, record = federation.participation.schedule, federation.record
+    schedule, record = federation.participation.schedule, federation.server.record
     if schedule is None:
         return
-    timed = schedule.timed(federation.round)
+    timed = schedule.timed(federation.round.number)
     record.staleness, record.simulated_seconds = dict(timed.staleness), timed.seconds
     record.late = list(timed.late)
     for client in timed.late:  # which had received the server's state all the same

@@ -1,278 +1,339 @@
-"""A round in four steps: download, local training, upload, aggregation."""
+"""A round: a train loader of one epoch, whose generator is download, local training, upload and aggregation."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound, ClientRounds
+from lightning_fcl.data.client_round import ClientRound, ClientRounds, current_round
 from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Start, Trained
-from lightning_fcl.federation.messages import DIVERGED
+from lightning_fcl.federation.client_store import Memory, own_entries
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
+from lightning_fcl.federation.record import DIVERGED, RoundRecord
+from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.cohort import Cohort
+from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import there
-from lightning_fcl.simulation.loader import BatchContext
 from lightning_fcl.simulation.loose_state import LooseState
+from lightning_fcl.simulation.placement import Placement
 from lightning_fcl.simulation.rehearsal import record_time
 from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 
 
-def next_batch(federation: Federation) -> None:
-    """Before a batch: whose it is."""
-    federation.context = there(federation.loader, "a fit").contexts.popleft()
-    if federation.context.first:
-        download(federation, federation.context)
+class Round:
+    """The batches of a round, which is an epoch: between them clients begin and end, and the server at the end.
 
-
-def end_batch(federation: Federation) -> None:
-    """After a batch: perhaps its clients are done, perhaps the round."""
-    context = there(federation.context, "a batch")
-    if context.last:
-        upload(federation, context)
-    if context.last_of_round:
-        aggregate(federation)
-
-
-def idle(federation: Federation) -> None:
-    """A round in which none of this process's clients trains."""
-    _begin(federation)
-    aggregate(federation)
-
-
-def _begin(federation: Federation) -> None:
-    if federation.round_done:  # what a hook has changed in the module since the last round is the server's
-        federation.server.begin_round(federation.module, federation.rules, federation.extra)
-        if isinstance(federation.trainer, SequentialTrainer):
-            federation.loose = _loose_state(federation)
-    federation.between_rounds = federation.round_done = False
-
-
-def _loose_state(federation: Federation) -> LooseState:
-    """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
-    schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
-    loose = LooseState(federation.module, federation.optimizer, schedulers, federation.loose)
-    if federation.loose is None and loose.unknown:
-        log.warning(
-            "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",
-            quoted(loose.unknown),
-            type(federation.module).__name__,
-        )
-    return loose
-
-
-def download(federation: Federation, context: BatchContext) -> None:
-    """Step 1: the clients receive the server's state, and remember what they have kept."""
-    _begin(federation)
-    federation.placement.begin()
-    clients = context.client_rounds
-    start_randomness(federation.seed, *clients.clients, federation.round)
-    states, kept = federation.server.download(clients.clients)
-    memories: list[Sequence[Memory]] = [()] * len(clients)
-    if federation.methods:
-        memories = [
-            [_moved(federation, m.on_download(own.get(m.section, {}), state, client)) for m in federation.methods]
-            for client, state, own in zip(clients, states, kept, strict=True)
-        ]
-    trainer = there(federation.trainer, "a fit")
-    federation.training = clients[0] if not trainer.stacked else None
-    there(federation.local_steps, "a fit").begin(federation.optimizer)
-    if federation.loose is not None:
-        federation.loose.put_back()
-    trainer.begin(Start(clients, states, memories, [own.get("optimizer", {}) for own in kept]))
-
-
-def _moved(federation: Federation, memory: Memory) -> Memory:
-    """What was on disk, or in a checkpoint, comes back on the CPU."""
-    device = federation.module.device
-    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
-
-
-def training_step(federation: Federation, batch: Batch, batch_idx: int | None = None) -> Tensor | None:
-    """Step 2: the clients' own training, one step of it, whose number is that among their batches in the round."""
-    context = there(federation.context, "a batch")
-    weight = context.weight.to(federation.module.device) if context.weight is not None else None
-    number = context.step if batch_idx is not None else None
-    return there(federation.trainer, "a fit").training_step(batch, number, weight)
-
-
-def drawing(federation: Federation) -> AbstractContextManager[object]:
-    """Within this the backward pass of a step draws as the step does: penalties, and layers that compute once more."""
-    trainer = federation.trainer
-    random = trainer.random if isinstance(trainer, SequentialTrainer) else None
-    return random.drawing() if random is not None else nullcontext()
-
-
-def optimizer_step(
-    federation: Federation, closure: Callable[[], object], step: Callable[[Callable[[], object]], object]
-) -> object:
-    """Take the gradients of a batch, and step the optimizer where it is the last of its group.
+    Its length is known, so that Lightning asks for a batch when it has done with the one before. When the last batch of
+    a cohort is done, `FitHooks` resumes the generator, which uploads, before other hooks see the end of the batch.
 
     Args:
-        federation: The federation.
-        closure: Computes loss and gradients.
-        step: Steps the optimizer, given what computes the gradients.
+        federation: The federation, whose round at hand it is.
     """
-    context, trainer = there(federation.context, "a batch"), there(federation.trainer, "a fit")
-    local, optimizer = there(federation.local_steps, "a fit"), federation.optimizer_in_use
-    gather = local.next(optimizer, closure, context.active, context.last)
-    if not local.complete:
-        return gather()
-    result = trainer.optimizer_step(lambda: step(gather), local.active)
-    local.stepped(federation.optimizer, optimizer)
-    if context.last and local.by_hand is None:  # now: schedules by round step before the batch has ended
-        local.end_schedules(federation.optimizer)
-    return result
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.number = current_round(federation.module.trainer)
+        self.cohort: Cohort | None = None  # the clients that train now, or have done so last
+        self.done = self.settled = True
+        before = federation.strategy.round
+        self.loose: LooseState | None = before.loose if before is not None else None
+        self._cohorts = deque(self.plan() if self.number < (federation.module.trainer.max_epochs or 0) else ())
+        self._batches = max(1, sum(map(len, self._cohorts)))
+        self._steps: Generator[Any, None, None] = self._run()
+
+    def plan(self) -> list[Cohort]:
+        """Who trains in this process, and on which batches."""
+        federation, size = self.federation, self.federation.trainer.clients_at_once
+        plan = federation.stream.plan
+        names, self.skipped = federation.participation.draw(plan, self.number)
+        samples = {client: len(plan.train[self.number][client]) for client in names}
+        if size > 1:  # like lengths together, so that little is padded and few wait for others
+            names = sorted(names, key=lambda client: -samples[client])
+        cohorts = [names[start : start + size] for start in range(0, len(names), size)]
+        if federation.strategy.ranks.number > 1:
+            cohorts = [cohorts[number] for number in self.placement.place(cohorts, samples)]
+        return [Cohort(federation, names, self.number) for names in cohorts]
+
+    @property
+    def client_round(self) -> ClientRound | None:
+        """The client that trains now; None between rounds, and where several train side by side."""
+        return self.cohort.client_round if self.cohort is not None else None
+
+    @property
+    def local_epoch(self) -> int:
+        """The local epoch, from 0, of the batch at hand."""
+        return self.cohort.local_epoch if self.cohort is not None else 0
+
+    @property
+    def last_batch(self) -> bool:
+        """Whether the batch at hand is the last one of its clients' local training."""
+        return self.cohort is None or self.cohort.last_batch
+
+    @property
+    def placement(self) -> Placement:
+        """Whose clients train where."""
+        return there(self.federation.placement, "a fit")
+
+    def __len__(self) -> int:
+        """The batches of this process's clients; 1 where it has none, which is None."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self._steps = self._run()
+        return self._steps
+
+    def _run(self) -> Generator[Any, None, None]:
+        self.begin()
+        try:
+            yield from self.train()
+            self.aggregate()
+        except BaseException:  # also where it is closed: a hook has failed, or stopped the fit
+            if not self.done:
+                self.abandon()
+            raise
+
+    def train(self) -> Iterator[Any]:
+        """The batches; None after each cohort but the last one's, for `resume`, and where there are no cohorts."""
+        read = None
+        if self.federation.stream.draws:
+            read = self.federation.stream.read(request for cohort in [*self._cohorts] for request in cohort.requests())
+        if not self._cohorts:
+            yield None
+        while self._cohorts:
+            self.cohort = cohort = self._cohorts.popleft()
+            self.download(cohort)
+            yield from cohort.batches(read)
+            self.upload(cohort)
+            if self._cohorts:
+                yield None
+
+    def resume(self) -> None:
+        """After a batch: if it was the last of its cohort, go on with the upload, and after the last one aggregate."""
+        if self.last_batch:
+            next(self._steps, None)
+
+    def settle(self) -> None:
+        """After the last hook of the last batch, or when it is cut short: the server's model is in the module."""
+        if not self.settled:
+            if self.loose is not None:
+                self.loose.settle()
+            self._steps.close()
+            self.federation.strategy.use_optimizer()
+            self.settled = True
+
+    def begin(self) -> None:
+        """Before the clients: what a hook has changed in the module since the last round is the server's."""
+        federation = self.federation
+        federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
+        if isinstance(federation.trainer, SequentialTrainer):
+            self.loose = _loose_state(federation, self.loose)
+        self.done = self.settled = False
+
+    def abandon(self) -> None:
+        """The round is cut short: no client's model stands in for the server's."""
+        federation = self.federation
+        log.warning("A round was cut short: the server state stays as it was before it.")
+        self.cohort = None
+        if self.loose is not None:
+            self.loose.settle()
+        federation.strategy.local_steps.end_round(federation.optimizer, whole=False)
+        load_entries(federation.module, federation.server.state)
+
+    def download(self, cohort: Cohort) -> None:
+        """Step 1: the clients receive the server's state, and remember what they have kept."""
+        federation, clients, device = self.federation, cohort.clients, self.federation.module.device
+        self.placement.begin()
+        start_randomness(federation.seed, *clients.clients, self.number)
+        states, kept = federation.server.download(clients.clients)
+        memories: list[Sequence[Memory]] = [()] * len(clients)
+        if federation.methods:
+            memories = [
+                [_moved(m.on_download(own.get(m.section, {}), state, client), device) for m in federation.methods]
+                for client, state, own in zip(clients, states, kept, strict=True)
+            ]
+        federation.strategy.local_steps.begin(federation.optimizer)
+        if self.loose is not None:
+            self.loose.put_back()
+        federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
+
+    def upload(self, cohort: Cohort) -> None:
+        """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
+        federation, clients, participation = self.federation, cohort.clients, self.federation.participation
+        trained = federation.trainer.finish()
+        self.placement.took(clients)
+        missed = [participation.may_miss and participation.misses(client, self.number) for client in clients.clients]
+        taken = _send(federation.server, clients, {**trained.uploads, **self._contributions(cohort, trained)}, missed)
+        _name_diverged(federation.server.record, clients, trained, taken)
+        listeners = [one for one in _callbacks(federation) if isinstance(one, ListensToClients)]
+        personal = federation.server.personal or participation.swarm is not None
+        if not (federation.methods or federation.strategy.keep_optimizer or personal or listeners):
+            return  # nothing stays with the clients, and nobody looks at them
+        for row, client in enumerate(clients):
+            if not taken[row]:
+                continue
+            self._end_client(cohort, trained, row, missed[row])
+            if listeners and trained.own is None:
+                load_entries(federation.module, trained.state(row))
+            for listener in listeners:
+                listener.on_client_end(federation.module.trainer, federation.module, client)
+
+    def _contributions(self, cohort: Cohort, trained: Trained) -> State:
+        """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""
+        federation = self.federation
+        sent: dict[str, list[Tensor]] = {}
+        for i, method in enumerate(federation.methods):
+            kept = federation.server.kept_for(method.section)
+            neutral = {
+                n: federation.server.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()
+            }
+            for row, client in enumerate(cohort.clients if kept else ()):
+                given = dict(neutral)
+                if method.applies_to(client):
+                    data = cohort.samples(row) if method.needs_samples else None
+                    given |= method.contribute(trained.memories[row][i], trained.state(row), data, client)
+                for name, value in given.items():
+                    sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
+        return {name: torch.stack(values) for name, values in sent.items()}
+
+    def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
+        """Keep what stays with a client."""
+        state, kept, client = trained.state(row), {}, cohort.clients[row]
+        for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
+            if method.remembers(client):
+                data = cohort.samples(row) if method.needs_samples else None
+                kept[method.section] = method.end_round(
+                    memory, state, data, client, _generator(self.federation, client, method)
+                )
+        if trained.optimizer is not None:
+            kept["optimizer"] = trained.optimizer
+        self.federation.server.keep(client.client, state, kept, missed)
+
+    def aggregate(self) -> None:
+        """Step 4: aggregate, put the server's state into the module, and end experiences."""
+        federation = self.federation
+        self.cohort = None
+        federation.strategy.local_steps.end_round(federation.optimizer)
+        if self.loose is not None:
+            self.loose.end_clients()
+        self.placement.meet(federation.server, federation.module.trainer)
+        record_time(federation)
+        _check_usable(federation, self.number)
+        load_entries(federation.module, federation.server.finish_round())
+        if isinstance(federation.module, SolvesAtServer):
+            federation.module.on_after_aggregation()
+        self.done = True
+        federation.server.record.skipped = self.skipped
+        federation.participation.elect(federation.server.record, federation.stream.plan.clients)
+        for method in federation.methods:
+            if method.ends_undrawn:
+                self.end_undrawn(method)
+        for listener in _callbacks(federation):
+            if isinstance(listener, ListensToRounds):
+                listener.on_round_end(federation.module.trainer, federation.module)
+        if self.loose is not None:
+            self.loose.go_on()
+
+    def end_undrawn(self, method: Declaration) -> None:
+        """End the experiences that end with this round, for clients that were not drawn for it."""
+        federation = self.federation
+        done = {*federation.server.record.trained, *federation.server.record.missed, *federation.server.record.dropped}
+        for client in federation.client_rounds(self.number):
+            if client.client in done or not (client.last_round and method.remembers(client)):
+                continue
+            if not federation.hosts(client.client):
+                continue
+            data = (
+                federation.stream.client_samples(client.client, client.round, federation.seed)
+                if method.needs_samples
+                else None
+            )
+            own = {
+                **entries(federation.module),
+                **own_entries(federation.server.store[client.client], federation.module.device),
+            }
+            memory, undrawn = federation.server.store.memory(client.client, method.section), client.not_drawn()
+            ended = method.end_round(memory, own, data, undrawn, _generator(federation, client, method))
+            federation.server.store.remember(client.client, method.section, ended)
 
 
-def upload(federation: Federation, context: BatchContext) -> None:
-    """Step 3: check each client's state, add it to the aggregate, and keep what stays with the client."""
-    clients = context.client_rounds
-    trained = there(federation.trainer, "a fit").finish()
-    federation.placement.took(clients)
-    participation = federation.participation
-    missed = [participation.may_miss and participation.misses(client, federation.round) for client in clients.clients]
-    taken = _send(federation, clients, {**trained.uploads, **_contributions(federation, context, trained)}, missed)
-    _name_diverged(federation, clients, trained, taken)
-    personal = federation.server.personal or federation.participation.swarm is not None
-    listeners = [one for one in _callbacks(federation) if isinstance(one, ListensToClients)]
-    if not (federation.methods or federation.keep_optimizer or personal or listeners):
-        return  # nothing stays with the clients, and nobody looks at them
-    for row, client in enumerate(clients):
-        if not taken[row]:
-            continue
-        _end_client(federation, client, context, trained, row, missed[row])
-        if listeners and trained.own is None:
-            load_entries(federation.module, trained.state(row))
-        for listener in listeners:
-            listener.on_client_end(federation.module.trainer, federation.module, client)
-
-
-def _contributions(federation: Federation, context: BatchContext, trained: Trained) -> State:
-    """What the clients send to what the server keeps for methods, every entry of shape (clients, ...)."""
-    sent: dict[str, list[Tensor]] = {}
-    for i, method in enumerate(federation.methods):
-        kept = federation.server_state(method.section)
-        neutral = {n: federation.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()}
-        for row, client in enumerate(context.client_rounds if kept else ()):
-            given = dict(neutral)
-            if method.applies_to(client):
-                data = context.samples(row) if method.needs_samples else None
-                given |= method.contribute(trained.memories[row][i], trained.state(row), data, client)
-            for name, value in given.items():
-                sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
-    return {name: torch.stack(values) for name, values in sent.items()}
-
-
-def _send(federation: Federation, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
-    """Send the states of those in reach; whether each client's state is one to go on with."""
-    if not any(missed):
-        return federation.server.upload(clients, states)
-    federation.server.record.missed += itertools.compress(clients.clients, missed)
-    fine = [True] * len(clients)
-    rows = [row for row, out in enumerate(missed) if not out]
-    if rows:
-        sent = {name: value[rows] for name, value in states.items()}
-        for row, taken in zip(rows, federation.server.upload([clients[row] for row in rows], sent), strict=True):
-            fine[row] = taken
-    return fine
-
-
-def _name_diverged(federation: Federation, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
-    """Name the clients whose loss was not finite and who send finite numbers all the same."""
-    if trained.finite is None or bool(trained.finite.all()):
-        return
-    finite = trained.finite.tolist()
-    names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
-    federation.record.diverged += names
-    for name in names:
-        message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
-        log.warning(message, federation.round, name, DIVERGED)
-
-
-def _end_client(
-    federation: Federation, client: ClientRound, context: BatchContext, trained: Trained, row: int, missed: bool
-) -> None:
-    """Keep what stays with a client."""
-    state, kept = trained.state(row), {}
-    for method, memory in zip(federation.methods, trained.memories[row], strict=True):
-        if method.remembers(client):
-            data = context.samples(row) if method.needs_samples else None
-            kept[method.section] = method.end_round(memory, state, data, client, _generator(federation, client, method))
-    if trained.optimizer is not None:
-        kept["optimizer"] = trained.optimizer
-    federation.server.keep(client.client, state, kept, missed)
+def _moved(memory: Memory, device: torch.device) -> Memory:
+    """What was on disk, or in a checkpoint, comes back on the CPU."""
+    return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
 
 
 def _generator(federation: Federation, client: ClientRound, method: Declaration) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(federation.seed, client.client, client.round, method.section))
 
 
-def aggregate(federation: Federation) -> None:
-    """Step 4: aggregate, put the server's state into the module, and end experiences."""
-    federation.training = None
-    there(federation.local_steps, "a fit").end_round(federation.optimizer)
-    if federation.loose is not None:
-        federation.loose.end_clients()
-    federation.placement.meet(federation.server, federation.module.trainer)
-    record_time(federation)
-    _check_usable(federation)
-    load_entries(federation.module, federation.server.finish_round())
-    if isinstance(federation.module, SolvesAtServer):
-        federation.module.on_after_aggregation()
-    federation.round_done = True
-    federation.record.skipped = there(federation.loader, "a fit").skipped
-    federation.participation.elect(federation.record, federation.plan.clients)
-    for method in federation.methods:
-        if method.ends_undrawn:
-            _end_undrawn(federation, method)
-    for listener in _callbacks(federation):
-        if isinstance(listener, ListensToRounds):
-            listener.on_round_end(federation.module.trainer, federation.module)
-    if federation.loose is not None:
-        federation.loose.go_on()
+def _callbacks(federation: Federation) -> list[Callback]:
+    """The Trainer's, methods first: what they do is measured."""
+    callbacks = callbacks_of(federation.module.trainer)
+    return sorted(callbacks, key=lambda callback: not isinstance(callback, Declaration))
 
 
-def _check_usable(federation: Federation) -> None:
+def _send(server: FederatedServer, clients: ClientRounds, states: State, missed: Sequence[bool]) -> list[bool]:
+    """Send the states of those in reach; whether each client's state is one to go on with."""
+    if not any(missed):
+        return server.upload(clients, states)
+    server.record.missed += itertools.compress(clients.clients, missed)
+    fine = [True] * len(clients)
+    rows = [row for row, out in enumerate(missed) if not out]
+    if rows:
+        sent = {name: value[rows] for name, value in states.items()}
+        for row, taken in zip(rows, server.upload([clients[row] for row in rows], sent), strict=True):
+            fine[row] = taken
+    return fine
+
+
+def _name_diverged(record: RoundRecord, clients: ClientRounds, trained: Trained, taken: Sequence[bool]) -> None:
+    """Name the clients whose loss was not finite and who send finite numbers all the same."""
+    if trained.finite is None or bool(trained.finite.all()):
+        return
+    finite = trained.finite.tolist()
+    names = [c for c, sound, taken_in in zip(clients.clients, finite, taken, strict=True) if taken_in and not sound]
+    record.diverged += names
+    for name in names:
+        message = "Round %d: the loss of client %s was not finite, though all that it sends is. %s"
+        log.warning(message, clients.round, name, DIVERGED)
+
+
+def _check_usable(federation: Federation, number: int) -> None:
     """End a fit whose clients all send what is of no use."""
-    record, dropped = federation.record, federation.record.dropped
-    if federation.on_unusable_round == "stop" and dropped and not (record.trained or record.missed or record.late):
+    record, dropped, stops = (
+        federation.server.record,
+        federation.server.record.dropped,
+        federation.strategy.stops_unusable,
+    )
+    if stops and dropped and not (record.trained or record.missed or record.late):
         who = listed((f"client {client} ({why})" for client, why in dropped.items()), most=3)
         raise ValueError(
-            f"Expected uploads of round {federation.round} that are of use but all were dropped: {who}. {DIVERGED} To "
+            f"Expected uploads of round {number} that are of use but all were dropped: {who}. {DIVERGED} To "
             'go on with the server as it was, give the strategy `on_unusable_round="warn"`.'
         )
 
 
-def _callbacks(federation: Federation) -> list[Callback]:
-    """The Trainer's, methods first: what they do is measured."""
-    return sorted(callbacks_of(federation.module.trainer), key=lambda callback: not isinstance(callback, Declaration))
-
-
-def _end_undrawn(federation: Federation, method: Declaration) -> None:
-    """End the experiences that end with this round, for clients that were not drawn for it."""
-    done = {*federation.record.trained, *federation.record.missed, *federation.record.dropped}
-    for client in federation.client_rounds(federation.round):
-        if client.client in done or not (client.last_round and method.remembers(client)):
-            continue
-        if not federation.hosts(client.client):
-            continue
-        data = federation.samples(client.client, client.round) if method.needs_samples else None
-        own = {**entries(federation.module), **federation.own_entries(client.client)}
-        memory, undrawn = federation.memory(client.client, method.section), client.not_drawn()
-        ended = method.end_round(memory, own, data, undrawn, _generator(federation, client, method))
-        federation.remember(client.client, method.section, ended)
+def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:
+    """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
+    schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
+    loose = LooseState(federation.module, federation.optimizer, schedulers, before)
+    if before is None and loose.unknown:
+        log.warning(
+            "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",
+            quoted(loose.unknown),
+            type(federation.module).__name__,
+        )
+    return loose

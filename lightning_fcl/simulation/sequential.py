@@ -6,88 +6,68 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.errors import quoted
-from lightning_fcl.federation.aggregation import entries, load_entries
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
-from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.randomness import Keys, keys_of, numbers
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 class SequentialTrainer:
     """Trains one client after the other: any LightningModule, with all that Lightning does around a step.
 
     Args:
-        module: The module.
-        methods: The methods of its Trainer.
+        federation: The federation.
         step: Lightning's own training step.
-        optimizer: The module's optimizer.
-        keep_optimizer: Whether a client's optimizer state lasts from round to round.
-        seed: Seed of what methods recall.
     """
 
     clients_at_once = 1
     stacked = False
     optimizer = None
 
-    def __init__(
-        self,
-        module: L.LightningModule,
-        methods: Sequence[Declaration],
-        step: Callable[..., Any],
-        optimizer: Optimizer,
-        keep_optimizer: bool,
-        seed: int,
-    ) -> None:
-        self._module = module
-        self._methods = methods
+    def __init__(self, federation: Federation, step: Callable[..., Any]) -> None:
+        self._module, self._methods, self._optimizer = federation.module, federation.methods, federation.optimizer
+        self._keep_optimizer, self._seed = federation.strategy.keep_optimizer, federation.seed
         self._step = step
-        self._optimizer = optimizer
-        self._keep_optimizer = keep_optimizer
-        self._seed = seed
-        self._client_round: ClientRound | None = None
-        self._keys = keys_of(seed, [])
-        self._steps = 0  # of the client
         self._begun: list[dict[str, Any]] = []  # the optimizer's groups, of a client that has kept none
-        self.random: KeyedRandomness | None = (
-            None  # what random layers draw by in the step at hand, and its backward pass
-        )
+        self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
 
-    def begin(self, start: Start) -> None:
-        """Load a client's state into the module, and its optimizer's."""
-        (client_round,), (state,), (memories,), (optimizer,) = (
-            start.client_rounds,
-            start.states,
-            start.memories,
-            start.optimizers,
-        )
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        client_round, state = clients[0], states[0]
         self._client_round, self._steps, self._finite = client_round, 0, torch.tensor([True])
         self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
         self._optimizer.state.clear()
         self._begun = copy.deepcopy(group_values(self._optimizer)) if self._keep_optimizer else []
-        restore_optimizer(self._optimizer, optimizer)
+        restore_optimizer(self._optimizer, optimizers[0])
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
-            recalls = Recalls(self._methods, [memories], partial(client_keys, self._seed, [client_round], "recall"))
-            driver_of(self._module.trainer).begin(memories, state, active, recalls)
+            recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, [client_round], "recall"))
+            driver_of(self._module.trainer).begin(memories[0], state, active, recalls)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """The module's own step, with random layers that draw by the client's key."""
         self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
         self._steps += 1
         with self.random.drawing(), self._explained():
@@ -103,7 +83,7 @@ class SequentialTrainer:
             yield
         except ValueError as error:
             part = self._client_round
-            if part is None or "more than 1 value per channel" not in str(error):
+            if "more than 1 value per channel" not in str(error):
                 raise
             raise ValueError(
                 f"Expected batches of at least two samples for batch normalisation but client {part.client} has one "
@@ -113,13 +93,10 @@ class SequentialTrainer:
             ) from error
 
     def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """The optimizer's own step."""
         return step()
 
     def finish(self) -> Trained:
         """Take the client's state from the module; what it sends is its methods' choice."""
-        if self._client_round is None:
-            raise RuntimeError("Expected a client to have begun but none has.")
         own = {name: value.detach() for name, value in entries(self._module).items()}
         if new := [name for name in own if name not in self._received]:
             raise ValueError(
@@ -136,10 +113,6 @@ class SequentialTrainer:
             optimizer_memory(self._optimizer, self._begun) if self._keep_optimizer else None,
             self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
         )
-
-    def abort(self) -> None:
-        """Forget the client."""
-        self._client_round = None
 
 
 def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -12,29 +14,31 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.client_round import ClientRound, current_round
 from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import Reduction, State, check_state, reductions_of
+from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state, reductions_of
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
-from lightning_fcl.federation.optimizer_state import settings_of
+from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.schedule import Schedule
-from lightning_fcl.federation.server import ClientWeights, FederatedServer, OptimizerFactory
+from lightning_fcl.federation.server import ClientWeights, FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
-from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
-from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer
+from lightning_fcl.simulation.federation import Federation, begin_fit
+from lightning_fcl.simulation.hooks import FitHooks
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
 from lightning_fcl.simulation.local_steps import LocalSteps
 from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
-from lightning_fcl.simulation.rounds import Rounds
+from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 
@@ -111,25 +115,30 @@ class FederatedStrategy(RanksStrategy):
         check_settings(local_epochs, cohort_size, swarm, schedule, compression)
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
-        new_server = schedule.server(self._current_round) if schedule is not None else FederatedServer
-        server = new_server(store, client_weights, server_optimizer, compression)
-        self.federation = Federation(
-            server, drawn, local_epochs, reductions or {}, cohort_size, keep_optimizer, self._current_seed
+        new_server = (
+            schedule.server(lambda: current_round(self.federation.module.trainer))
+            if schedule is not None
+            else FederatedServer
         )
+        server = new_server(store, client_weights, server_optimizer, compression)
         one_of(("stop", "warn"), on_unusable_round=on_unusable_round)
-        self.federation.on_unusable_round = on_unusable_round
+        self.local_epochs, self.cohort_size, self.keep_optimizer = local_epochs, cohort_size, keep_optimizer
+        self.rules: Rules = reductions or {}
+        self.stops_unusable = on_unusable_round == "stop"
+        self.federation = Federation(self, server, drawn)
+        self.connected = False  # whether there is a Trainer with a module, in this process
+        self.local_steps = LocalSteps()
+        self.round: Round | None = None  # the one at hand; None before a fit
+        self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
-        self._rounds = Rounds(self)
+        self.new_round: Callable[[Federation], Round] = Round
+        self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
+        self._hooks = FitHooks(self)
+        self._fits: Optimizer | None = None  # that of the fit which has begun
 
     @property
     def seed(self) -> int:
         """The seed of participation and of every client's randomness."""
-        return self._current_seed()
-
-    def _current_round(self) -> int:
-        return self.federation.round
-
-    def _current_seed(self) -> int:
         return self._seed if self._seed is not None else global_seed()
 
     @property
@@ -145,49 +154,36 @@ class FederatedStrategy(RanksStrategy):
     @property
     def client_round(self) -> ClientRound | None:
         """The client that trains now; None between rounds, and where several train side by side."""
-        return self.federation.client_round
+        return self.round.client_round if self.round is not None else None
 
     def client_state(self, client: str, server: State | None = None) -> State:
         """The state that a client predicts with: see `Federation.client_state`."""
         return self.federation.client_state(client, server)
 
-    def load_client(self, client: str) -> None:
-        """Put the model that a client predicts with into the module, in place of the server's: after a fit.
-
-        Another fit goes on from the server's.
-
-        Raises:
-            ValueError: If there is no such client.
-        """
-        self.federation.load_client(client)
-
     # The fit.
 
     def setup_environment(self) -> None:
-        """Bring the processes together, and what their clients keep in files."""
         super().setup_environment()
-        self.federation.ranks = self.ranks
         self.server.store.meet(self.ranks)
 
     def connect(self, model: L.LightningModule) -> None:
         """Add the callback that begins and ends clients and rounds, before any state is restored."""
         super().connect(model)
-        self.federation.module = model
+        self.connected = True
         callbacks = callbacks_of(model.trainer)
-        if self._rounds not in callbacks:
-            callbacks.insert(0, self._rounds)
+        if self._hooks not in callbacks:
+            callbacks.insert(0, self._hooks)
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Refuse what a federation cannot honour, then set up as any strategy."""
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = StackedPrecision(self.federation)
+            self.precision_plugin = StackedPrecision(self)
         super().setup(trainer)
-        self._rounds.began = False
+        self._hooks.began = False
         if trainer.state.fn == "fit":
             check_trainer(trainer)
             check_module(trainer.lightning_module)
             schedules = [settings_of(config.scheduler) for config in self.lr_scheduler_configs]
-            self._rounds.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
+            self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
         else:
             self._warn_of_own_entries()
@@ -197,22 +193,27 @@ class FederatedStrategy(RanksStrategy):
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
-        self.federation.local_steps = LocalSteps(
+        self.local_steps = LocalSteps(
             trainer.accumulate_grad_batches,
             by_step,
             lambda scheduler: module.lr_scheduler_step(scheduler, None),
             None if module.automatic_optimization else self.lr_scheduler_configs,
         )
         trainer.accumulate_grad_batches = 1
+        # A loader is a round. That rounds are short, and unlike, is no reason to warn.
+        self.reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+        for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
+            warnings.filterwarnings("ignore", known)
 
     def _warn_of_own_entries(self) -> None:
-        module, federation = self.federation.module, self.federation
-        rules = reductions_of(module, federation.rules)
+        module = self.federation.module
+        rules = reductions_of(module, self.rules)
         own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
-        if own and not federation.holds_client:
+        if own and not self.shows_client:
             log.warning(
                 "This is the server's model, whose %s%s no client has trained: each keeps its own. "
-                "`trainer.strategy.load_client(client)` puts a client's model in its place.",
+                "`with client_model(trainer, client):` puts a client's model in its place.",
                 own[0],
                 " (and more)" if len(own) > 1 else "",
             )
@@ -223,63 +224,78 @@ class FederatedStrategy(RanksStrategy):
         Lightning skips it. Without this, what callbacks compute in ``on_train_end`` would be lost wherever a run was
         cut short behind its last checkpoint.
         """
-        if not self.federation.attached:  # in the process that has launched others, which did the work
+        if not self.connected:  # in the process that has launched others, which did the work
             super().teardown()
             return
         trainer = self.federation.module.trainer
-        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._rounds.began
+        nothing_left = trainer.state.fn == "fit" and trainer.ckpt_path is not None and not self._hooks.began
         if nothing_left and not trainer.interrupted:
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
-        if self.federation.local_steps is not None:
-            trainer.accumulate_grad_batches = self.federation.local_steps.every
-            self.federation.local_steps = None
+        if trainer.state.fn == "fit":
+            trainer.accumulate_grad_batches = self.local_steps.every
+            trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
+            self.local_steps = LocalSteps()
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Turn the clients' training data into the batches of each round."""
         if isinstance(dataloader, ClientLoader):
             if not self.optimizers:
                 raise ValueError(
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            loader = self.federation.load(dataloader, self.optimizers[0], super().training_step)
-            begin_schedule(self.federation)
-            check_ranks(loader, self.ranks.number, self.federation.module.trainer.max_epochs)
-            check_alike(self.ranks, fingerprint_of(self.federation))
-            return loader
-        if self.federation.module.trainer.training and not self.federation.loaded:
+            federation, optimizer = self.federation, self.optimizers[0]
+            if self._fits is not optimizer:
+                self._fits = optimizer
+                begin_fit(federation, optimizer, super().training_step)
+                begin_schedule(federation)
+                check_ranks(federation)
+                check_alike(self.ranks, fingerprint_of(federation))
+            self.round = self.new_round(federation)
+            return self.round
+        if self.federation.module.trainer.training:
             raise ValueError(
                 f"Expected a `FederatedStream` as the Trainer's `datamodule` but got a {type(dataloader).__name__}. "
                 "`FederatedStream.from_arrays(x, y, client=...)` makes one of your own data."
             )
         return dataloader
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step of a client, as the module has it; or one of a whole cohort."""
-        return steps.training_step(self.federation, *args)
+    def training_step(self, batch: Batch, batch_idx: int | None = None, *args: Any) -> Any:
+        """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
+        trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
+        weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
+        return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As any strategy's, with the draws of the step."""
-        with steps.drawing(self.federation):
+        trainer = self.federation.trainer
+        random = trainer.random if isinstance(trainer, SequentialTrainer) else None
+        with random.drawing() if random is not None else nullcontext():
             return super().backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step, or hold the gradient; clients of a cohort that have no batches left stay as they are."""
-        step = super().optimizer_step
-        return steps.optimizer_step(self.federation, closure, lambda whole: step(optimizer, whole, model, **kwargs))
+        federation, local, step = self.federation, self.local_steps, super().optimizer_step
+        cohort = there(federation.round.cohort, "a batch")
+        gather = local.next(optimizer, closure, cohort.active, cohort.last_batch)
+        if not local.complete:
+            return gather()
+        result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
+        local.stepped(federation.optimizer, optimizer)
+        if cohort.last_batch and local.by_hand is None:  # now: schedules by round step before the batch has ended
+            local.end_schedules(federation.optimizer)
+        return result
 
     def use_optimizer(self) -> None:
         """Let Lightning step the optimizer of the clients at hand."""
-        wanted = self.federation.optimizer_in_use
+        own = self.federation.trainer.optimizer if self.federation.round.cohort is not None else None
+        wanted = own if own is not None else self.federation.optimizer
         if self.optimizers[0] is not wanted:
             self.optimizers = [wanted]
 
     # Checkpoints.
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint as tensors and plain values; to continue a fit, one that this federation can continue."""
         if weights_only is False:
             raise ValueError(
                 "Expected `weights_only` to be True but got False: a federation's checkpoints are tensors and plain "
@@ -290,18 +306,15 @@ class FederatedStrategy(RanksStrategy):
         check_version(checkpoint, checkpoint_path)
         if self.federation.module.trainer.state.fn == "fit":
             here, rounds = fingerprint_of(self.federation), need_stream(self.federation.module.trainer).plan.rounds
-            check_checkpoint(checkpoint, self._rounds.state_key, here, rounds, checkpoint_path)
+            check_checkpoint(checkpoint, self._hooks.state_key, here, rounds, checkpoint_path)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with the state of optimizers of the same settings."""
-        kept = checkpoint["callbacks"][self._rounds.state_key]
-        check_settings_alike(kept.get("settings", {}), self._rounds.settings, self.federation.module.trainer.ckpt_path)
+        kept = checkpoint["callbacks"][self._hooks.state_key]
+        check_settings_alike(kept.get("settings", {}), self._hooks.settings, self.federation.module.trainer.ckpt_path)
         super().load_optimizer_state_dict(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the server state."""
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)
-        self.federation.forget_server()

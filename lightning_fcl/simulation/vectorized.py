@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.compose import compose
@@ -67,16 +68,21 @@ class VectorizedTrainer:
         self._known: Sequence[Tensor | None] | None = None  # the gradients of the step
         self._step = 0
 
-    def begin(self, start: Start) -> None:
-        """Stack the clients' states, memories and optimizers."""
-        self._received, self._step = stack(start.states), 0
-        self._params, self.optimizer = self._parameters(len(start.states))
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        self._received, self._step = stack(states), 0
+        self._params, self.optimizer = self._parameters(len(states))
         self._finite = torch.tensor(True)
         own = set(entries(self._module))
         self._rest = {n: v.clone() for n, v in self._received.items() if n in own and n not in self._params}
-        self._kept = start.memories
-        self._keys = client_keys(self._seed, start.client_rounds, "layers")
-        self._begin_methods(start)
+        self._kept = memories
+        self._keys = client_keys(self._seed, clients, "layers")
+        self._begin_methods(clients)
 
     def _parameters(self, clients: int) -> tuple[dict[str, nn.Parameter], Optimizer]:
         """So many clients' parameters, as they have received them, and their optimizer: both are used again."""
@@ -94,27 +100,23 @@ class VectorizedTrainer:
         self._made[clients] = params, with_parameters(self._template, twins)
         return self._made[clients]
 
-    def _begin_methods(self, start: Start) -> None:
+    def _begin_methods(self, clients: Sequence[ClientRound]) -> None:
         """Stack what the methods remember that any of the clients uses."""
         device = next(iter(self._params.values())).device
-        applies = [[method.applies_to(part) for part in start.client_rounds] for method in self._all_methods]
+        applies = [[method.applies_to(part) for part in clients] for method in self._all_methods]
         shaping = [
-            any(on and shapes_loss(method, own[i]) for on, own in zip(applies[i], start.memories, strict=True))
+            any(on and shapes_loss(method, own[i]) for on, own in zip(applies[i], self._kept, strict=True))
             for i, method in enumerate(self._all_methods)
         ]
         used = [i for i, shapes in enumerate(shaping) if shapes]
         self._methods = [self._all_methods[i] for i in used]
-        self._memories = [stack_common([own[i] for own in start.memories]) for i in used]
+        self._memories = [stack_common([own[i] for own in self._kept]) for i in used]
         self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
-        memories = [[own[i] for i in used] for own in start.memories] if used else []
-        self._recalls = Recalls(
-            self._methods, memories, partial(client_keys, self._seed, start.client_rounds, "recall")
-        )
+        memories = [[own[i] for i in used] for own in self._kept] if used else []
+        self._recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, clients, "recall"))
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
-        """The clients' losses, added up."""
-        if weight is None:
-            raise ValueError("Expected a weight for each sample of a stacked batch but got None.")
+        assert weight is not None  # batches are stacked
         x, y = batch
         keys = step_keys(self._keys, self._step).to(x.device)
         self._step += 1
@@ -276,13 +278,8 @@ class VectorizedTrainer:
         """The clients' states, and their memories as they were."""
         states = {**self._params, **self._rest}
         uploads = {name: states[name].detach() for name in self._received if name in states}
-        self.abort()
+        self.optimizer, self._params = None, {}
         return Trained(uploads, self._kept, finite=self._finite)
-
-    def abort(self) -> None:
-        """Forget the stacked parameters."""
-        self.optimizer = None
-        self._params = {}
 
 
 def _vectorizable(module: nn.Module) -> Vectorizable:

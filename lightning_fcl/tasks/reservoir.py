@@ -16,7 +16,6 @@ from torchmetrics import Metric
 from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import at_least, one_of
-from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.models.esn import EchoStateNetwork
 from lightning_fcl.models.readout import Features, ReservoirReadout, pooled
@@ -26,6 +25,7 @@ from lightning_fcl.tasks.task import Task, one_local_epoch
 
 if TYPE_CHECKING:
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity
+    from lightning_fcl.simulation.federation import Federation
 
 log = logging.getLogger(__name__)
 
@@ -242,16 +242,16 @@ class ReservoirTask(Task):
 
     # What a federation asks for.
 
-    def local_trainer(self, request: TrainerRequest) -> ReservoirTrainer:
+    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> ReservoirTrainer:
         name = type(self).__name__
-        if request.rules:
+        if federation.strategy.rules:
             raise ValueError(
                 f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
-                f"{dict(request.rules)}. What clients send is chosen by `share`."
+                f"{dict(federation.strategy.rules)}. What clients send is chosen by `share`."
             )
-        if request.shaping:
+        if shaping:
             raise ValueError(
-                f"Expected no `{request.shaping[0]}` with a `{name}`: it adds to a loss, and a reservoir is trained "
+                f"Expected no `{shaping[0]}` with a `{name}`: it adds to a loss, and a reservoir is trained "
                 "without one. Remove it."
             )
         if type(self).training_step is not ReservoirTask.training_step:
@@ -259,12 +259,13 @@ class ReservoirTask(Task):
                 f"Expected `{name}` not to override `training_step`: in a federation clients run through the "
                 "reservoir side by side. Override `pairs` or `targets` instead."
             )
-        if request.may_miss:
+        if federation.participation.may_miss:
             raise ValueError(
                 f"Expected a `swarm` without `dropout` and `missing` for a `{name}`, whose clients begin each round "
                 "with new sums, but got one with them. Leave them out."
             )
-        return ReservoirTrainer(self, request.clients_at_once)
+        size = federation.strategy.cohort_size
+        return ReservoirTrainer(self, None if size == "auto" else size)
 
     @property
     def local_models(self) -> bool:

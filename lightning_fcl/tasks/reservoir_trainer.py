@@ -12,7 +12,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.local_training import Start, Trained
+from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.models.ridge import solve, square
 
 if TYPE_CHECKING:
@@ -41,9 +41,15 @@ class ReservoirTrainer:
         self._received: Sequence[State] = ()
         self._memories: Sequence[Sequence[Memory]] = ()
 
-    def begin(self, start: Start) -> None:
-        self.client_rounds, self._memories = start.client_rounds, start.memories
-        self._received = received = start.states
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        self.client_rounds, self._memories = clients, memories
+        self._received = received = states
         if self.module.adapting:
             self.gain, self.bias = (
                 torch.stack([state[f"reservoir.{name}"] for state in received]) for name in ("gain", "bias")
@@ -65,7 +71,7 @@ class ReservoirTrainer:
         return int(state["readout.n"]) if same else 0
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
-        assert weight is not None  # as batches of several clients have it
+        assert weight is not None  # batches are stacked
         x, y = batch
         real = weight > 0
         if self.module.adapting:
@@ -102,6 +108,3 @@ class ReservoirTrainer:
             solved = [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in zip(self.a, self.b, strict=True)]
             states["readout.weight"] = torch.stack(solved)
         return Trained(states, self._memories)
-
-    def abort(self) -> None:
-        self.client_rounds, self._received, self._memories = (), (), ()

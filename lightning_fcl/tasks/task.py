@@ -67,7 +67,7 @@ def one_hot(y: Tensor, num_classes: int) -> Tensor:
 def one_local_epoch(module: L.LightningModule, more: str = "") -> None:
     """Refuse several local epochs for a module whose readout adds up samples: they would count several times."""
     federation = federation_of(module.trainer)
-    epochs = federation.local_epochs if federation is not None else 1
+    epochs = federation.strategy.local_epochs if federation is not None else 1
     if epochs != 1:
         raise ValueError(
             f"Expected the strategy's `local_epochs` to be 1 for a `{type(module).__name__}`, whose readout takes one "

@@ -108,7 +108,7 @@ def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> di
     """
     kept = dict(_federation(checkpoint))
     methods = {method.state_key: method for method in parts.callbacks if isinstance(method, Method)}
-    reductions = [*reductions_of(parts.model, parts.strategy.federation.rules).values()]
+    reductions = [*reductions_of(parts.model, parts.strategy.rules).values()]
     reductions += [resolve(name, rule) for method in methods.values() for name, rule in method.reductions.items()]
     if any(isinstance(reduction, Sum) for reduction in reductions):
         if _fewest(parts, int(checkpoint["epoch"]) + 1) < LEAST:

@@ -407,7 +407,7 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
 def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
     class Diverges(Method):
         def upload(self, memory, own):
-            wrong = self.federation.client_round.client == "1" and self.federation.round == 3
+            wrong = self.federation.round.client_round.client == "1" and self.federation.round.number == 3
             return {name: value * (float("nan") if wrong else 1) for name, value in own.items()}
 
     metrics = ContinualMetrics(when="both")

@@ -91,7 +91,7 @@ def test_images_are_uint8_wherever_they_are_kept(fit, store):
     assert stream.samples.x.dtype == torch.uint8
     kept = trainer.strategy.server.store
     for client in stream.plan.clients:
-        packed, memory = kept._read(client)["Replay"], trainer.strategy.federation.memory(client, "Replay")
+        packed, memory = kept._read(client)["Replay"], trainer.strategy.server.store.memory(client, "Replay")
         images_of = [value for value in packed.values() if value.shape[1:] == (3, 4, 4)]
         assert images_of and all(value.dtype == torch.uint8 for value in images_of)
         # What a method sees are samples of the client, bit by bit.

@@ -21,7 +21,7 @@ from lightning_fcl.deployment.flower import parcel_of, record_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
-from lightning_fcl.deployment.rounds import Terms
+from lightning_fcl.deployment.remote_round import Terms
 from lightning_fcl.deployment.serve import serve
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.hub.checkpoint import newest_checkpoint, read_checkpoint

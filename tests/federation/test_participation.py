@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_fcl.federation.participation import Participation
-from lightning_fcl.federation.server import RoundRecord
+from lightning_fcl.federation.record import RoundRecord
 from lightning_fcl.federation.swarm import Swarm
 
 

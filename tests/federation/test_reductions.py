@@ -191,7 +191,7 @@ def test_a_recipe_names_it():
     krum = {"class_path": "lightning_fcl.federation.robust.Krum", "init_args": {"byzantine": 2}}
     given = {"model.0.*": "none", "model.1.*": krum}
     strategy = parser.instantiate_classes(parser.parse_object({"strategy": {"reductions": given}})).strategy
-    assert strategy.federation.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
+    assert strategy.rules == {"model.0.*": "none", "model.1.*": Krum(2)}
 
 
 def test_reductions_are_the_same_by_class_and_arguments():

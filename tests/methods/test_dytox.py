@@ -92,12 +92,12 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         client_round = getattr(trainer.strategy, "client_round", None)
-        epoch = trainer.strategy.federation.local_epoch if client_round is not None else trainer.current_epoch
+        epoch = trainer.strategy.round.local_epoch if client_round is not None else trainer.current_epoch
         self.now = (client_round, epoch, batch[1].clone(), copy.deepcopy(module.state_dict()))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         federation = federation_of(trainer)
-        if federation is None or not federation.last_batch:  # then the module holds another client's state
+        if federation is None or not federation.round.last_batch:  # then the module holds another client's state
             *now, before = self.now
             self.steps.append((*now, parts_changed(before, module.state_dict())))
 
@@ -299,9 +299,7 @@ def test_a_balanced_step_has_the_task_s_loss_alone(fit, monkeypatch):
     def watched(self, trainer, module, loss):
         before = loss.detach().clone()
         inner(self, trainer, module, loss)
-        epochs.append(
-            (trainer.current_epoch, trainer.strategy.federation.local_epoch, torch.equal(before, loss.detach()))
-        )
+        epochs.append((trainer.current_epoch, trainer.strategy.round.local_epoch, torch.equal(before, loss.detach())))
 
     epochs = []
     monkeypatch.setattr(MethodDriver, "on_before_backward", watched)

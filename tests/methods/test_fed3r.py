@@ -55,7 +55,7 @@ class Layers(Callback):
 
     def on_round_end(self, trainer, pl_module):
         self.kept.append(layer_of(pl_module))
-        self.trained.append([*trainer.strategy.federation.record.trained])
+        self.trained.append([*trainer.strategy.server.record.trained])
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
@@ -113,7 +113,7 @@ def test_sums_travel_once_in_an_experience(fit, make_stream, make_task):
 
         class Bytes(Callback):
             def on_round_end(self, trainer, pl_module, to=sent[name]):
-                to.append(sum(trainer.strategy.federation.record.upload_bytes.values()))
+                to.append(sum(trainer.strategy.server.record.upload_bytes.values()))
 
         fit(make_task(), make_stream(rounds_per_experience=2), [*methods, Bytes()])
     more = [after - before for before, after in zip(*sent.values(), strict=True)]

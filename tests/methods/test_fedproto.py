@@ -19,13 +19,13 @@ class States(Callback):
         self.kept = {}
 
     def on_client_end(self, trainer, pl_module, client_round):
-        data = trainer.strategy.federation.samples(client_round.client, client_round.round)
+        data = trainer.datamodule.client_samples(client_round.client, client_round.round, trainer.strategy.seed)
         state = {name: value.clone() for name, value in pl_module.state_dict().items()}
         self.kept[client_round.round, client_round.client] = state, data
 
 
 def sums_of(trainer):
-    return trainer.strategy.federation.server_state("FedProto")["sums"]
+    return trainer.strategy.server.kept_for("FedProto")["sums"]
 
 
 @pytest.mark.parametrize("weights", ["samples", "uniform"])
@@ -46,7 +46,7 @@ def test_a_class_that_no_client_of_the_round_has_keeps_its_prototype(fit, make_s
 
     class Watch(Callback):
         def on_round_end(self, trainer, pl_module):
-            seen.append((sums_of(trainer).clone(), set(trainer.strategy.federation.record.trained)))
+            seen.append((sums_of(trainer).clone(), set(trainer.strategy.server.record.trained)))
 
     fit(make_task(), make_stream(), [FedProto(clients=["0", "1"]), Watch()])
     (first, _), (second, _) = seen

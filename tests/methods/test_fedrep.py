@@ -38,12 +38,12 @@ class Stages(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.now = (
             trainer.strategy.client_round.client,
-            trainer.strategy.federation.local_epoch,
+            trainer.strategy.round.local_epoch,
             copy.deepcopy(module.state_dict()),
         )
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if not trainer.strategy.federation.last_batch:  # then the module holds the server's or another client's state
+        if not trainer.strategy.round.last_batch:  # then the module holds the server's or another client's state
             self.steps.append((*self.now, copy.deepcopy(module.state_dict())))
 
 

@@ -239,11 +239,11 @@ class Stages(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         client_round = trainer.strategy.client_round
-        self.key = (client_round.client, client_round.round, trainer.strategy.federation.local_epoch)
+        self.key = (client_round.client, client_round.round, trainer.strategy.round.local_epoch)
         self.before = copy.deepcopy(pl_module.state_dict())
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if not trainer.strategy.federation.last_batch:
+        if not trainer.strategy.round.last_batch:
             after = pl_module.state_dict()
             moved = {n.split(".")[1] for n, value in after.items() if not torch.equal(value, self.before[n])}
             self.changed.setdefault(self.key, set()).update(moved)
@@ -319,7 +319,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     monkeypatch.setattr(FedViT, "restore", lambda self, memory, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
     memory = {"task": torch.tensor([0, 1, 2, 3]), "present": torch.tensor(3)}
-    method.running = Running(None, SimpleNamespace(local_epoch=2))  # the body's
+    method.running = Running(None, SimpleNamespace(round=SimpleNamespace(local_epoch=2)))  # the body's
     method.attach(memory, {})
     for _ in range(4):
         method.project(memory, torch.tensor([1.0, 1.0]), None)
@@ -328,7 +328,7 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
         assert torch.equal(rows, torch.stack([gradients[0], gradients[2]]))
     taken.clear()
     method = FedViT(k=5)  # more than there are: all
-    method.running = Running(None, SimpleNamespace(local_epoch=2))  # the body's
+    method.running = Running(None, SimpleNamespace(round=SimpleNamespace(local_epoch=2)))  # the body's
     method.attach(memory, {})
     method.project(memory, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2] and len(projected[-1]) == 3

@@ -459,7 +459,14 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
         def attach(self, memory, server, active=True):
             super().attach(memory, server, active)
             own, first = self._model.tasks[0], "base" not in memory
-            begun.append((self.federation.client_round.client, self.federation.round, first, own.mask.detach().clone()))
+            begun.append(
+                (
+                    self.federation.round.client_round.client,
+                    self.federation.round.number,
+                    first,
+                    own.mask.detach().clone(),
+                )
+            )
 
     method = Look(sparsity=0.0, mask_l1=0.0, kb_size=kb_size, per_task=False)
     watch, task = Watch(method), make_task(tasks=1)

@@ -96,11 +96,11 @@ def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, coh
     trainer = fit(task, stream, [ICaRL(12), trained], cohort_size=cohort_size)
     features, labels = [], []
     for client, state in trained.states.items():
-        memory = trainer.strategy.federation.memory(client, "ICaRL")
+        memory = trainer.strategy.server.store.memory(client, "ICaRL")
         features.append(F.normalize(embeddings(task, state, memory["x"])))
         labels.append(memory["y"])
     features, labels = torch.cat(features), torch.cat(labels)
-    sums = trainer.strategy.federation.server_state("ICaRL")["sums"]
+    sums = trainer.strategy.server.kept_for("ICaRL")["sums"]
     assert torch.equal(sums[:, 0], torch.bincount(labels, minlength=4).float())
     means = [unit(features[labels == label].mean(dim=0).numpy()) for label in range(4)]
     x, y = stream.take(stream.plan.test)

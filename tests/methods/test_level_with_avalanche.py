@@ -70,7 +70,7 @@ class Watch(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         federation = federation_of(trainer)
-        number = self.fit if federation is None else federation.client_round.experience
+        number = self.fit if federation is None else federation.round.client_round.experience
         self.batches.setdefault(number, []).append([in_double(part) for part in batch])
 
 

@@ -269,7 +269,7 @@ def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net,
         def penalty(self, memory, step):
             value = super().penalty(memory, step)
             learnt = {name: p.detach().clone() for name, p in step.params.items()}
-            seen.append((self.module.trainer.strategy.federation.local_epoch, learnt, dict(memory), float(value)))
+            seen.append((self.module.trainer.strategy.round.local_epoch, learnt, dict(memory), float(value)))
             return value
 
     seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}

@@ -146,7 +146,7 @@ def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
 def test_a_fit_stops_early_after_a_round(fit, stream, task):
     stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
     trainer = fit(task, stream, [ContinualMetrics(), stop])
-    assert trainer.current_epoch == 2 and trainer.strategy.federation.between_rounds
+    assert trainer.current_epoch == 2 and trainer.strategy.round.settled
 
 
 def test_a_time_limit_within_a_round_leaves_the_last_whole_one(fit, stream, task, caplog):

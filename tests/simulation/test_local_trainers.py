@@ -1,6 +1,6 @@
 """Local trainers and methods that a user brings: neither needs a change in the package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import lightning.pytorch as L
 import numpy as np
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Start, Trained, TrainerRequest
+from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTrainer, Trained
 from lightning_fcl.federation.protocol import SolvesAtServer
 from lightning_fcl.methods.method import Method
+from lightning_fcl.simulation.federation import Federation
 
 
 class LeastSquares(L.LightningModule):
@@ -44,10 +45,11 @@ class LeastSquares(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([self.weight], lr=0.0)
 
-    def local_trainer(self, request: TrainerRequest) -> LocalTrainer:
-        if request.shaping:
-            raise ValueError(f"Expected no method that adds to a loss but got {request.shaping}.")
-        return NormalEquations(self, request.clients_at_once or 2)
+    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> LocalTrainer:
+        if shaping:
+            raise ValueError(f"Expected no method that adds to a loss but got {shaping}.")
+        size = federation.strategy.cohort_size
+        return NormalEquations(self, 2 if size == "auto" else size)
 
     def on_after_aggregation(self) -> None:
         if self.share == "sums":
@@ -64,11 +66,11 @@ class NormalEquations:
         self.module, self.clients_at_once = module, clients_at_once
         self.began = self.finished = 0
 
-    def begin(self, start: Start) -> None:
-        self.began += len(start.states)
-        self.memories = start.memories
-        self.gram = torch.zeros(len(start.states), 7, 7, dtype=torch.float64)
-        self.moment = torch.zeros(len(start.states), 7, dtype=torch.float64)
+    def begin(self, clients, states, memories, optimizers) -> None:
+        self.began += len(states)
+        self.memories = memories
+        self.gram = torch.zeros(len(states), 7, 7, dtype=torch.float64)
+        self.moment = torch.zeros(len(states), 7, dtype=torch.float64)
 
     def training_step(self, batch: list[Tensor], batch_idx: int, weight: Tensor | None) -> None:
         x, y = with_one(batch[0]), batch[1].double()
@@ -86,9 +88,6 @@ class NormalEquations:
         if self.module.share == "sums":
             return Trained({**uploads, "gram": self.gram, "moment": self.moment}, self.memories)
         return Trained({**uploads, "weight": torch.linalg.solve(self.gram, self.moment)}, self.memories)
-
-    def abort(self) -> None:
-        self.memories = ()
 
 
 def with_one(x: Tensor) -> Tensor:
@@ -157,9 +156,11 @@ def test_a_user_s_own_method_is_vectorised_as_ours_are(fit, make_stream, make_ta
         task, method = make_task(), Anchored(clients=["0", "2", "3"])
         federation = fit(task, stream, [method], cohort_size=cohort_size, local_epochs=2).strategy.federation
         states.append(task.state_dict())
-        memories.append({f"{c}.{n}": v.float() for c in "023" for n, v in federation.memory(c, "Anchored").items()})
+        memories.append(
+            {f"{c}.{n}": v.float() for c in "023" for n, v in federation.server.store.memory(c, "Anchored").items()}
+        )
         sizes.append(federation.trainer.clients_at_once)
-        assert not federation.memory("1", "Anchored")
+        assert not federation.server.store.memory("1", "Anchored")
     assert sizes[0] == 1 and sizes[1] > 1
     assert_near(*states)
     assert_near(*memories)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream, client_model
 from lightning_fcl.callbacks import APFL, ContinualMetrics, FedProx, FedViT, FLwF2T, Method, Replay
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import ClassIncremental
@@ -261,39 +261,41 @@ def test_a_client_that_is_loaded_predicts_as_it_was_measured(fit, make_stream, m
     caplog.clear()
     loaded = []
     for client in "01230":  # one after the other, as from the server's each time
-        expected = snapshot(task) if loaded else server
         state = trainer.strategy.client_state(client)
-        assert equal(task.state_dict(), expected)
-        trainer.strategy.load_client(client)
-        loaded.append(snapshot(task))
-        assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state(client, server))
-        assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
+        assert equal(task.state_dict(), server)
+        with client_model(trainer, client):
+            loaded.append(snapshot(task))
+            assert equal(loaded[-1], state) and equal(state, trainer.strategy.client_state(client, server))
+            assert accuracy() == pytest.approx(sum(correct[client]) / len(stream.plan.test))
+    assert equal(task.state_dict(), server)
     assert equal(loaded[0], loaded[4]) and not equal(loaded[0], loaded[1])
     assert "This is the server's model" not in caplog.text
     assert len({tuple(correct[client]) for client in "0123"}) > 2
 
 
-def test_a_checkpoint_takes_a_loaded_client_s_place(fit, make_stream, make_task, tmp_path, caplog):
+def test_a_client_s_model_is_there_for_a_while(fit, make_stream, make_task, caplog):
     task, stream = make_task(), make_stream()
     trainer = fit(task, stream, reductions={"model.3.*": "none"})
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    trainer.strategy.load_client("1")
+    server = snapshot(task)
+    with pytest.raises(RuntimeError, match="enough"), client_model(trainer, "1"):
+        trainer.test(task, datamodule=stream, verbose=False)
+        assert "This is the server's model" not in caplog.text and not equal(task.state_dict(), server)
+        raise RuntimeError("enough")
+    assert equal(task.state_dict(), server)
     trainer.test(task, datamodule=stream, verbose=False)
-    assert "This is the server's model" not in caplog.text
-    trainer.test(task, datamodule=stream, ckpt_path=tmp_path / "end.ckpt", verbose=False)
     assert "This is the server's model" in caplog.text
 
 
 def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
-    for ask in (FederatedStrategy().client_state, FederatedStrategy().load_client):
-        with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
-            ask("0")
+    with pytest.raises(ValueError, match=r"one of the stream's \(none before a fit\) but got 0"):
+        FederatedStrategy().client_state("0")
     task = make_task()
     trainer = fit(task, make_stream())
     before = snapshot(task)
-    for ask in (trainer.strategy.client_state, trainer.strategy.load_client):
-        with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
-            ask("seven")
+    with pytest.raises(ValueError, match=r"one of the stream's \(0, 1, 2\) but got seven"):
+        trainer.strategy.client_state("seven")
+    with pytest.raises(ValueError, match=r"but got seven"), client_model(trainer, "seven"):
+        pass
     assert equal(task.state_dict(), before)
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fcl import ReservoirClassifier, ReservoirRegressor
 from lightning_fcl.callbacks import ContinualMetrics, FedProx, LwF
-from lightning_fcl.federation.local_training import TrainerRequest
 from lightning_fcl.models import EchoStateNetwork
+from lightning_fcl.tasks.reservoir_trainer import ReservoirTrainer
 
 
 def exactly(message):
@@ -608,7 +608,7 @@ def test_cohorts_hold_so_many_statistics():
     for units, size in ((10, 256), (1000, 16), (6000, 1)):
         task = ReservoirClassifier(EchoStateNetwork(1, 1, seed=0), 2)
         task.readout.B = torch.empty(units, units, dtype=torch.float64, device="meta")
-        assert task.local_trainer(TrainerRequest()).clients_at_once == size
+        assert ReservoirTrainer(task).clients_at_once == size
 
 
 MEMORY = """

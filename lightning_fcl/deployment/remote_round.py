@@ -1,27 +1,22 @@
-"""The server's rounds: a Trainer's epochs whose uploads come from nodes."""
+"""A round of the server: an epoch of a Trainer whose uploads come from nodes."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.data.orders import Batching
-from lightning_fcl.data.stream import StreamLoader
+from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.changes import restored
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
@@ -29,15 +24,14 @@ from lightning_fcl.deployment.outline import outline_of
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_size
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.local_training import Start, Trained
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import ListensToRounds
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.limits import check_stream, there
-from lightning_fcl.simulation.loader import BatchContext
-from lightning_fcl.simulation.local_steps import LocalSteps
+from lightning_fcl.simulation.ranks import count_steps
+from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 log = logging.getLogger(__name__)
@@ -77,91 +71,50 @@ class Identity(Callback):
         self.name = str(state_dict["name"])
 
 
-class _Elsewhere:
-    """A `LocalTrainer` that trains nobody: nodes do."""
+class Nodes:
+    """The nodes of a deployment, where its clients train.
 
-    clients_at_once = 1
-    stacked = False
-    optimizer = None
+    Args:
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        terms: How the server deals with them.
+    """
 
-    def begin(self, start: Start) -> None:
-        """Nothing."""
-
-    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
-        """No loss: nothing is learnt here."""
-
-    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
-        """No step: see `_NoSteps`."""
-
-    def finish(self) -> Trained:
-        return Trained({}, [])
-
-    def abort(self) -> None:
-        """Nothing."""
-
-
-class _NoSteps(LocalSteps):
-    """Takes no step: there is no gradient."""
-
-    def next(
-        self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
-    ) -> Callable[[], object]:
-        self.complete = False
-        return closure
-
-
-class RemoteFederation(Federation):
-    """A federation whose clients train elsewhere, behind the same strategy."""
-
-    def __init__(self, strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> None:
-        given = strategy.federation
-        super().__init__(
-            given.server,
-            given.participation,
-            given.local_epochs,
-            given.rules,
-            1,
-            given.keep_optimizer,
-            lambda: strategy.seed,
-        )
-        self.server.compression = None  # uploads come as the server decodes them
+    def __init__(self, link: Link, recipe: str, terms: Terms) -> None:
         self.link, self.recipe, self.terms = link, recipe, terms
         self.identity = Identity()
         self.members = Members(link, recipe, terms.join_seconds)
-        self.skipped: list[str] = []
 
-    def load(self, loader: StreamLoader, optimizer: Optimizer, step: Callable[..., Any]) -> RemoteLoader:  # type: ignore[override]
-        """Take what the server knows of the stream; what comes back yields one empty batch a round, when it is over."""
-        self._stream, self._optimizer = loader.stream, optimizer
-        self.participation.seed = self.seed
-        trainer = self.module.trainer
-        self.methods = methods_of(trainer)
-        check_stream(trainer, self.stream)
-        check_deployable(self.participation, self.methods)
-        for callback in callbacks_of(trainer):
-            if isinstance(callback, ContinualMetrics):
-                # Clients' models, with what is their own, and their samples never come here.
-                callback.clients, callback.training = "none", False
-        named = [client for m in self.methods if not isinstance(m.clients, str) for client in m.clients]
-        self.server.check_clients(self.plan.clients, named)
-        self.server.numbers = {client: number for number, client in enumerate(self.plan.clients)}
-        self.trainer = _Elsewhere()
-        self.local_steps = _NoSteps(there(self.local_steps, "a fit").every, [], lambda scheduler: None)
-        remote = RemoteLoader(self)
-        self.loader = remote  # type: ignore[assignment]
-        return remote
 
-    # A round.
+class RemoteRound(Round):
+    """A round whose clients train on nodes; its only batch is None, which comes when the uploads are there.
+
+    Args:
+        federation: The federation.
+        nodes: The nodes.
+    """
+
+    def __init__(self, federation: Federation, nodes: Nodes) -> None:
+        super().__init__(federation)
+        self.link, self.members, self.terms, self.nodes = nodes.link, nodes.members, nodes.terms, nodes
+        self.server, self.stream = federation.server, federation.stream
+
+    def plan(self) -> list[Cohort]:
+        return []
+
+    def train(self) -> Iterator[None]:
+        """The only batch, when the nodes have answered."""
+        self.gather()
+        count_steps(self.federation.module.trainer, 1)
+        yield None
 
     def gather(self) -> None:
         """Send the server's state to the clients of the round, and take in what they answer."""
-        self.server.begin_round(self.module, self.rules, self.extra)
-        self.between_rounds = self.round_done = False
-        drawn, self.skipped = self.participation.draw(self.plan, self.round)
+        drawn, self.skipped = self.federation.participation.draw(self.stream.plan, self.number)
         held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
         hello = {**self._head(), "kind": "hello", "held": sorted(held)}
         nodes = self.members.reach(drawn, needed, hello, digest(held))
-        self.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
+        self.server.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
         parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
         self._receive({node: client for client, node in nodes.items()}, parcels, needed)
 
@@ -169,7 +122,7 @@ class RemoteFederation(Federation):
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
         state = {**self._download(), **({} if node in self.members.alike else _named(MODEL, held))}
         parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
-        self.record.download(client, parcel.nbytes)
+        self.server.record.download(client, parcel.nbytes)
         return parcel
 
     def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
@@ -184,25 +137,24 @@ class RemoteFederation(Federation):
         for client in sorted(silent):
             self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
         if len(usable) < needed:
-            reasons = "; ".join(f"{client}: {why}" for client, why in self.record.dropped.items())
+            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
             raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {self.round} but got {len(usable)} "
+                f"Expected uploads of at least {needed} clients in round {self.number} but got {len(usable)} "
                 f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
             )
 
-    def client_rounds(self, round: int) -> list[ClientRound]:
-        """None: nodes end their clients' rounds."""
-        return []
+    def end_undrawn(self, method: Declaration) -> None:
+        """Nodes end their clients' experiences."""
 
     def _head(self) -> dict[str, Any]:
         return {
             "version": __version__,
-            "recipe": self.recipe,
-            "federation": self.identity.name,
-            "round": self.round,
-            "max_epochs": self.module.trainer.max_epochs,
+            "recipe": self.nodes.recipe,
+            "federation": self.nodes.identity.name,
+            "round": self.number,
+            "max_epochs": self.federation.module.trainer.max_epochs,
             "message_bytes": self.terms.message_bytes,
-            "optimizer": [_plain(group) for group in self.optimizer.param_groups],
+            "optimizer": [_plain(group) for group in self.federation.optimizer.param_groups],
         }
 
     def _held(self) -> State:
@@ -217,7 +169,7 @@ class RemoteFederation(Federation):
 
     def _take(self, client: str, answer: Parcel) -> bool:
         """Take in a client's answer; whether there was one that counts."""
-        head, who, round = answer.head, f"client {client}", self.round
+        head, who, round = answer.head, f"client {client}", self.number
         try:
             if "refused" in head:
                 raise RefusedError(str(head["refused"]))
@@ -242,40 +194,16 @@ class RemoteFederation(Federation):
             lambda name: self.stream.client_round(name, round),
             np.array([rehearsed]),
         )
-        state = {name: value[None].to(self.module.device) for name, value in upload.items()}
+        state = {name: value[None].to(self.federation.module.device) for name, value in upload.items()}
         (taken,) = self.server.upload(part, state)
         if taken:
-            self.record.upload_bytes[client] = answer.nbytes
-            self.record.diverged += [client] * bool(head.get("diverged"))
+            self.server.record.upload_bytes[client] = answer.nbytes
+            self.server.record.diverged += [client] * bool(head.get("diverged"))
         return taken
 
     def _drop(self, client: str, why: str) -> None:
-        self.record.dropped[client] = why
-        log.warning("Round %d: nothing of client %s: %s", self.round, client, why)
-
-
-class RemoteLoader:
-    """One batch a round, empty: when it comes, the uploads are there."""
-
-    def __init__(self, federation: RemoteFederation) -> None:
-        self._federation = federation
-        stream = federation.stream
-        self.batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
-        self.contexts: deque[BatchContext] = deque()
-        self.skipped: Sequence[str] = []
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        federation = self._federation
-        if federation.round >= federation.plan.rounds:
-            return
-        federation.gather()
-        self.skipped = federation.skipped
-        nobody = ClientRounds.of([])
-        self.contexts.append(BatchContext(nobody, lambda row: None, first=False, last=False, last_of_round=True))
-        yield [torch.empty(0), torch.empty(0, dtype=torch.long)]
+        self.server.record.dropped[client] = why
+        log.warning("Round %d: nothing of client %s: %s", self.number, client, why)
 
 
 def _named(prefix: str, state: Mapping[str, Tensor]) -> State:
@@ -292,6 +220,12 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_deployable(participation: Participation, methods: Sequence[Declaration]) -> None:
+    """Refuse what can only be simulated.
+
+    Args:
+        participation: Who takes part.
+        methods: The methods.
+    """
     if participation.swarm is not None:
         raise ValueError(
             "Expected no `swarm` in a deployment, where there is a server, and nodes are out of reach by themselves, "
@@ -310,7 +244,15 @@ def check_deployable(participation: Participation, methods: Sequence[Declaration
             )
 
 
-def deploy(strategy: FederatedStrategy, link: Link, recipe: str, terms: Terms) -> RemoteFederation:
-    federation = RemoteFederation(strategy, link, recipe, terms)
-    strategy.federation = federation
-    return federation
+def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> None:
+    """Let the clients of a Trainer's strategy be nodes."""
+    callbacks = callbacks_of(trainer)
+    check_deployable(strategy.federation.participation, methods_of(trainer))
+    for callback in callbacks:
+        if isinstance(callback, ContinualMetrics):
+            # Clients' models, with what is their own, and their samples never come here.
+            callback.clients, callback.training = "none", False
+    strategy.cohort_size = 1
+    strategy.server.compression = None  # uploads come as the server decodes them
+    strategy.new_round = lambda federation: RemoteRound(federation, nodes)
+    callbacks.append(nodes.identity)

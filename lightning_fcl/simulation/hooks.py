@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
@@ -10,33 +10,26 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation import round as steps
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.epoch_logs import EpochLogs
-from lightning_fcl.simulation.federation import Federation
+from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.strategy import FederatedStrategy
 
 RESTORED = "was being restored"
 """The end of the note on an error before training began; the start is the checkpoint's path."""
 
 
-class RunsFederation(Protocol):
-    """A strategy behind which there is a federation."""
-
-    federation: Federation
-
-    def use_optimizer(self) -> None:
-        """Let Lightning step the optimizer of the clients at hand."""
-
-
-class Rounds(Callback):
-    """First of a federation's callbacks: begins and ends clients and rounds, and keeps their state in checkpoints.
+class FitHooks(Callback):
+    """First of a federation's callbacks: goes on with the round at hand, and keeps the clients' state in checkpoints.
 
     Args:
         strategy: The strategy.
     """
 
-    def __init__(self, strategy: RunsFederation) -> None:
+    def __init__(self, strategy: FederatedStrategy) -> None:
         self.strategy = strategy
         self.began = False  # whether this fit has
         self._logs: EpochLogs | None = None
@@ -47,56 +40,50 @@ class Rounds(Callback):
         """The federation."""
         return self.strategy.federation
 
-    @property
-    def state_key(self) -> str:
-        """Where checkpoints of all versions have its state."""
-        return "_Rounds"
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""
         self.began = True
-        self.federation.begin_fit()
-        self._logs = EpochLogs(pl_module, self.federation.ranks)
+        federation = self.federation
+        federation.server.begin(pl_module, self.strategy.rules, extra_of(federation))
+        self._logs = EpochLogs(pl_module, self.strategy.ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' and the server's state."""
         federation = self.federation
-        if federation.between_rounds:
+        between_rounds = self.strategy.round is None or self.strategy.round.settled
+        if between_rounds:
             self._hide_left()
         place = {
             "format": FORMAT,
             "fingerprint": fingerprint_of(federation),
-            "between_rounds": federation.between_rounds,
+            "between_rounds": between_rounds,
             "settings": self.settings,
         }
-        return {**place, **federation.server.state_dict(federation.kept())}
+        kept = federation.placement.everything() if federation.placement is not None else None
+        return {**place, **federation.server.state_dict(kept)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from these."""
-        self.federation.restore(state_dict)
+        self.federation.server.load_state_dict(state_dict)
+        self.federation.placement = None
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin a round."""
+        """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
         self._hide_left()
+        trainer.reload_dataloaders_every_n_epochs = self.strategy.reloads  # type: ignore[attr-defined]
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps other clients begin."""
-        steps.next_batch(self.federation)
+        """Perhaps other clients have begun."""
         self.strategy.use_optimizer()
         there(self._logs, "a fit").train(batch)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps clients are done, or the round; a batch of None is a round without clients of this process."""
-        if batch is None:
-            steps.idle(self.federation)
-        else:
-            steps.end_batch(self.federation)
+        """Perhaps clients are done, or the round."""
+        self.federation.round.resume()
         self.strategy.use_optimizer()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -106,22 +93,23 @@ class Rounds(Callback):
             self._logs.train(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the round; other hooks see what its last client has left in attributes."""
+        """End the round, and have a loader made for the next; other hooks see what its last client has left."""
         self._settle()
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         there(self._logs, "a fit").meet()
-        if self.federation.loose is not None:
-            self.federation.loose.show_left()
+        if self.federation.round.loose is not None:
+            self.federation.round.loose.show_left()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
         self._forget_logs()
         self._hide_left()
-        if self.federation.loaded:
+        if self.federation.placement is not None:
             self.federation.placement.complete()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the round that was cut short."""
-        if trainer.state.fn == "fit" and trainer.ckpt_path and not self.federation.loaded:
+        if trainer.state.fn == "fit" and trainer.ckpt_path and self.strategy.round is None:
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
         self._forget_logs()
@@ -133,12 +121,9 @@ class Rounds(Callback):
         self._hide_left()
 
     def _hide_left(self) -> None:
-        if self.federation.loose is not None:
-            self.federation.loose.hide_left()
+        if self.strategy.round is not None and self.strategy.round.loose is not None:
+            self.strategy.round.loose.hide_left()
 
     def _settle(self) -> None:
-        if self.federation.loose is not None:
-            self.federation.loose.settle()
-        self.federation.restore_server()
-        if self.federation.loaded:
-            self.strategy.use_optimizer()
+        if self.strategy.round is not None:
+            self.strategy.round.settle()

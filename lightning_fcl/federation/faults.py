@@ -1,0 +1,48 @@
+"""Numbers that are not finite: which clients send such, and whether the server has some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.errors import quoted
+from lightning_fcl.federation.reductions import Reduction, State
+
+
+def find_faults(
+    states: Mapping[str, Tensor], start: State, reductions: Mapping[str, Reduction]
+) -> tuple[dict[int, list[str]], list[str]]:
+    """The clients, by number, with entries that are not finite among those that they send or go on from.
+
+    Numbers that are not finite with the server are no fault of a client's: the entries that have such come second.
+
+    Args:
+        states: The clients' states, every entry of shape (clients, ...).
+        start: What they began with.
+        reductions: The reduction of each entry.
+    """
+    numbers = {
+        name: value
+        for name, value in states.items()
+        if (reductions[name].up or reductions[name].own) and (value.is_floating_point() or value.is_complex())
+    }
+    # A sum that is finite has finite terms; only where one is not must every number be looked at.
+    if all(bool(torch.isfinite(value.sum())) for value in numbers.values()):
+        return {}, []
+    begun = {n: torch.isfinite(start[n]) for n, v in numbers.items() if start[n].shape == v.shape[1:]}
+    odd = [name for name, sound in begun.items() if reductions[name].up and not sound.all()]
+    sound = {n: torch.isfinite(v) | ~begun[n] if n in begun else torch.isfinite(v) for n, v in numbers.items()}
+    finite = {name: value.view(*value.shape, 1).flatten(1).all(dim=1).tolist() for name, value in sound.items()}
+    rows = range(len(next(iter(finite.values()))))
+    faults = {row: [name for name, fine in finite.items() if not fine[row]] for row in rows}
+    return {row: names for row, names in faults.items() if names}, odd
+
+
+def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -> None:
+    """Refuse a state with which every client would diverge: one with learnt numbers that are not finite."""
+    wrong = [name for name in names if not torch.isfinite(state[name].sum())]
+    wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
+    if wrong:
+        raise ValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")

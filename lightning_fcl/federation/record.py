@@ -1,0 +1,66 @@
+"""The record of a round: who took part, who did not make it, and bytes on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_fcl.federation.ranks import Ranks
+
+DIVERGED = "Lower the learning rate, or a method's strength, or clip gradients (`gradient_clip_val` of the Trainer)."
+"""What to do about numbers that are not finite."""
+
+
+@dataclass
+class RoundRecord:
+    """What happened in one round: bytes per client on the wire, and who did not make it.
+
+    Args:
+        trained: Clients whose upload was taken.
+        upload_bytes: Bytes that each client sent.
+        download_bytes: Bytes that each client received.
+        dropped: Clients whose upload was refused, and why.
+        skipped: Clients that were chosen but had no data.
+        missed: Clients that trained but missed the synchronisation.
+        diverged: Clients whose loss was not finite in some step, though all that they sent is.
+        master: In a swarm, the client that brought the uploads together.
+        late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
+        staleness: There, how many rounds ago clients had downloaded, where any.
+        simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
+    """
+
+    trained: list[str] = field(default_factory=list)
+    upload_bytes: dict[str, int] = field(default_factory=dict)
+    download_bytes: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+    master: str | None = None
+    late: list[str] = field(default_factory=list)
+    staleness: dict[str, int] = field(default_factory=dict)
+    simulated_seconds: float | None = None
+
+    def upload(self, client: str, number: int) -> None:
+        """Count bytes that a client sends: its state, or what a method sends beside it."""
+        self.upload_bytes[client] = self.upload_bytes.get(client, 0) + number
+
+    def download(self, client: str, number: int) -> None:
+        """Count bytes that a client receives."""
+        self.download_bytes[client] = self.download_bytes.get(client, 0) + number
+
+    def combine(self, ranks: Ranks, order: Mapping[str, int]) -> None:
+        """Take in what happened to the other ranks' clients.
+
+        Args:
+            ranks: The ranks.
+            order: Where a client stands in the round's order; those that stand together keep theirs.
+        """
+        parts = [vars(record) for record in ranks.share(self)]
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                found = [item for part in parts for item in part[name].items()]
+                value.clear()
+                value.update(sorted(found, key=lambda item: order.get(item[0], -1)))
+            elif isinstance(value, list):
+                value[:] = sorted((client for part in parts for client in part[name]), key=lambda c: order.get(c, -1))

@@ -1,0 +1,128 @@
+"""A round is the train loader of an epoch: its length, what is loaded anew with it, and how it ends when cut short."""
+
+import copy
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_fcl.callbacks import EWC
+from lightning_fcl.data.split import Split
+
+
+class Counts(Callback):
+    """The batches of each round, as the Trainer and its hooks count them."""
+
+    def __init__(self):
+        self.told, self.seen = [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.told.append(trainer.num_training_batches)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_a_trainer_s_batches_are_those_of_the_round(fit, make_stream, make_task, cohort_size):
+    counts, stream = Counts(), make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
+    fit(make_task(), stream, [counts], cohort_size=cohort_size, local_epochs=2, participation=3)
+    assert counts.told == counts.seen and len(set(counts.told)) > 1
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+def test_loaders_are_made_anew_as_a_user_says(fit, make_stream, make_task, cohort_size, monkeypatch):
+    def run(epochs):
+        stream, made, trained = make_stream(rounds_per_experience=2, split=Split(validation=0.2)), [], []
+        for name, calls in (("val_dataloader", made), ("train_dataloader", trained)):
+            own = getattr(stream, name)
+            monkeypatch.setattr(stream, name, lambda own=own, calls=calls: calls.append(1) or own())
+        task, options = make_task(), {"reload_dataloaders_every_n_epochs": epochs, "num_sanity_val_steps": 0}
+        trainer = fit(task, stream, [EWC(1.0)], cohort_size=cohort_size, seed=0, trainer_args=options)
+        assert trainer.reload_dataloaders_every_n_epochs == epochs and len(trained) == trainer.max_epochs == 4
+        return task.state_dict(), len(made)
+
+    plain, each, second = run(0), run(1), run(2)
+    assert (plain[1], each[1], second[1]) == (1, 4, 2)
+    assert same(plain[0], each[0]) and same(plain[0], second[0])
+
+
+def test_a_client_begins_when_the_last_hook_of_the_one_before_is_done(fit, make_stream, make_task):
+    seen = []
+
+    class Watch(Callback):
+        def on_client_end(self, trainer, pl_module, client_round):
+            seen.append(("end", client_round.client))
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(("start", trainer.strategy.client_round.client))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if not trainer.is_last_batch:
+                seen.append(("hook", trainer.strategy.client_round.client))
+
+    fit(make_task(), make_stream(experiences=1), [Watch()], cohort_size=1, local_epochs=2)
+    order = {"start": {"hook", "end"}, "hook": {"start"}, "end": {"hook"}}
+    assert len(seen) > 10 and all(after in order[now] for (now, _), (after, _) in pairwise(seen))
+    ends = [client for what, client in seen if what == "end"]
+    assert ends == list(dict.fromkeys(client for _, client in seen))
+
+
+@pytest.mark.parametrize("cohort_size", [1, "auto"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_client_end", "on_before_zero_grad"])
+def test_a_round_that_is_cut_short_leaves_the_server(fit, make_stream, make_task, caplog, cohort_size, error, hook):
+    class Stop(Callback):
+        """Stops in the second round, while the module holds a client's state."""
+
+    def stop(self, trainer, *arguments):
+        if trainer.current_epoch == 1:
+            raise error("enough")
+
+    setattr(Stop, hook, stop)
+    task, one, stream = make_task(), make_task(), make_stream(experiences=1, rounds_per_experience=2)
+    stopping = pytest.raises(SystemExit if error is KeyboardInterrupt else error)
+    strategy = {"cohort_size": cohort_size, "seed": 0}
+    with stopping:
+        fit(task, stream, [Stop()], **strategy)
+    fit(one, make_stream(experiences=1, rounds_per_experience=2), [Stop()], max_epochs=1, **strategy)
+    assert same(task.state_dict(), one.state_dict())
+    assert "A round was cut short" in caplog.text
+
+
+def test_a_fit_of_which_a_round_was_cut_short_can_be_begun_again(fit, make_stream, make_task):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                raise RuntimeError("enough")
+
+    task, whole = make_task(), make_task()
+    start = copy.deepcopy(task.state_dict())
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(task, make_stream(), [Stop()], cohort_size=1, seed=0)
+    assert same(task.state_dict(), start)
+    fit(task, make_stream(), cohort_size=1, seed=0)
+    fit(whole, make_stream(), cohort_size=1, seed=0)
+    assert same(task.state_dict(), whole.state_dict())
+
+
+def test_nothing_is_said_of_rounds_that_are_short_or_unlike(fit, make_stream, make_task, tmp_path):
+    def run(epochs, ckpt_path=None):
+        stream = make_stream(clients=5, partition="dirichlet", rounds_per_experience=2)
+        options = {"logger": CSVLogger(tmp_path), "enable_checkpointing": True}
+        saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+        fit(make_task(), stream, [saves], max_epochs=epochs, participation=2, trainer_args=options, ckpt_path=ckpt_path)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(1)
+        run(2, tmp_path / "epoch=0.ckpt")
+    told = " ".join(str(one.message) for one in caught)
+    assert "number of training batches" not in told and "resuming from a checkpoint that ended" not in told
