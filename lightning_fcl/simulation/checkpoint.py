@@ -99,7 +99,7 @@ def check_checkpoint(
             f"Expected a checkpoint taken between rounds but {path} was taken in the middle of one. Save with "
             "`every_n_epochs`, not `every_n_train_steps`."
         )
-    then = kept.get("fingerprint", {})
+    then = {"version of draws": 1, **kept.get("fingerprint", {})}
     other = {name: (then[name], here[name]) for name in then.keys() & here.keys() if then[name] != here[name]}
     if other:
         what = "; ".join(f"{name} was {before}, is {now}" for name, (before, now) in other.items())
