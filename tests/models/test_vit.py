@@ -345,7 +345,7 @@ def test_states_can_be_averaged(name):
         for _ in range(client + 1):
             local(torch.randn(4, 3, 32, 32))
         uploads.append({key: value.detach().clone() for key, value in entries(local).items()})
-        aggregator.add(uploads[-1], weight=client + 1)
+        aggregator.add_all({key: value[None] for key, value in uploads[-1].items()}, [client + 1], [client])
     result = aggregator.result(model.state_dict())
     assert result.keys() == model.state_dict().keys()
     for key, value in result.items():
