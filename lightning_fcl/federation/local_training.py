@@ -46,7 +46,7 @@ class Trained:
 class LocalTrainer(Protocol):
     """Trains some clients of a round, side by side: from what they receive to what they upload.
 
-    One object trains all clients of a fit, some at a time. `lightning_fcl.simulation.sequential` and ``vectorized``
+    One object trains all clients of a fit, some at a time. `lightning_fcl.local.sequential` and ``vectorized``
     have those for modules in general; a module may bring its own, see `BringsLocalTrainer`.
     """
 

@@ -8,10 +8,10 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from lightning_fcl.callbacks.epoch_logs import EpochLogs
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
-from lightning_fcl.simulation.epoch_logs import EpochLogs
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
 

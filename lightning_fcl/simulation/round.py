@@ -21,15 +21,15 @@ from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.federation.server import FederatedServer
+from lightning_fcl.local.loose_state import LooseState
+from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import there
-from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
 from lightning_fcl.simulation.rehearsal import record_time
-from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 

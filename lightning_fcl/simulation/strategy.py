@@ -27,18 +27,18 @@ from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import ClientWeights, FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.local.local_steps import LocalSteps
+from lightning_fcl.local.precision import StackedPrecision
+from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
-from lightning_fcl.simulation.local_steps import LocalSteps
-from lightning_fcl.simulation.precision import StackedPrecision
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
-from lightning_fcl.simulation.sequential import SequentialTrainer
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class FederatedStrategy(RanksStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         if type(self.precision_plugin) is Precision:
-            self.precision_plugin = StackedPrecision(self)
+            self.precision_plugin = StackedPrecision(lambda: self.federation.trainer)
         super().setup(trainer)
         self._hooks.began = False
         if trainer.state.fn == "fit":

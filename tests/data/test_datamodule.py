@@ -29,7 +29,7 @@ from lightning_fcl.callbacks import EWC, ContinualMetrics, Pretrain, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
-from lightning_fcl.simulation.vectorized import VectorizedTrainer
+from lightning_fcl.local.vectorized import VectorizedTrainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(64, 5, generator=GENERATOR), torch.arange(64) % 4

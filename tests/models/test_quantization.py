@@ -12,9 +12,9 @@ from torch.func import functional_call, vmap
 from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.local.trial import why_not_vectorized
 from lightning_fcl.models import DSICNet, quantization
 from lightning_fcl.models.quantization import Int8Backbone, fold_batchnorm, quantize_backbone
-from lightning_fcl.simulation.choose import why_not_vectorized
 
 
 def standard(images):

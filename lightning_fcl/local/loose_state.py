@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.federation.aggregation import entries
-from lightning_fcl.simulation.contents import Change, Content, Kind, Names, kind_of
+from lightning_fcl.local.contents import Change, Content, Kind, Names, kind_of
 
 _INTERNAL = frozenset(vars(L.LightningModule()))
 _BY_CLIENT = frozenset({"state", "param_groups", "defaults"})  # of an optimizer: they begin anew elsewhere

@@ -23,8 +23,9 @@ from lightning_fcl.callbacks import (
     MeanOutputLoss,
     Replay,
 )
+from lightning_fcl.local.trial import why_not_vectorized
 from lightning_fcl.models import MLP
-from lightning_fcl.simulation.choose import automatic_size, why_not_vectorized
+from lightning_fcl.simulation.choose import automatic_size
 
 pytestmark = pytest.mark.rounding
 

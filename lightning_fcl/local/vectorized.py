@@ -19,15 +19,14 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, set_group_values, with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.local.sequential import client_keys, step_keys
+from lightning_fcl.local.traced import TracedStep, is_traceable
 from lightning_fcl.methods.compose import compose
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.random_layers import KeyedRandomness, without_advancing
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.methods.step import Step
-from lightning_fcl.simulation.limits import there
-from lightning_fcl.simulation.sequential import client_keys, step_keys
-from lightning_fcl.simulation.traced import TracedStep, is_traceable
 
 
 class VectorizedTrainer:
@@ -140,8 +139,8 @@ class VectorizedTrainer:
             # Not `loss.backward()`, which copies each gradient that does not lie in memory as its parameter does.
             known = torch.autograd.grad(loss, params, allow_unused=True)
         of = {id(parameter): gradient for parameter, gradient in zip(params, known, strict=True)}
-        optimizer = there(self.optimizer, "a client")
-        return [of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        assert self.optimizer is not None  # clients have begun
+        return [of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _plain_step(
         self,

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx
-from lightning_fcl.simulation import traced
-from lightning_fcl.simulation.traced import TracedStep, is_traceable
+from lightning_fcl.local import traced
+from lightning_fcl.local.traced import TracedStep, is_traceable
 
 
 class Own(nn.Module):

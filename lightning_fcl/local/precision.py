@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fcl.federation.local_training import TakesGradients
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.strategy import FederatedStrategy
+from lightning_fcl.federation.local_training import LocalTrainer, TakesGradients
 
 
 class StackedPrecision(Precision):
     """Full precision, in which the gradients of clients that train side by side are taken, and clipped by norm.
 
     Args:
-        strategy: The strategy.
+        trainer: Tells who trains the clients.
     """
 
-    def __init__(self, strategy: FederatedStrategy) -> None:
+    def __init__(self, trainer: Callable[[], LocalTrainer]) -> None:
         super().__init__()
-        self._strategy = strategy
+        self._trainer = trainer
 
-    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Take the gradients: of a single client as always, of several as their trainer tells them."""
-        trainer: object = self._strategy.federation.trainer
+        trainer: object = self._trainer()
         if not isinstance(trainer, TakesGradients):
-            super().backward(tensor, model, *args, **kwargs)
+            super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        optimizer = self._strategy.optimizers[0]
         for parameter, gradient in zip(self.main_params(optimizer), trainer.gradients(tensor), strict=True):
             parameter.grad = gradient
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip each client's gradient by its own norm."""
-        trainer: object = self._strategy.federation.trainer
+        trainer: object = self._trainer()
         if not isinstance(trainer, TakesGradients):
             super().clip_grad_by_norm(optimizer, clip_val)
             return

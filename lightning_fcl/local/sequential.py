@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
@@ -19,20 +21,22 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
+from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.randomness import Keys, keys_of, numbers
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 class SequentialTrainer:
     """Trains one client after the other: any LightningModule, with all that Lightning does around a step.
 
     Args:
-        federation: The federation.
+        module: The module.
+        methods: The methods of its Trainer.
+        optimizer: Its optimizer.
+        keep_optimizer: Whether a client's optimizer state lasts from round to round.
+        seed: Seed of what clients' random layers draw, and methods recall.
         step: Lightning's own training step.
     """
 
@@ -40,10 +44,17 @@ class SequentialTrainer:
     stacked = False
     optimizer = None
 
-    def __init__(self, federation: Federation, step: Callable[..., Any]) -> None:
-        self._module, self._methods, self._optimizer = federation.module, federation.methods, federation.optimizer
-        self._keep_optimizer, self._seed = federation.strategy.keep_optimizer, federation.seed
-        self._step = step
+    def __init__(
+        self,
+        module: L.LightningModule,
+        methods: Sequence[Declaration],
+        optimizer: Optimizer,
+        keep_optimizer: bool,
+        seed: int,
+        step: Callable[..., Any],
+    ) -> None:
+        self._module, self._methods, self._optimizer, self._step = module, methods, optimizer, step
+        self._keep_optimizer, self._seed = keep_optimizer, seed
         self._begun: list[dict[str, Any]] = []  # the optimizer's groups, of a client that has kept none
         self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
 

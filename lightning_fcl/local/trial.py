@@ -1,0 +1,175 @@
+"""Whether clients of a module can train side by side: what it says, who watches it, and a trial on a few samples."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Mapping, Sequence, Sized
+from functools import partial
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fcl.data.attached import callbacks_of, transfer_hook
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.stream import FederatedStream
+from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.optimizer_state import with_parameters
+from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.local.vectorized import VectorizedTrainer
+from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.driver import MethodDriver
+
+# Optimizers whose update of one number depends on that number's history alone: they do the same on stacks.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+RANDOM = "its layers draw random numbers"
+LEAVES = "its forward leaves something on the module"
+# Whoever overrides one of these looks at the gradients or the step of one model at a time.
+STEP_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+# Whoever overrides one of these sees the batch of one client at a time.
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
+
+def why_not_vectorized(
+    module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, stream: FederatedStream
+) -> str | None:
+    """The reason why a module's clients must train one at a time, or None.
+
+    A module can be vectorised if it says that its training step is the mean of its `sample_loss`, its optimizer is one
+    of `ELEMENTWISE`, nobody looks at one model's batches or gradients, and a trial on a few samples succeeds.
+    """
+    trainer = module.trainer
+    for method in methods:
+        if not method.vectorizable:
+            what = "changes the gradient of" if overrides(method, "project") else "trains"
+            return f"`{type(method).__name__}` {what} one client at a time"
+    if not isinstance(module, Vectorizable):
+        return f"`{type(module).__name__}` is no `Classifier`, which states its loss apart"
+    reason = module.why_not_vectorized()
+    if reason:
+        return reason
+    if type(optimizer) not in ELEMENTWISE:
+        return f"`{type(optimizer).__name__}` does not update each number on its own"
+    if trainer.precision != "32-true":
+        return f'the precision is "{trainer.precision}"'
+    return _watching(module, stream) or _trial(module, optimizer, stream)
+
+
+def _watching(module: L.LightningModule, stream: FederatedStream) -> str | None:
+    """Who overrides a hook that shows one client at a time."""
+    callbacks = callbacks_of(module.trainer)
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            return f"`{type(callback).__name__}` adds parameters to the optimizer while it trains"
+    known = ("lightning.", "lightning_fcl.callbacks.", "lightning_fcl.simulation.")
+    others = [c for c in callbacks if not (isinstance(c, MethodDriver) or type(c).__module__.startswith(known))]
+    watchers: list[tuple[object, type, tuple[str, ...]]] = [
+        (module, L.LightningModule, STEP_HOOKS + BATCH_HOOKS),
+        *((callback, Callback, STEP_HOOKS + BATCH_HOOKS) for callback in others),
+    ]
+    for watcher, plain, hooks in watchers:
+        for hook in hooks:
+            if getattr(type(watcher), hook, None) is not getattr(plain, hook, None):
+                return f"`{type(watcher).__name__}` overrides `{hook}`"
+    return transfer_hook(module, stream)
+
+
+def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStream) -> str | None:
+    """What goes wrong when a client trains on two samples, vectorised: alone, again, and padded beside another one."""
+    plan = [rows for current in stream.plan.train for rows in itertools.islice(current.values(), 100) if len(rows)]
+    if not plan:
+        return "no client has samples"
+    own = max((rows[:2] for rows in plan), key=len)  # of one sample nothing could be told
+    others = np.resize(plan[-1][::-1], len(own) + 1)
+    with isolate_rng(), torch.enable_grad():
+        data = stream.take(np.concatenate([own, others]))
+        if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+            return "its batches are not pairs of tensors"
+        (x, others_x), (y, others_y) = (part.to(module.device).split([len(own), len(own) + 1]) for part in data)
+        around = (module.trainer, module.trainer.strategy)  # which may hold processes
+        try:
+            copied = copy.deepcopy(module, {id(part): part for part in around}).train()
+            begun, drawn = _held(copied), _generators()
+            twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
+            step = partial(_trial_step, copied, with_parameters(optimizer, twins))
+            alone = step([x], [y])
+            if not _equal(_held(copied), begun):
+                return LEAVES
+            again = step([x], [y])
+            if not all(map(torch.equal, again, alone)) or _generators() != drawn:
+                return "its forward gives something else each time"
+            copied(x)
+            if not _equal(_held(copied), begun):
+                return "its forward changes buffers"
+            # As the loader pads: with zeros what is read batch by batch, else with the client's first sample.
+            x, y = (torch.cat([p, torch.zeros_like(p[:1]) if stream.draws else p[:1]]) for p in (x, y))
+            padded = step([x, others_x], [y, others_y], len(own))
+        except Exception as error:  # whatever it is, this module cannot be vectorised
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            known = {"randomness": RANDOM, "escaped from inside": LEAVES}
+            return next((why for part, why in known.items() if part in text), f"vectorising it fails ({text})")
+    if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
+        return None
+    return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
+
+
+def _trial_step(
+    module: L.LightningModule, optimizer: Optimizer, x: list[Tensor], y: list[Tensor], real: int | None = None
+) -> list[Tensor]:
+    """The first client's loss and gradient when these train side by side; ``real`` samples of its batch are its own."""
+    clients, state = len(x), {name: value.detach().clone() for name, value in entries(module).items()}
+    weight = torch.full((clients, len(y[0])), 1 / len(y[0]), device=module.device)
+    if real is not None:
+        weight[0] = (torch.arange(len(y[0]), device=module.device) < real) / real
+    trainer = VectorizedTrainer(module, [], optimizer, clients, seed=0)
+    trainer.begin([ClientRound("", 0)] * clients, [state] * clients, [[]] * clients, [{}] * clients)
+    keys = torch.zeros(clients, dtype=torch.long, device=module.device)
+    losses, _ = trainer.losses(torch.stack(x), torch.stack(y), weight, keys, randomness="error")
+    gradients = [g[0].flatten() for g in trainer.gradients(losses.sum()) if g is not None]
+    return [losses.detach()[:1].nan_to_num(), torch.cat(gradients).nan_to_num()]
+
+
+def _held(module: nn.Module) -> dict[str, object]:
+    """What a module's parts hold: tensors as they are now, of containers how much is in them."""
+    parts = [{**vars(part), **part._parameters, **part._buffers} for part in module.modules()]
+    held = {f"{number}.{name}": value for number, own in enumerate(parts) for name, value in own.items()}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else len(value) if isinstance(value, Sized) else value
+        for name, value in held.items()
+    }
+
+
+def _equal(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
+    """Whether a module's parts hold the same."""
+    return left.keys() == right.keys() and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or (type(a) is int and a == b)
+        for a, b in ((left[name], right[name]) for name in left)
+    )
+
+
+def _generators() -> tuple[object, ...]:
+    """Where NumPy's and Python's generators are."""
+    return random.getstate(), str(np.random.get_state())
