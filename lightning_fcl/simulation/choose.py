@@ -76,13 +76,15 @@ def choose_trainer(
         step: Lightning's own training step.
     """
     module, stream, strategy = federation.module, federation.stream, federation.strategy
-    methods, optimizer, keep_optimizer = federation.methods, federation.optimizer, strategy.keep_optimizer
+    methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, strategy.keep_optimizer
     for method in methods:
         if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
             refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, {})])
-    if keep_optimizer and isinstance(optimizer, torch.optim.LBFGS):
+    if len(optimizers) > 1:
+        _check_several(methods)
+    if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
         )
@@ -97,7 +99,7 @@ def choose_trainer(
     reason = None
     if size > 1:
         kept = "each client keeps its optimizer" if keep_optimizer else None
-        reason = kept or why_not_vectorized(module, methods, optimizer, stream)
+        reason = kept or why_not_vectorized(module, methods, optimizers, stream)
         if wanted is not None and reason == RANDOM:
             log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
             reason = None
@@ -107,7 +109,16 @@ def choose_trainer(
         return SequentialTrainer(federation, step)
     if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
-    return VectorizedTrainer(module, methods, optimizer, size, federation.seed)
+    return VectorizedTrainer(module, methods, federation.optimizer, size, federation.seed)
+
+
+def _check_several(methods: Sequence[Declaration]) -> None:
+    for method in methods:
+        if shapes_loss(method, {}) or not method.vectorizable:
+            raise ValueError(
+                f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
+                f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."
+            )
 
 
 def automatic_size(module: L.LightningModule) -> int:
@@ -125,7 +136,7 @@ def _batch_numbers(stream: FederatedStream) -> int:
 
 
 def why_not_vectorized(
-    module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, stream: FederatedStream
+    module: L.LightningModule, methods: Sequence[Declaration], optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> str | None:
     """The reason why a module's clients must train one at a time, or None.
 
@@ -142,6 +153,9 @@ def why_not_vectorized(
     reason = module.why_not_vectorized()
     if reason:
         return reason
+    if len(optimizers) > 1:
+        return "it has several optimizers"
+    (optimizer,) = optimizers
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
     if trainer.precision != "32-true":

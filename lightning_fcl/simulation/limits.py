@@ -84,8 +84,10 @@ def check_trainer(trainer: L.Trainer) -> None:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
-    if len(trainer.optimizers) != 1:
-        raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
+    if not trainer.optimizers:
+        raise ValueError(
+            "Expected an optimizer but `configure_optimizers` returned none. Return one, over all that learns."
+        )
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if any(config.reduce_on_plateau for config in by_step):
         raise ValueError(

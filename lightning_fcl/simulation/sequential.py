@@ -19,7 +19,7 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
-from lightning_fcl.methods.method import driver_of
+from lightning_fcl.methods.method import driver_of, section
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.randomness import Keys, keys_of, numbers
@@ -41,10 +41,10 @@ class SequentialTrainer:
     optimizer = None
 
     def __init__(self, federation: Federation, step: Callable[..., Any]) -> None:
-        self._module, self._methods, self._optimizer = federation.module, federation.methods, federation.optimizer
+        self._module, self._methods, self._optimizers = federation.module, federation.methods, federation.optimizers
         self._keep_optimizer, self._seed = federation.strategy.keep_optimizer, federation.seed
         self._step = step
-        self._begun: list[dict[str, Any]] = []  # the optimizer's groups, of a client that has kept none
+        self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
         self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
 
     def begin(
@@ -59,9 +59,10 @@ class SequentialTrainer:
         self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
-        self._optimizer.state.clear()
-        self._begun = copy.deepcopy(group_values(self._optimizer)) if self._keep_optimizer else []
-        restore_optimizer(self._optimizer, optimizers[0])
+        self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.state.clear()
+            restore_optimizer(optimizer, section(optimizers[0], str(number)))
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
             recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, [client_round], "recall"))
@@ -110,9 +111,14 @@ class SequentialTrainer:
             {name: value[None] for name, value in sent.items()},
             [[method.memory for method in self._methods]],
             own,
-            optimizer_memory(self._optimizer, self._begun) if self._keep_optimizer else None,
+            self._kept() if self._keep_optimizer else None,
             self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
         )
+
+    def _kept(self) -> Memory:
+        """What the optimizers know, each below its number."""
+        own = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
+        return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}
 
 
 def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:

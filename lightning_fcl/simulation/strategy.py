@@ -134,7 +134,7 @@ class FederatedStrategy(RanksStrategy):
         self.new_round: Callable[[Federation], Round] = Round
         self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
-        self._fits: Optimizer | None = None  # that of the fit which has begun
+        self._fits: list[Optimizer] = []  # those of the fit which has begun
 
     @property
     def seed(self) -> int:
@@ -245,10 +245,10 @@ class FederatedStrategy(RanksStrategy):
                     "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
                     "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
                 )
-            federation, optimizer = self.federation, self.optimizers[0]
-            if self._fits is not optimizer:
-                self._fits = optimizer
-                begin_fit(federation, optimizer, super().training_step)
+            federation = self.federation
+            if self._fits != self.optimizers:
+                self._fits = self.optimizers
+                begin_fit(federation, self.optimizers, super().training_step)
                 begin_schedule(federation)
                 check_ranks(federation)
                 check_alike(self.ranks, fingerprint_of(federation))
@@ -281,17 +281,19 @@ class FederatedStrategy(RanksStrategy):
         if not local.complete:
             return gather()
         result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
+        if local.by_hand is not None:
+            return result
         local.stepped(federation.optimizer, optimizer)
-        if cohort.last_batch and local.by_hand is None:  # now: schedules by round step before the batch has ended
+        if cohort.last_batch:  # now: schedules by round step before the batch has ended
             local.end_schedules(federation.optimizer)
         return result
 
     def use_optimizer(self) -> None:
-        """Let Lightning step the optimizer of the clients at hand."""
+        """Let Lightning step the optimizers of the clients at hand."""
         own = self.federation.trainer.optimizer if self.federation.round.cohort is not None else None
-        wanted = own if own is not None else self.federation.optimizer
-        if self.optimizers[0] is not wanted:
-            self.optimizers = [wanted]
+        wanted = [own] if own is not None else self.federation.optimizers
+        if self.optimizers != wanted:
+            self.optimizers = wanted
 
     # Checkpoints.
 
