@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -13,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
@@ -30,6 +32,7 @@ from lightning_fcl.hub.checkpoint import read_checkpoint
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.simulation.counts import common_batches
 from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
@@ -188,6 +191,15 @@ class FederatedStrategy(RanksStrategy):
         else:
             self._warn_of_own_entries()
 
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
+        stream, most = stream_of(trainer), trainer.max_steps
+        if stream is not None:
+            stream.count_batches = partial(common_batches, self.federation)
+        super().setup_optimizers(trainer)
+        trainer.fit_loop.epoch_loop.max_steps = most
+        trainer.fit_loop._combined_loader = None  # which has no rounds yet
+
     def _take_over_steps(self, trainer: L.Trainer) -> None:
         """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
@@ -236,15 +248,15 @@ class FederatedStrategy(RanksStrategy):
             trainer.accumulate_grad_batches = self.local_steps.every
             trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
             self.local_steps = LocalSteps()
+            self.federation.stream.count_batches = None
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, ClientLoader):
-            if not self.optimizers:
-                raise ValueError(
-                    "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
-                    "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
-                )
+            if not self.optimizers:  # `configure_optimizers` asks for their number
+                steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
+                self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps  # that of all rounds is more
+                return dataloader
             federation = self.federation
             if self._fits != self.optimizers:
                 self._fits = self.optimizers
@@ -265,7 +277,12 @@ class FederatedStrategy(RanksStrategy):
         """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
         trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
-        return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+        loop = self.federation.module.trainer.fit_loop
+        whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
+        try:
+            return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+        finally:
+            loop.max_batches = whole
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer
