@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
 from lightning_fcl.data.attached import callbacks_of
@@ -116,6 +117,11 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 def check_module(module: L.LightningModule) -> None:
     """Refuse a module whose state cannot go to the clients and come back."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients. "
+            "Take `batch` and `batch_idx`."
+        )
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:

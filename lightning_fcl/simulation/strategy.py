@@ -13,6 +13,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
@@ -137,6 +138,7 @@ class FederatedStrategy(RanksStrategy):
         self.new_round: Callable[[Federation], Round] = Round
         self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
+        self._schedules: list[LRSchedulerConfig] = []  # by step and by round
         self._fits: list[Optimizer] = []  # those of the fit which has begun
 
     @property
@@ -202,6 +204,7 @@ class FederatedStrategy(RanksStrategy):
 
     def _take_over_steps(self, trainer: L.Trainer) -> None:
         """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
+        self._schedules = self.lr_scheduler_configs
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
@@ -279,10 +282,11 @@ class FederatedStrategy(RanksStrategy):
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         loop = self.federation.module.trainer.fit_loop
         whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
+        by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
         try:
             return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
         finally:
-            loop.max_batches = whole
+            loop.max_batches, self.lr_scheduler_configs = whole, by_round
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer

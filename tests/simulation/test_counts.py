@@ -140,3 +140,43 @@ def test_methods_that_make_them_differ_are_named(fit):
 def test_outside_of_a_fit_there_is_no_length():
     with pytest.raises(TypeError, match='Expected a Trainer with `strategy="federated"` that fits'):
         len(stream_of(a=24, b=24).train_dataloader())
+
+
+@pytest.mark.may("have a `training_step(self, batch)` without `batch_idx`", "it is called so")
+def test_a_step_without_a_number(fit, assert_same):
+    class Plain(Counts):
+        def training_step(self, batch):
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    class Numbered(Plain):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch)
+
+    modules = []
+    for made in (Plain, Numbered):
+        torch.manual_seed(0)
+        modules.append(made())
+        fit(modules[-1], stream_of(a=24, b=9))
+    assert_same(*modules)
+
+
+@pytest.mark.may("have a `training_step(self, dataloader_iter)`", "refused: it would go across clients")
+def test_a_step_of_an_iterator_is_refused(fit):
+    class Iterates(Counts):
+        def training_step(self, dataloader_iter):
+            return self.model(next(dataloader_iter)[0][0]).sum()
+
+    with pytest.raises(ValueError, match=r"takes the `dataloader_iter`.*Take `batch` and `batch_idx`"):
+        fit(Iterates(), stream_of(a=24, b=9))
+
+
+def test_a_step_is_told_its_schedules(fit):
+    class Reads(Counts):
+        def training_step(self, batch, batch_idx):
+            self.seen.append(self.lr_schedulers().get_last_lr()[0])
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    module = Reads(one_cycle(lambda trainer: 3))
+    trainer = fit(module, stream_of(a=24, b=24))
+    assert len(set(module.seen[:3])) == 3 and module.seen == module.seen[:3] * 4
+    assert trainer.lr_scheduler_configs == []
