@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
@@ -28,6 +28,7 @@ from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.replay import Replay
+from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.sequential import SequentialTrainer
 from lightning_fcl.simulation.vectorized import VectorizedTrainer
 
@@ -51,6 +52,7 @@ ELEMENTWISE = (
 _NUMBERS = 4_000_000  # parameters, and numbers in batches, side by side: beyond, a step takes longer a client
 RANDOM = "its layers draw random numbers"
 LEAVES = "its forward leaves something on the module"
+LOGS = "its loss logs, which would count padding"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -197,11 +199,12 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         around = (module.trainer, module.trainer.strategy)  # which may hold processes
         try:
             copied = copy.deepcopy(module, {id(part): part for part in around}).train()
-            begun, drawn = _held(copied), _generators()
+            copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
+            begun, drawn, loose = _held(copied), _generators(), LooseState(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
             alone = step([x], [y])
-            if not _equal(_held(copied), begun):
+            if not _equal(_held(copied), begun) or loose.changes():
                 return LEAVES
             counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
             try:  # it may depend on `trainer.num_training_batches`, which is each client's
@@ -218,11 +221,15 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            known = {"randomness": RANDOM, "escaped from inside": LEAVES}
+            known = {"randomness": RANDOM, "escaped from inside": LEAVES, LOGS: LOGS}
             return next((why for part, why in known.items() if part in text), f"vectorising it fails ({text})")
     if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
         return None
     return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
+
+
+def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(LOGS)
 
 
 def _trial_step(

@@ -119,6 +119,11 @@ class LocalSteps:
         for p in params:
             if p.grad is None:
                 continue
+            if hasattr(p, "grad_sample"):
+                raise ValueError(
+                    "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
+                    f"the optimizer would see the last batch's alone, but got {self.every}. Set a larger `batch_size`."
+                )
             gradient = p.grad.detach().clone()
             if active < self.active:  # the others have no such batch
                 gradient[active:] = 0

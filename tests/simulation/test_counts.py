@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import Classifier, FederatedStream, client_steps
 from lightning_fcl.callbacks import Replay
@@ -180,3 +181,74 @@ def test_a_step_is_told_its_schedules(fit):
     trainer = fit(module, stream_of(a=24, b=24))
     assert len(set(module.seen[:3])) == 3 and module.seen == module.seen[:3] * 4
     assert trainer.lr_scheduler_configs == []
+
+
+class Watched(Classifier):
+    """Its loss or its forward does more than to compute."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 4), 4, torch.optim.SGD)
+        self.accuracy = MulticlassAccuracy(4)
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+        self.rng = np.random.default_rng(0)
+
+
+class Measures(Watched):
+    def sample_loss(self, output, y):
+        self.accuracy.update(output, y)
+        return super().sample_loss(output, y)
+
+
+class Logs(Watched):
+    def sample_loss(self, output, y):
+        loss = super().sample_loss(output, y)
+        if loss.requires_grad:
+            self.log("loss of samples", loss.mean())
+        return loss
+
+
+class DrawsByNumPy(Watched):
+    def forward(self, x):
+        return super().forward(x) * (1 + np.random.rand())
+
+
+class DrawsByItsOwn(Watched):
+    def forward(self, x):
+        return super().forward(x) + self.rng.random()
+
+
+class AssignsBuffer(Watched):
+    def forward(self, x):
+        self.mean = x.detach().mean(0)
+        return super().forward(x)
+
+
+@pytest.mark.may(
+    "log or measure in its `sample_loss`, draw by NumPy, or set buffers in its forward",
+    "it trains one client at a time",
+)
+@pytest.mark.parametrize("kind", [Measures, Logs, DrawsByNumPy, DrawsByItsOwn, AssignsBuffer])
+def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
+    trainer = fit(kind(), stream_of(a=24, b=9))
+    assert trainer.strategy.federation.trainer.clients_at_once == 1
+    assert fit(Watched(), stream_of(a=24, b=9)).strategy.federation.trainer.clients_at_once > 1
+
+
+def test_what_a_loss_logs_is_named_where_clients_should_train_side_by_side(fit):
+    with pytest.raises(ValueError, match="but got 2: its loss logs, which would count padding"):
+        fit(Logs(), stream_of(a=24, b=9), cohort_size=2)
+
+
+@pytest.mark.may(
+    "have gradients of single samples (`grad_sample`) beside `accumulate_grad_batches`", "refused: use a larger batch"
+)
+def test_gradients_of_samples_are_refused_beside_accumulation(fit):
+    class Samples(Counts):
+        def on_after_backward(self):
+            for parameter in self.parameters():
+                parameter.grad_sample = parameter.grad[None]
+
+    fit(Samples(), stream_of(a=24, b=9))
+    with pytest.raises(ValueError, match=r"gradients of single samples.*but got 2\. Set a larger `batch_size`"):
+        fit(Samples(), stream_of(a=24, b=9), trainer_args={"accumulate_grad_batches": 2})
