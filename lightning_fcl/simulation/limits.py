@@ -162,6 +162,15 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         )
 
 
+def check_optimizers(federation: Federation) -> None:
+    """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
+    if federation.strategy.optimizers != federation.optimizers:
+        raise ValueError(
+            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others. Give what "
+            'is there the new parameters: `self.optimizers().param_groups[0]["params"] = [*self.parameters()]`.'
+        )
+
+
 def check_ranks(federation: Federation) -> None:
     """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
     ranks, size, plan = federation.strategy.ranks.number, federation.trainer.clients_at_once, federation.stream.plan

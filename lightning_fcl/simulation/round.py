@@ -25,7 +25,7 @@ from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
-from lightning_fcl.simulation.limits import there
+from lightning_fcl.simulation.limits import check_optimizers, there
 from lightning_fcl.simulation.loose_state import LooseState
 from lightning_fcl.simulation.placement import Placement
 from lightning_fcl.simulation.rehearsal import record_time
@@ -138,6 +138,7 @@ class Round:
     def begin(self) -> None:
         """Before the clients: what a hook has changed in the module since the last round is the server's."""
         federation = self.federation
+        check_optimizers(federation)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)

@@ -200,7 +200,8 @@ class FederatedStrategy(RanksStrategy):
             stream.count_batches = partial(common_batches, self.federation)
         super().setup_optimizers(trainer)
         trainer.fit_loop.epoch_loop.max_steps = most
-        trainer.fit_loop._combined_loader = None  # which has no rounds yet
+        if isinstance(trainer.train_dataloader, ClientLoader):
+            trainer.fit_loop._combined_loader = None  # which has no rounds yet
 
     def _take_over_steps(self, trainer: L.Trainer) -> None:
         """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
