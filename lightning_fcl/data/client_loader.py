@@ -24,6 +24,14 @@ class ClientLoader:
     def __init__(self, stream: FederatedStream) -> None:
         self.stream = stream
 
+    def __len__(self) -> int:
+        if self.stream.count_batches is None:
+            raise TypeError(
+                'Expected a Trainer with `strategy="federated"` that fits where the number of batches is asked for, '
+                "which is a client's in a round, but there is none."
+            )
+        return self.stream.count_batches()
+
     def __iter__(self) -> Iterator[Any]:
         stream, trainer = self.stream, self.stream.trainer
         clients = stream.plan.clients

@@ -48,6 +48,12 @@ def window(key: Keys, remembered: int, size: int, start: int) -> IntArray:
     return np.concatenate([order, permutations(key, sizes, number + 1)[0, : size - len(order)]])
 
 
+def steps_of(sizes: IntArray, batching: Batching) -> IntArray:
+    """The batches in an epoch of clients with so many samples."""
+    full, over = np.divmod(sizes, batching.batch_size)
+    return np.maximum(1, full if batching.drop_last else full + (over > 0))
+
+
 def plan_cohort(
     sizes: IntArray, epochs: IntArray, batching: Batching, keys: Keys, remembered: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:
@@ -61,7 +67,7 @@ def plan_cohort(
         The samples, shape (clients, steps, widest batch), padded by zeros; and how many there are in each batch, shape
         (clients, steps), 0 where a client is done.
     """
-    steps = np.maximum(1, sizes // batching.batch_size if batching.drop_last else -(-sizes // batching.batch_size))
+    steps = steps_of(sizes, batching)
     extra = np.zeros_like(sizes) if remembered is None else remembered
     step = np.arange(int(steps.max()))
     there = step < steps[:, None]

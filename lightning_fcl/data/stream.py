@@ -100,6 +100,7 @@ class FederatedStream(L.LightningDataModule):
         self._classes = classes
         self._seed = seed
         self._unmapped: Samples | None = None
+        self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
         self.samples = Samples(torch.empty(0), EMPTY)
 
     @classmethod

@@ -195,7 +195,8 @@ class NodeRound(Round):
 
     def begin(self) -> None:
         super().begin()
-        for group, values in zip(self.federation.optimizer.param_groups, self.groups, strict=True):
+        groups = [group for optimizer in self.federation.optimizers for group in optimizer.param_groups]
+        for group, values in zip(groups, self.groups, strict=True):
             group.update({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def upload(self, cohort: Cohort) -> None:

@@ -154,7 +154,7 @@ class RemoteRound(Round):
             "round": self.number,
             "max_epochs": self.federation.module.trainer.max_epochs,
             "message_bytes": self.terms.message_bytes,
-            "optimizer": [_plain(group) for group in self.federation.optimizer.param_groups],
+            "optimizer": [_plain(group) for o in self.federation.optimizers for group in o.param_groups],
         }
 
     def _held(self) -> State:

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fcl.federation.optimizer_state import SCHEDULED, group_values, set_group_values
 
+Groups = list[dict[str, Any]]
+
 
 class LocalSteps:
     """The optimizer's steps within the local training of a client, or of several side by side.
@@ -49,27 +51,28 @@ class LocalSteps:
         self._step = step
         self._batches = self._steps = 0
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._start: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None  # of the round's clients
+        self._start: tuple[list[Groups], list[dict[str, Any]]] | None = None  # of the round's clients
         self._stepped_before = False  # whether clients before those at hand have stepped schedulers by hand
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Clients begin: note where schedules and optimizer stand when a round's first ones do, and go back to it."""
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Clients begin: note where schedules and optimizers stand when a round's first ones do, and go back to it."""
         self._batches = self._steps = 0
         self._sums.clear()
         if self._start is None:
-            self._start, self._stepped_before = copy.deepcopy((group_values(optimizer), self._schedules())), False
+            self._start = copy.deepcopy(([*map(group_values, optimizers)], self._schedules()))
+            self._stepped_before = False
         else:
             self._stepped_before |= self._schedules() != self._start[1]
-            self._go_back(optimizer, *copy.deepcopy(self._start))
+            self._go_back(optimizers, *copy.deepcopy(self._start))
 
     def end_schedules(self, optimizer: Optimizer) -> None:
         """These clients' last step is done: back to the start of the schedules, before those by round step."""
         if self._start is not None:
             groups, schedules = copy.deepcopy(self._start)
-            self._go_back(optimizer, _with_rates(group_values(optimizer), groups), schedules)
+            self._go_back([optimizer], [_with_rates(group_values(optimizer), groups[0])], schedules)
 
-    def end_round(self, optimizer: Optimizer, whole: bool = True) -> None:
-        """A round is done, or was cut short: of what is in the optimizer, nothing but schedules by round stays."""
+    def end_round(self, optimizers: Sequence[Optimizer], whole: bool = True) -> None:
+        """A round is done, or was cut short: of what is in the optimizers, nothing but schedules by round stays."""
         if self._start is None:
             return
         now = self._schedules()
@@ -77,15 +80,19 @@ class LocalSteps:
         groups, schedules = self._start
         self._start = None
         if whole and by_round:
-            groups, schedules = _with_rates(groups, group_values(optimizer)), now
-        self._go_back(optimizer, groups, schedules)
+            groups = [_with_rates(own, group_values(o)) for own, o in zip(groups, optimizers, strict=True)]
+            schedules = now
+        self._go_back(optimizers, groups, schedules)
 
     def _schedules(self) -> list[dict[str, Any]]:
         return [config.scheduler.state_dict() for config in (*self._configs, *(self.by_hand or ()))]
 
-    def _go_back(self, optimizer: Optimizer, groups: list[dict[str, Any]], schedules: list[dict[str, Any]]) -> None:
-        del optimizer.param_groups[len(groups) :]  # what clients have added
-        set_group_values(optimizer, groups)
+    def _go_back(
+        self, optimizers: Sequence[Optimizer], groups: Sequence[Groups], schedules: Sequence[dict[str, Any]]
+    ) -> None:
+        for optimizer, own in zip(optimizers, groups, strict=True):
+            del optimizer.param_groups[len(own) :]  # what clients have added
+            set_group_values(optimizer, own)
         for config, state in zip((*self._configs, *(self.by_hand or ())), schedules, strict=True):
             config.scheduler.load_state_dict(state)
 
@@ -112,6 +119,11 @@ class LocalSteps:
         for p in params:
             if p.grad is None:
                 continue
+            if hasattr(p, "grad_sample"):
+                raise ValueError(
+                    "Expected `accumulate_grad_batches=1` for gradients of single samples (`grad_sample`), of which "
+                    f"the optimizer would see the last batch's alone, but got {self.every}. Set a larger `batch_size`."
+                )
             gradient = p.grad.detach().clone()
             if active < self.active:  # the others have no such batch
                 gradient[active:] = 0
@@ -143,7 +155,7 @@ class LocalSteps:
             set_group_values(in_use, group_values(optimizer))
 
 
-def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_rates(groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> Groups:
     """Groups with what schedules set in others."""
     rates = [{name: value for name, value in other.items() if name in SCHEDULED} for other in others]
     return [group | own for group, own in zip(groups, rates, strict=False)]

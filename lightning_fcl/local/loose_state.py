@@ -43,7 +43,7 @@ class LooseState:
 
     Args:
         module: The module. Its `entries` are no part of it.
-        optimizer: Its optimizer, whose state and groups are no part of it.
+        optimizers: Its optimizers, whose state and groups are no part of it.
         others: What is left alone, too, such as schedulers.
         before: That of the round before.
 
@@ -60,7 +60,7 @@ class LooseState:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizers: Iterable[Optimizer] = (),
         others: Iterable[object] = (),
         before: LooseState | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class LooseState:
         self._records = before._gathering() if before is not None else {}
         self._state = {id(value) for value in entries(module).values()}
         self._seen = {*self._state, *map(id, others)}
-        if optimizer is not None:
+        for optimizer in optimizers:
             self._seen |= {id(value) for value in (optimizer, optimizer.param_groups, *optimizer.param_groups)}
             self._look(self._names(f"{type(optimizer).__name__}.", vars(optimizer), _BY_CLIENT))
         self._look([("", module)])

@@ -22,7 +22,7 @@ from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
 from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.methods.method import driver_of
+from lightning_fcl.methods.method import driver_of, section
 from lightning_fcl.methods.random_layers import KeyedRandomness
 from lightning_fcl.methods.recalls import Recalls
 from lightning_fcl.randomness import Keys, keys_of, numbers
@@ -34,7 +34,7 @@ class SequentialTrainer:
     Args:
         module: The module.
         methods: The methods of its Trainer.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         keep_optimizer: Whether a client's optimizer state lasts from round to round.
         seed: Seed of what clients' random layers draw, and methods recall.
         step: Lightning's own training step.
@@ -48,14 +48,14 @@ class SequentialTrainer:
         self,
         module: L.LightningModule,
         methods: Sequence[Declaration],
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         keep_optimizer: bool,
         seed: int,
         step: Callable[..., Any],
     ) -> None:
-        self._module, self._methods, self._optimizer, self._step = module, methods, optimizer, step
+        self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
         self._keep_optimizer, self._seed = keep_optimizer, seed
-        self._begun: list[dict[str, Any]] = []  # the optimizer's groups, of a client that has kept none
+        self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
         self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
 
     def begin(
@@ -70,9 +70,10 @@ class SequentialTrainer:
         self._received = state.keys()
         self._keys = client_keys(self._seed, [client_round], "layers")
         load_entries(self._module, state)
-        self._optimizer.state.clear()
-        self._begun = copy.deepcopy(group_values(self._optimizer)) if self._keep_optimizer else []
-        restore_optimizer(self._optimizer, optimizers[0])
+        self._begun = copy.deepcopy([*map(group_values, self._optimizers)]) if self._keep_optimizer else []
+        for number, optimizer in enumerate(self._optimizers):
+            optimizer.state.clear()
+            restore_optimizer(optimizer, section(optimizers[0], str(number)))
         if self._methods:
             active = [method.applies_to(client_round) for method in self._methods]
             recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, [client_round], "recall"))
@@ -121,9 +122,14 @@ class SequentialTrainer:
             {name: value[None] for name, value in sent.items()},
             [[method.memory for method in self._methods]],
             own,
-            optimizer_memory(self._optimizer, self._begun) if self._keep_optimizer else None,
+            self._kept() if self._keep_optimizer else None,
             self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,
         )
+
+    def _kept(self) -> Memory:
+        """What the optimizers know, each below its number."""
+        own = (optimizer_memory(*each) for each in zip(self._optimizers, self._begun, strict=True))
+        return {f"{number}.{name}": value for number, memory in enumerate(own) for name, value in memory.items()}
 
 
 def client_keys(seed: int, client_rounds: Sequence[ClientRound], *of: str) -> Keys:

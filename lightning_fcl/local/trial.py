@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence, Sized
 from functools import partial
+from typing import NoReturn
 
 import lightning.pytorch as L
 import numpy as np
@@ -22,6 +23,7 @@ from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.optimizer_state import with_parameters
 from lightning_fcl.federation.protocol import Vectorizable
+from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.vectorized import VectorizedTrainer
 from lightning_fcl.methods.declaration import Declaration, overrides
 from lightning_fcl.methods.driver import MethodDriver
@@ -40,6 +42,7 @@ ELEMENTWISE = (
 )
 RANDOM = "its layers draw random numbers"
 LEAVES = "its forward leaves something on the module"
+LOGS = "its loss logs, which would count padding"
 # Whoever overrides one of these looks at the gradients or the step of one model at a time.
 STEP_HOOKS = (
     "on_before_backward",
@@ -54,7 +57,7 @@ BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
 
 def why_not_vectorized(
-    module: L.LightningModule, methods: Sequence[Declaration], optimizer: Optimizer, stream: FederatedStream
+    module: L.LightningModule, methods: Sequence[Declaration], optimizers: Sequence[Optimizer], stream: FederatedStream
 ) -> str | None:
     """The reason why a module's clients must train one at a time, or None.
 
@@ -71,6 +74,9 @@ def why_not_vectorized(
     reason = module.why_not_vectorized()
     if reason:
         return reason
+    if len(optimizers) > 1:
+        return "it has several optimizers"
+    (optimizer,) = optimizers
     if type(optimizer) not in ELEMENTWISE:
         return f"`{type(optimizer).__name__}` does not update each number on its own"
     if trainer.precision != "32-true":
@@ -112,13 +118,18 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
         around = (module.trainer, module.trainer.strategy)  # which may hold processes
         try:
             copied = copy.deepcopy(module, {id(part): part for part in around}).train()
-            begun, drawn = _held(copied), _generators()
+            copied.log = copied.log_dict = _refuse_log  # type: ignore[method-assign]
+            begun, drawn, loose = _held(copied), _generators(), LooseState(copied)
             twins = dict(zip(map(id, module.parameters()), copied.parameters(), strict=True))
             step = partial(_trial_step, copied, with_parameters(optimizer, twins))
             alone = step([x], [y])
-            if not _equal(_held(copied), begun):
+            if not _equal(_held(copied), begun) or loose.changes():
                 return LEAVES
-            again = step([x], [y])
+            counted, module.trainer.fit_loop.max_batches = module.trainer.fit_loop.max_batches, 7
+            try:  # it may depend on `trainer.num_training_batches`, which is each client's
+                again = step([x], [y])
+            finally:
+                module.trainer.fit_loop.max_batches = counted
             if not all(map(torch.equal, again, alone)) or _generators() != drawn:
                 return "its forward gives something else each time"
             copied(x)
@@ -129,11 +140,15 @@ def _trial(module: L.LightningModule, optimizer: Optimizer, stream: FederatedStr
             padded = step([x, others_x], [y, others_y], len(own))
         except Exception as error:  # whatever it is, this module cannot be vectorised
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            known = {"randomness": RANDOM, "escaped from inside": LEAVES}
+            known = {"randomness": RANDOM, "escaped from inside": LEAVES, LOGS: LOGS}
             return next((why for part, why in known.items() if part in text), f"vectorising it fails ({text})")
     if all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(padded, alone, strict=True)):
         return None
     return "its loss looks at other samples of a batch, and would take padding, or other clients' samples, for some"
+
+
+def _refuse_log(*args: object, **kwargs: object) -> NoReturn:
+    raise ValueError(LOGS)
 
 
 def _trial_step(

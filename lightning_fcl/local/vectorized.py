@@ -88,7 +88,7 @@ class VectorizedTrainer:
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
         values = {name: value for name, value in self._received.items() if name in trainable}
         params, optimizer = self._made.get(clients, ({}, self._template))
-        if params.keys() == values.keys():
+        if {n: p.shape for n, p in params.items()} == {n: v.shape for n, v in values.items()}:
             with torch.no_grad():
                 torch._foreach_copy_(list(params.values()), list(values.values()))
             optimizer.state.clear()

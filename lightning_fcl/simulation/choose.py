@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -17,7 +17,7 @@ from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTra
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.trial import RANDOM, why_not_vectorized
 from lightning_fcl.local.vectorized import VectorizedTrainer
-from lightning_fcl.methods.declaration import shapes_loss
+from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.replay import Replay
 
 if TYPE_CHECKING:
@@ -40,13 +40,15 @@ def choose_trainer(
         step: Lightning's own training step.
     """
     module, stream, strategy = federation.module, federation.stream, federation.strategy
-    methods, optimizer, keep_optimizer = federation.methods, federation.optimizer, strategy.keep_optimizer
+    methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, strategy.keep_optimizer
     for method in methods:
         if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
             refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
         return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, {})])
-    if keep_optimizer and isinstance(optimizer, torch.optim.LBFGS):
+    if len(optimizers) > 1:
+        _check_several(methods)
+    if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
             "Expected `keep_optimizer=False` for `LBFGS`, whose state is lists of steps, but got True. Leave it out."
         )
@@ -61,17 +63,26 @@ def choose_trainer(
     reason = None
     if size > 1:
         kept = "each client keeps its optimizer" if keep_optimizer else None
-        reason = kept or why_not_vectorized(module, methods, optimizer, stream)
+        reason = kept or why_not_vectorized(module, methods, optimizers, stream)
         if wanted is not None and reason == RANDOM:
             log.warning("Random layers draw other numbers in a cohort than one by one: the result will differ.")
             reason = None
         if wanted is not None and reason:
             raise ValueError(f'Expected `cohort_size=1` or "auto" but got {wanted}: {reason}.')
     if size == 1 or reason:
-        return SequentialTrainer(module, methods, optimizer, keep_optimizer, federation.seed, step)
+        return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step)
     if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
-    return VectorizedTrainer(module, methods, optimizer, size, federation.seed)
+    return VectorizedTrainer(module, methods, federation.optimizer, size, federation.seed)
+
+
+def _check_several(methods: Sequence[Declaration]) -> None:
+    for method in methods:
+        if shapes_loss(method, {}) or not method.vectorizable:
+            raise ValueError(
+                f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
+                f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."
+            )
 
 
 def automatic_size(module: L.LightningModule) -> int:

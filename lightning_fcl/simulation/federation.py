@@ -42,7 +42,7 @@ class Federation:
         methods: The methods among the Trainer's callbacks.
         placement: Whose clients train where; None before a fit.
         trainer: Who trains the clients.
-        optimizer: The module's optimizer.
+        optimizers: The module's optimizers: several only where it optimises by hand.
     """
 
     strategy: FederatedStrategy
@@ -51,12 +51,18 @@ class Federation:
     methods: list[Declaration] = field(default_factory=list)
     placement: Placement | None = None
     trainer: LocalTrainer = field(init=False)
-    optimizer: Optimizer = field(init=False)
+    optimizers: list[Optimizer] = field(init=False)
 
     @property
     def module(self) -> L.LightningModule:
         """The module that the Trainer trains."""
         return there(self.strategy.lightning_module, "a Trainer")
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The module's only optimizer, for what is not done with several."""
+        (optimizer,) = self.optimizers
+        return optimizer
 
     @property
     def stream(self) -> FederatedStream:
@@ -102,12 +108,12 @@ class Federation:
         return state
 
 
-def begin_fit(federation: Federation, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
     """Choose who trains the clients of a fit, when its loaders are made.
 
     Args:
         federation: The federation.
-        optimizer: The module's optimizer.
+        optimizers: The module's optimizers.
         step: Lightning's own training step.
     """
     trainer, stream, server, ranks = (
@@ -116,7 +122,7 @@ def begin_fit(federation: Federation, optimizer: Optimizer, step: Callable[..., 
         federation.server,
         federation.strategy.ranks,
     )
-    federation.optimizer, federation.methods = optimizer, methods_of(trainer)
+    federation.optimizers, federation.methods = optimizers, methods_of(trainer)
     federation.participation.seed = federation.seed
     check_stream(trainer, stream)
     named = [client for m in federation.methods if not isinstance(m.clients, str) for client in m.clients]

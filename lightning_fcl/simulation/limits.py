@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
 from lightning_fcl.data.attached import callbacks_of
@@ -84,8 +85,10 @@ def check_trainer(trainer: L.Trainer) -> None:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
-    if len(trainer.optimizers) != 1:
-        raise ValueError(f"Expected one optimizer but `configure_optimizers` returned {len(trainer.optimizers)}.")
+    if not trainer.optimizers:
+        raise ValueError(
+            "Expected an optimizer but `configure_optimizers` returned none. Return one, over all that learns."
+        )
     by_step = [config for config in trainer.lr_scheduler_configs if config.interval == "step"]
     if any(config.reduce_on_plateau for config in by_step):
         raise ValueError(
@@ -114,6 +117,11 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 def check_module(module: L.LightningModule) -> None:
     """Refuse a module whose state cannot go to the clients and come back."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "Expected a `training_step` of a batch but it takes the `dataloader_iter`, which would go across clients. "
+            "Take `batch` and `batch_idx`."
+        )
     live = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
     lazy = [name for name, value in live.items() if is_lazy(value)]
     if lazy:
@@ -151,6 +159,15 @@ def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
         raise ValueError(
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "
             f"got {module.num_classes}: some have no output. Raise it, and the network's."
+        )
+
+
+def check_optimizers(federation: Federation) -> None:
+    """Refuse, before a round, optimizers that a hook has put in the place of those of `configure_optimizers`."""
+    if federation.strategy.optimizers != federation.optimizers:
+        raise ValueError(
+            "Expected the optimizers of `configure_optimizers` throughout a fit but a hook has made others. Give what "
+            'is there the new parameters: `self.optimizers().param_groups[0]["params"] = [*self.parameters()]`.'
         )
 
 

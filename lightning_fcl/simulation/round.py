@@ -27,7 +27,7 @@ from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
-from lightning_fcl.simulation.limits import there
+from lightning_fcl.simulation.limits import check_optimizers, there
 from lightning_fcl.simulation.placement import Placement
 from lightning_fcl.simulation.rehearsal import record_time
 
@@ -138,6 +138,7 @@ class Round:
     def begin(self) -> None:
         """Before the clients: what a hook has changed in the module since the last round is the server's."""
         federation = self.federation
+        check_optimizers(federation)
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
@@ -150,7 +151,7 @@ class Round:
         self.cohort = None
         if self.loose is not None:
             self.loose.settle()
-        federation.strategy.local_steps.end_round(federation.optimizer, whole=False)
+        federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
         load_entries(federation.module, federation.server.state)
 
     def download(self, cohort: Cohort) -> None:
@@ -165,7 +166,7 @@ class Round:
                 [_moved(m.on_download(own.get(m.section, {}), state, client), device) for m in federation.methods]
                 for client, state, own in zip(clients, states, kept, strict=True)
             ]
-        federation.strategy.local_steps.begin(federation.optimizer)
+        federation.strategy.local_steps.begin(federation.optimizers)
         if self.loose is not None:
             self.loose.put_back()
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
@@ -226,7 +227,7 @@ class Round:
         """Step 4: aggregate, put the server's state into the module, and end experiences."""
         federation = self.federation
         self.cohort = None
-        federation.strategy.local_steps.end_round(federation.optimizer)
+        federation.strategy.local_steps.end_round(federation.optimizers)
         if self.loose is not None:
             self.loose.end_clients()
         self.placement.meet(federation.server, federation.module.trainer)
@@ -329,7 +330,7 @@ def _check_usable(federation: Federation, number: int) -> None:
 def _loose_state(federation: Federation, before: LooseState | None) -> LooseState:
     """What all clients of a round begin with beside the module's state; what of it they cannot is named once."""
     schedulers = [config.scheduler for config in federation.module.trainer.lr_scheduler_configs]
-    loose = LooseState(federation.module, federation.optimizer, schedulers, before)
+    loose = LooseState(federation.module, federation.optimizers, schedulers, before)
     if before is None and loose.unknown:
         log.warning(
             "Clients find %s of `%s` as those before have left it, if training changes it: it cannot be looked into.",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
-from lightning_fcl.data.attached import callbacks_of, need_stream
+from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
@@ -33,6 +36,7 @@ from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
+from lightning_fcl.simulation.counts import common_batches
 from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
@@ -134,7 +138,8 @@ class FederatedStrategy(RanksStrategy):
         self.new_round: Callable[[Federation], Round] = Round
         self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
-        self._fits: Optimizer | None = None  # that of the fit which has begun
+        self._schedules: list[LRSchedulerConfig] = []  # by step and by round
+        self._fits: list[Optimizer] = []  # those of the fit which has begun
 
     @property
     def seed(self) -> int:
@@ -188,8 +193,19 @@ class FederatedStrategy(RanksStrategy):
         else:
             self._warn_of_own_entries()
 
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
+        stream, most = stream_of(trainer), trainer.max_steps
+        if stream is not None:
+            stream.count_batches = partial(common_batches, self.federation)
+        super().setup_optimizers(trainer)
+        trainer.fit_loop.epoch_loop.max_steps = most
+        if isinstance(trainer.train_dataloader, ClientLoader):
+            trainer.fit_loop._combined_loader = None  # which has no rounds yet
+
     def _take_over_steps(self, trainer: L.Trainer) -> None:
         """Accumulate gradients, and step schedulers by step, within a client: Lightning would do so across clients."""
+        self._schedules = self.lr_scheduler_configs
         by_step = [config for config in self.lr_scheduler_configs if config.interval == "step"]
         self.lr_scheduler_configs = [config for config in self.lr_scheduler_configs if config.interval != "step"]
         module = self.federation.module
@@ -236,19 +252,19 @@ class FederatedStrategy(RanksStrategy):
             trainer.accumulate_grad_batches = self.local_steps.every
             trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
             self.local_steps = LocalSteps()
+            self.federation.stream.count_batches = None
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, ClientLoader):
-            if not self.optimizers:
-                raise ValueError(
-                    "Expected `configure_optimizers` not to ask for `trainer.estimated_stepping_batches`: the steps of "
-                    "a federation are not known beforehand. Count rounds, `trainer.max_epochs`."
-                )
-            federation, optimizer = self.federation, self.optimizers[0]
-            if self._fits is not optimizer:
-                self._fits = optimizer
-                begin_fit(federation, optimizer, super().training_step)
+            if not self.optimizers:  # `configure_optimizers` asks for their number
+                steps = math.ceil(len(dataloader) / self.federation.module.trainer.accumulate_grad_batches)
+                self.federation.module.trainer.fit_loop.epoch_loop.max_steps = steps  # that of all rounds is more
+                return dataloader
+            federation = self.federation
+            if self._fits != self.optimizers:
+                self._fits = self.optimizers
+                begin_fit(federation, self.optimizers, super().training_step)
                 begin_schedule(federation)
                 check_ranks(federation)
                 check_alike(self.ranks, fingerprint_of(federation))
@@ -265,7 +281,13 @@ class FederatedStrategy(RanksStrategy):
         """One step of a client, whose number is that among its batches in the round; or one of a whole cohort."""
         trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
-        return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+        loop = self.federation.module.trainer.fit_loop
+        whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
+        by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
+        try:
+            return trainer.training_step(batch, cohort.step if batch_idx is not None else None, weight)
+        finally:
+            loop.max_batches, self.lr_scheduler_configs = whole, by_round
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self.federation.trainer
@@ -281,17 +303,19 @@ class FederatedStrategy(RanksStrategy):
         if not local.complete:
             return gather()
         result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
+        if local.by_hand is not None:
+            return result
         local.stepped(federation.optimizer, optimizer)
-        if cohort.last_batch and local.by_hand is None:  # now: schedules by round step before the batch has ended
+        if cohort.last_batch:  # now: schedules by round step before the batch has ended
             local.end_schedules(federation.optimizer)
         return result
 
     def use_optimizer(self) -> None:
-        """Let Lightning step the optimizer of the clients at hand."""
+        """Let Lightning step the optimizers of the clients at hand."""
         own = self.federation.trainer.optimizer if self.federation.round.cohort is not None else None
-        wanted = own if own is not None else self.federation.optimizer
-        if self.optimizers[0] is not wanted:
-            self.optimizers = [wanted]
+        wanted = [own] if own is not None else self.federation.optimizers
+        if self.optimizers != wanted:
+            self.optimizers = wanted
 
     # Checkpoints.
 

@@ -388,7 +388,7 @@ def test_the_trial_draws_nothing_and_leaves_the_module_as_it_was(fit, make_strea
     task, stream = make_task(model=dropping()), make_stream()
     trainer = fit(task, stream, max_epochs=1)
     before, states = copy.deepcopy(task.state_dict()), [torch.get_rng_state(), np.random.get_state()[1]]
-    assert why_not_vectorized(task, [], trainer.strategy.federation.optimizer, stream) is None
+    assert why_not_vectorized(task, [], trainer.strategy.federation.optimizers, stream) is None
     assert difference(before, task.state_dict()) == 0
     assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
 

@@ -538,15 +538,6 @@ def test_what_a_federation_cannot_honour_is_refused_by_name(fit, make_stream, ma
         fit(make_task(), make_stream(), trainer_args=arguments)
 
 
-@pytest.mark.may("have several optimizers", "refused: clients would step one of them")
-def test_several_optimizers_are_refused(fit, make_stream, make_task):
-    task = make_task()
-    task.automatic_optimization = False
-    task.configure_optimizers = lambda: [torch.optim.SGD(task.parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(ValueError, match="Expected one optimizer but `configure_optimizers` returned 2"):
-        fit(task, make_stream())
-
-
 def test_schedulers_by_round_are_honoured(fit, make_stream, make_task):
     task = make_task()
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)

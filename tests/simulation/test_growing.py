@@ -1,0 +1,66 @@
+"""A head that grows from round to round, in `on_train_epoch_start`."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStream
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+
+LABELS = torch.arange(48) // 2 % 4
+
+
+class Grows(Classifier):
+    """Two classes more with every round but the first."""
+
+    def __init__(self, how):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 4), 4, torch.optim.SGD)
+        self.how, self.begun = how, []
+
+    def on_train_epoch_start(self):
+        if self.current_epoch:
+            old, self.model = self.model, nn.Linear(6, self.model.out_features + 2)
+            self.num_classes = self.model.out_features
+            with torch.no_grad():
+                self.model.weight[: old.out_features], self.model.bias[: old.out_features] = old.weight, old.bias
+            if self.how == "anew":
+                self.trainer.strategy.setup_optimizers(self.trainer)
+            elif self.how == "another":
+                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+            else:
+                self.optimizers().param_groups[0]["params"] = [*self.parameters()]
+        self.begun.append(copy.deepcopy(self.model))
+
+
+@pytest.fixture
+def stream():
+    """Three rounds of two clients."""
+    x = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
+    scenario = ClassIncremental(1, rounds_per_experience=3)
+    return FederatedStream.from_arrays(
+        x, LABELS.numpy(), np.arange(48) % 2, scenario=scenario, split=Split(test=0.0), batch_size=24, seed=0
+    )
+
+
+@pytest.mark.may("grow from round to round", "it learns where its optimizer is given the new parameters; else refused")
+@pytest.mark.parametrize("cohort_size", [1, 2])
+def test_a_head_that_grows_learns(fit, stream, cohort_size):
+    module = Grows("given")
+    fit(module, stream, cohort_size=cohort_size)
+    assert [head.out_features for head in module.begun] == [4, 6, 8] and module.model.weight.shape == (8, 6)
+    # A client has a single batch: the mean of their steps is a step along the mean of their gradients.
+    last = module.begun[-1]
+    assert len(stream.samples.x) == len(LABELS)
+    (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(last(stream.samples.x), LABELS), [last.weight])
+    assert torch.allclose(module.model.weight, last.weight - 0.001 * gradient, atol=1e-7) and gradient[4:].any()
+
+
+@pytest.mark.parametrize("how", ["anew", "another"])
+def test_optimizers_that_are_made_anew_are_refused(fit, stream, how):
+    with pytest.raises(ValueError, match=r"but a hook has made others\. Give what is there the new parameters"):
+        fit(Grows(how), stream)
