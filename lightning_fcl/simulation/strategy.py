@@ -39,6 +39,7 @@ from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_ali
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.sequential import SequentialTrainer
+from lightning_fcl.simulation.trainer_limits import TrainerLimits
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class FederatedStrategy(RanksStrategy):
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
             least one. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
-            the remembered ones), ``"uniform"``, or a number each.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained"`` ones (these
+            and the remembered ones), ``"uniform"``, or a number each. What `drop_last` or `limit_train_batches`
+            leaves out counts as well.
         reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
             ``{"head.*": "none"}``. It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
@@ -128,6 +130,7 @@ class FederatedStrategy(RanksStrategy):
         self.federation = Federation(self, server, drawn)
         self.connected = False  # whether there is a Trainer with a module, in this process
         self.local_steps = LocalSteps()
+        self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
         self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
@@ -135,6 +138,7 @@ class FederatedStrategy(RanksStrategy):
         self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
         self._fits: Optimizer | None = None  # that of the fit which has begun
+        warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
 
     @property
     def seed(self) -> int:
@@ -236,6 +240,7 @@ class FederatedStrategy(RanksStrategy):
             trainer.accumulate_grad_batches = self.local_steps.every
             trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
             self.local_steps = LocalSteps()
+            self.limits.give_back()
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
