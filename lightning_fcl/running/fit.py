@@ -186,17 +186,24 @@ class FederatedCLI(LightningCLI):
                 callback.folder = self.out
         return trainer
 
+    @property
+    def leaves_results(self) -> bool:
+        """Whether this process writes a run's results: no fit under ``fast_dev_run`` has any."""
+        return self.trainer.is_global_zero and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
+
     def fit(self, model: L.LightningModule, **arguments: Any) -> None:
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         first = self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            tasks, short = self.config["fit"]["recipe"]["tasks"], self.trainer.fast_dev_run
-            if not short and (tasks or self.config["fit"]["trainer"]["max_epochs"] is None):
+            tasks = self.config["fit"]["recipe"]["tasks"]
+            if not self.config["fit"]["trainer"]["fast_dev_run"] and (
+                tasks or self.config["fit"]["trainer"]["max_epochs"] is None
+            ):
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             self.trainer.fit(model, **arguments)
-            if first and not short:
+            if self.leaves_results:
                 self._write_results()
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
