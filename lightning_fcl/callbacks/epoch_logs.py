@@ -34,7 +34,8 @@ class EpochLogs:
 
     def remove(self) -> None:
         """Give the module its own `log` back."""
-        vars(self._module).pop("log", None)
+        if self._ranks.number > 1:
+            del self._module.log
 
     def train(self, batch: Batch) -> None:
         """A batch is trained on from here on; None: it is over."""

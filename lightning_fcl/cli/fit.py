@@ -60,7 +60,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     if is_run:
         print(f"{'goes on from' if name == 'fit' else 'tests'} {words[1]}")
         done = run([name, *words])
-        if name == "fit" and done.trainer.is_global_zero:
+        if name == "fit" and done.leaves_results:
             print(_end(done.out))
         return
     if name == "test":
@@ -77,7 +77,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     if not options.ckpt_path:
         words = [*words, "--out", str(_free(options.out or _out([*positional, *options.config])))]
     done = run([name, *words])
-    if done.trainer.is_global_zero:
+    if done.leaves_results:
         print(_end(done.out))
 
 

@@ -15,11 +15,25 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become batches; an incomplete last one that is a client's only one is never dropped."""
+    """How samples become batches; an incomplete last one that is a client's only one is never dropped.
+
+    Of a client's batches in all its local epochs the first ``limit`` are kept, or that share of them, at least one.
+    """
 
     batch_size: int
     shuffle: bool = True
     drop_last: bool = False
+    limit: int | float = 1.0
+
+    def per_epoch(self, sizes: IntArray) -> IntArray:
+        """The batches of so many samples."""
+        return np.maximum(1, sizes // self.batch_size if self.drop_last else -(-sizes // self.batch_size))
+
+    def limited(self, steps: IntArray) -> IntArray:
+        """How many of so many batches are kept."""
+        if isinstance(self.limit, int):
+            return np.minimum(steps, self.limit)
+        return np.maximum(1, (steps * self.limit).astype(np.int64))
 
 
 def order_keys(seed: int, clients: Sequence[str], round: int) -> Keys:
@@ -48,12 +62,6 @@ def window(key: Keys, remembered: int, size: int, start: int) -> IntArray:
     return np.concatenate([order, permutations(key, sizes, number + 1)[0, : size - len(order)]])
 
 
-def steps_of(sizes: IntArray, batching: Batching) -> IntArray:
-    """The batches in an epoch of clients with so many samples."""
-    full, over = np.divmod(sizes, batching.batch_size)
-    return np.maximum(1, full if batching.drop_last else full + (over > 0))
-
-
 def plan_cohort(
     sizes: IntArray, epochs: IntArray, batching: Batching, keys: Keys, remembered: IntArray | None = None
 ) -> tuple[IntArray, IntArray]:
@@ -67,7 +75,7 @@ def plan_cohort(
         The samples, shape (clients, steps, widest batch), padded by zeros; and how many there are in each batch, shape
         (clients, steps), 0 where a client is done.
     """
-    steps = steps_of(sizes, batching)
+    steps = batching.per_epoch(sizes)
     extra = np.zeros_like(sizes) if remembered is None else remembered
     step = np.arange(int(steps.max()))
     there = step < steps[:, None]
@@ -92,7 +100,9 @@ def plan_cohort(
             if batching.shuffle:
                 position = permutations(keys, totals, 2 * epoch + part)[row, position]
             index[row, place.repeat(number), column[row, batch] + within] = first[row] + position
-    return index, lengths
+    kept = batching.limited(steps * epochs)
+    lengths[np.arange(lengths.shape[1]) >= kept[:, None]] = 0
+    return index[:, : kept.max()], lengths[:, : kept.max()]
 
 
 def plan_batches(samples: int, epochs: int, batching: Batching, keys: Keys, remembered: int = 0) -> list[IntArray]:

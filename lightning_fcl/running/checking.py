@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_fcl.callbacks import BaseSession
 from lightning_fcl.data.attached import callbacks_of
@@ -22,7 +23,7 @@ def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     trainer, task, stream = parts.trainer, parts.model, parts.datamodule
     callbacks = callbacks_of(trainer)
     callbacks[:] = [one for one in callbacks if not isinstance(one, BaseSession)]  # it trains when it is set up
-    trainer.fit_loop.max_epochs = 0
+    callbacks.append(LambdaCallback(on_fit_start=_train_nothing))
     trainer.fit(task, datamodule=stream)
     plan, shape = stream.plan, _outputs(task, stream)
     numbers = sum(parameter.numel() for parameter in task.parameters())
@@ -36,6 +37,11 @@ def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
         "methods": ", ".join(methods) or "none: plain fine-tuning",
     }
     return "\n".join(["All of it fits.", *(f"{name:11}{what}" for name, what in lines.items())])
+
+
+def _train_nothing(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """All is set up, and what a fit would refuse is refused."""
+    trainer.fit_loop.max_epochs = 0
 
 
 @torch.no_grad()

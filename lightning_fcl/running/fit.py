@@ -186,16 +186,24 @@ class FederatedCLI(LightningCLI):
                 callback.folder = self.out
         return trainer
 
+    @property
+    def leaves_results(self) -> bool:
+        """Whether this process writes a run's results: no fit under ``fast_dev_run`` has any."""
+        return self.trainer.is_global_zero and not self.trainer.fast_dev_run  # type: ignore[attr-defined]
+
     def fit(self, model: L.LightningModule, **arguments: Any) -> None:
         """Train, for all rounds of the stream where the recipe does not say; write ``results.json`` and the report."""
         first = self.trainer.is_global_zero
         with occupied(self.out) if first else contextlib.nullcontext(), contextlib.closing(self._ending):
-            if (tasks := self.config["fit"]["recipe"]["tasks"]) or self.config["fit"]["trainer"]["max_epochs"] is None:
+            tasks = self.config["fit"]["recipe"]["tasks"]
+            if not self.config["fit"]["trainer"]["fast_dev_run"] and (
+                tasks or self.config["fit"]["trainer"]["max_epochs"] is None
+            ):
                 self.datamodule.trainer = self.trainer
                 self.datamodule.setup("fit")
                 self.trainer.fit_loop.max_epochs = self.datamodule.plan.rounds_of(tasks)
             self.trainer.fit(model, **arguments)
-            if first:
+            if self.leaves_results:
                 self._write_results()
             done, rounds = self.trainer.current_epoch, self.trainer.max_epochs or 0
             self._ending.check(self.program, self.out, done, rounds, newest_checkpoint(self.out / "checkpoints"))
@@ -244,8 +252,11 @@ class PartsWithTrainer(Parts):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
         super().instantiate_trainer()
         self.datamodule.setup("fit")
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-        parts = {"strategy": self.strategy, "callbacks": self.callbacks, "max_epochs": self.datamodule.plan.rounds}
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
+        quiet = {"logger": False, "enable_checkpointing": saves, "enable_model_summary": False}
+        parts = {"strategy": self.strategy, "callbacks": self.callbacks}
+        if (tasks := self.config["recipe"]["tasks"]) or self.config_init["trainer"]["max_epochs"] is None:
+            parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
         return L.Trainer(**{**vars(self.config_init["trainer"]), **parts, **quiet})
 
 

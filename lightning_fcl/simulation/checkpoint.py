@@ -39,14 +39,15 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         need_stream(module.trainer),
         federation.strategy.local_steps.every,
     )  # more than 1 in a fit that is under way
-    schedule = federation.participation.schedule
+    schedule, batching = federation.participation.schedule, federation.strategy.limits.batching(stream)
     return {
         "model": type(module).__name__,
         "task": module.fingerprint() if isinstance(module, HasHparams) else {},
         "methods": {method.section: method.hparams() for method in methods_of(module.trainer)},
         "data": stream.plan.fingerprint,
-        "batches": {"size": stream.batch_size, "shuffle": stream.shuffle, "drop_last": stream.drop_last},
+        "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.strategy.local_epochs,
+        "limit_train_batches": repr(federation.strategy.limits.batches),  # 1 is not 1.0
         "accumulate_grad_batches": max(every, module.trainer.accumulate_grad_batches),
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fcl.data.batches import Batch, Request, batches, joined, number_of
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.data.orders import Batching, order_keys, plan_cohort
+from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.methods.compose import epochs_of, rehearsed_by
 
@@ -42,7 +42,7 @@ class Cohort:
         else:
             epochs = np.array([epochs_in(part) for part in parts])
         remembered = None if self._rehearsed is None else np.array([number_of(self._rehearsed(part)) for part in parts])
-        batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+        batching = federation.strategy.limits.batching(stream)
         keys = order_keys(self._seed, names, round)
         index, lengths = plan_cohort(parts.samples, epochs, batching, keys, remembered)
         steps = np.count_nonzero(lengths, axis=1)
@@ -55,6 +55,7 @@ class Cohort:
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (clients, batch)
         self._rows = [stream.plan.train[round][client] for client in names]
         self._epochs = epochs
+        self._per_epoch = batching.per_epoch(parts.samples)
         self._index: IntArray = index  # (clients, steps, batch), as `plan_cohort` gives it
         self._lengths: IntArray = lengths  # (clients, steps)
         self._read: dict[int, Any] = {}
@@ -152,7 +153,7 @@ class Cohort:
         return int(self._lengths[:, step].max())
 
     def _epoch(self, row: int, step: int) -> int:
-        return int(step * self._epochs[row] // np.count_nonzero(self._lengths[row]))
+        return int(step // self._per_epoch[row])
 
     def _places(self) -> IntArray:
         """Where the samples are that make up the batches: all clients' own in a row, the remembered ones behind."""

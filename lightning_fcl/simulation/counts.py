@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as L
 import numpy as np
 
-from lightning_fcl.data.orders import Batching, steps_of
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import overrides
@@ -48,14 +47,14 @@ def client_steps(trainer: L.Trainer) -> int | float:
 def common_batches(federation: Federation) -> int:
     """The batches of a client in a round where all clients have as many in all rounds."""
     stream, strategy = federation.stream, federation.strategy
-    batching = Batching(stream.batch_size, stream.shuffle, stream.drop_last)
+    batching = strategy.limits.batching(stream)
     sizes = np.array([len(rows) for current in stream.plan.train for rows in current.values() if len(rows)])
-    counts = np.unique(steps_of(sizes, batching))
+    counts = np.unique(batching.limited(batching.per_epoch(sizes) * strategy.local_epochs))
     vary = [
         m for m in methods_of(federation.module.trainer) if overrides(m, "local_epochs") or overrides(m, "rehearse")
     ]
     if len(counts) == 1 and not vary:
-        return int(counts[0]) * strategy.local_epochs
+        return int(counts[0])
     why = f"`{type(vary[0]).__name__}` changes it" if vary else f"they have between {counts.min()} and {counts.max()}"
     raise ValueError(
         "Expected clients that have as many batches in every round where `configure_optimizers` asks for their number, "

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from lightning_fcl.callbacks.epoch_logs import EpochLogs
+from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
@@ -39,6 +40,11 @@ class FitHooks(Callback):
     def federation(self) -> Federation:
         """The federation."""
         return self.strategy.federation
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Before all others, who may ask for the number of rounds."""
+        if stage == "fit":
+            self.strategy.limits.take_over(trainer, stream_of(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the module's state as the server's."""

@@ -28,6 +28,7 @@ from lightning_fcl.federation.swarm import Swarm
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
+    from lightning_fcl.simulation.strategy import FederatedStrategy
 
 T = TypeVar("T")
 
@@ -76,11 +77,6 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     if trainer.check_val_every_n_epoch is not None:
         at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"Expected `fast_dev_run=False` in a federation but got {trainer.fast_dev_run}: it would end "  # type: ignore[attr-defined]
-            "within a round. Use `max_epochs=1`, or `lightning-fcl validate`."
-        )
     for callback in callbacks_of(trainer):
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
@@ -100,12 +96,13 @@ def check_trainer(trainer: L.Trainer) -> None:
             'Expected schedulers with `interval="epoch"` (a round) for a module that optimises by hand but got '
             '"step": the federation does not see its steps. Step them in `training_step`, by what is left of them.'
         )
-    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
-    limit = trainer.limit_train_batches
-    if limit != 1.0 or type(limit) is int or overfit:  # to Python 1 is 1.0; to Lightning it is one batch
+    strategy: FederatedStrategy = trainer.strategy  # type: ignore[assignment]
+    limit = strategy.limits.batches
+    scheduled = strategy.federation.participation.schedule is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    if scheduled and repr(limit) != "1.0":
         raise ValueError(
-            f"Expected `limit_train_batches=1.0` and `overfit_batches=0` but got {limit} and {overfit}: "
-            "a round would end before its last client. Use `participation`."
+            f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its clock "
+            "counts all of a client's samples. Leave one out."
         )
     interval = trainer.val_check_interval
     if trainer.max_steps != -1 or interval not in (1.0, None) or type(interval) is int:
@@ -148,13 +145,6 @@ def check_module(module: L.LightningModule) -> None:
 def check_stream(trainer: L.Trainer, stream: FederatedStream) -> None:
     """Refuse a stream that does not fit the Trainer or its module."""
     module = trainer.lightning_module
-    rounds = stream.plan.rounds
-    if trainer.max_epochs is None or not 0 <= trainer.max_epochs <= rounds:
-        unset = ", which is what Lightning takes where none is given" if trainer.max_epochs == 1000 else ""
-        raise ValueError(
-            f"Expected `max_epochs` to be at most the stream's {rounds} rounds but got {trainer.max_epochs}{unset}. "
-            f"Set `max_epochs={rounds}`."
-        )
     if isinstance(module, StatesLoss) and isinstance(module, HasClasses) and module.num_classes < stream.num_classes:
         raise ValueError(
             f"Expected the task's `num_classes` to be at least the stream's {stream.num_classes} classes but "

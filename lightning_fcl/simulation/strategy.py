@@ -43,6 +43,7 @@ from lightning_fcl.simulation.limits import check_module, check_ranks, check_set
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
+from lightning_fcl.simulation.trainer_limits import TrainerLimits
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ class FederatedStrategy(RanksStrategy):
         participation: Clients per round, drawn anew each round: a float is a share (1.0: all), an int a number; at
             least one. In asynchronous rounds, clients at any time.
         local_epochs: Passes over a client's data per round.
-        client_weights: A client's weight in means: its ``"samples"`` of the round, all it ``"trained"`` on (these and
-            the remembered ones), ``"uniform"``, or a number each.
+        client_weights: A client's weight in means: its ``"samples"`` of the round, its ``"trained"`` ones (these
+            and the remembered ones), ``"uniform"``, or a number each. What `drop_last` or `limit_train_batches`
+            leaves out counts as well.
         reductions: Pattern of state entries -> reduction (`lightning_fcl.federation.reductions`), as in
             ``{"head.*": "none"}``. It goes over the module's own ``reductions`` attribute, if it has one.
         server_optimizer: Makes a `torch.optim` optimizer that steps the server on the pseudo-gradient.
@@ -132,6 +134,7 @@ class FederatedStrategy(RanksStrategy):
         self.federation = Federation(self, server, drawn)
         self.connected = False  # whether there is a Trainer with a module, in this process
         self.local_steps = LocalSteps()
+        self.limits = TrainerLimits()
         self.round: Round | None = None  # the one at hand; None before a fit
         self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
@@ -140,6 +143,7 @@ class FederatedStrategy(RanksStrategy):
         self._hooks = FitHooks(self)
         self._schedules: list[LRSchedulerConfig] = []  # by step and by round
         self._fits: list[Optimizer] = []  # those of the fit which has begun
+        warnings.filterwarnings("ignore", "`max_epochs` was not set")  # it says 1000: a fit lasts as long as its stream
 
     @property
     def seed(self) -> int:
@@ -183,7 +187,7 @@ class FederatedStrategy(RanksStrategy):
         if type(self.precision_plugin) is Precision:
             self.precision_plugin = StackedPrecision(lambda: self.federation.trainer)
         super().setup(trainer)
-        self._hooks.began = False
+        self._hooks.began, self._fits = False, []
         if trainer.state.fn == "fit":
             check_trainer(trainer)
             check_module(trainer.lightning_module)
@@ -249,10 +253,10 @@ class FederatedStrategy(RanksStrategy):
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
         if trainer.state.fn == "fit":
-            trainer.accumulate_grad_batches = self.local_steps.every
-            trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
             self.local_steps = LocalSteps()
-            self.federation.stream.count_batches = None
+            self.limits.give_back()
+        if (stream := stream_of(trainer)) is not None:
+            stream.count_batches = None
         super().teardown()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -263,8 +267,8 @@ class FederatedStrategy(RanksStrategy):
                 return dataloader
             federation = self.federation
             if self._fits != self.optimizers:
-                self._fits = self.optimizers
                 begin_fit(federation, self.optimizers, super().training_step)
+                self._fits = self.optimizers
                 begin_schedule(federation)
                 check_ranks(federation)
                 check_alike(self.ranks, fingerprint_of(federation))

@@ -183,6 +183,11 @@ def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change, error_of
     assert "Expected `model` to take samples of the data, of shape (1, 8, 8)" in error_of(
         ["validate", "quickstart", *sizes]
     )
+    too_many = error_of(["validate", "quickstart", change, "--trainer.max_epochs", "99"])
+    assert "at most the stream's 2 rounds but got 99. Set `max_epochs=2`" in too_many
+    main(["validate", "quickstart", change, "--trainer.fast_dev_run", "true"])
+    main(["fit", "quickstart", change, "--trainer.fast_dev_run", "true", "--trainer.enable_progress_bar", "false"])
+    assert not [path for path in tmp_path.glob("**/*") if path.suffix in (".ckpt", ".html", ".csv")]
 
 
 def test_help_of_a_class(capsys):

@@ -213,10 +213,80 @@ def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search):
         getattr(Tuner(trainer), search)(Net(), datamodule=stream)
 
 
-def test_rounds_that_nobody_has_set(stream, task, quiet):
-    message = "at most the stream's 4 rounds but got 1000, which is what Lightning takes where none is given. Set `max"
-    with pytest.raises(ValueError, match=message):
-        L.Trainer(strategy="federated", **quiet).fit(task, datamodule=stream)
+@pytest.mark.parametrize("unset", [{}, {"max_epochs": -1}])
+def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quiet, recwarn, unset):
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            self.rounds = self.trainer.max_epochs
+            return super().configure_optimizers()
+
+    net, trainer = Scheduled(), L.Trainer(strategy="federated", **unset, **quiet)
+    before = trainer.max_epochs
+    trainer.fit(net, datamodule=stream)
+    assert trainer.current_epoch == net.rounds == stream.plan.rounds == 4
+    assert before in (None, trainer.max_epochs) and trainer.max_epochs in (-1, 1000)
+    assert not [one for one in recwarn if "max_epochs" in str(one.message)]
+    longer = FederatedStream("digits", ClassIncremental(2, rounds_per_experience=3), IID(3), batch_size=64, seed=0)
+    trainer.fit(net, datamodule=longer)  # it goes on where it was, up to the end of this one
+    assert trainer.current_epoch == net.rounds == 6
+
+
+class Steps(L.Callback):
+    """How many samples each client has trained on, batch by batch, as its own step sees them."""
+
+    def __init__(self):
+        self.by_client = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        part = trainer.strategy.client_round
+        self.by_client.setdefault((part.round, part.client), []).append(batch[0].flatten(1).sum(1).tolist())
+
+
+LIMITS = [
+    ({"limit_train_batches": 1}, lambda batches: 1),
+    ({"limit_train_batches": 3}, lambda batches: min(3, batches)),
+    ({"limit_train_batches": 0.5}, lambda batches: max(1, batches // 2)),
+    ({"limit_train_batches": 0.01}, lambda batches: 1),
+    ({"overfit_batches": 2}, lambda batches: min(2, batches)),
+    ({"fast_dev_run": 2}, lambda batches: min(2, batches)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LIMITS)
+def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments, expected):
+    tasks = [Net(), Net()]
+    everything, limited = Steps(), Steps()
+    rounds = 1 if "fast_dev_run" in arguments else 4
+    fit(Net(), stream, [everything], cohort_size=1, local_epochs=2, max_epochs=rounds)
+    trainer = fit(tasks[0], stream, [limited], cohort_size=1, local_epochs=2, trainer_args=arguments)
+    fit(tasks[1], stream, cohort_size=3, local_epochs=2, trainer_args=arguments)
+    assert_same(*tasks, 1e-5)
+    assert limited.by_client.keys() == everything.by_client.keys()
+    assert {part[0] for part in limited.by_client} == set(range(rounds))
+    for part, batches in everything.by_client.items():
+        kept = limited.by_client[part]
+        assert len(kept) == expected(len(batches))
+        if "overfit_batches" not in arguments:
+            assert kept == batches[: len(kept)]
+    if "overfit_batches" in arguments:  # unshuffled: those of each round of an experience, which it has the same of
+        assert limited.by_client[0, "0"] == limited.by_client[1, "0"]
+    assert {client for _, client in limited.by_client} == {*trainer.strategy.server.record.trained}
+    given = arguments.get("limit_train_batches", arguments.get("overfit_batches", arguments.get("fast_dev_run")))
+    assert trainer.limit_train_batches == given and type(trainer.limit_train_batches) is type(given)
+
+
+def test_a_limit_of_batches_is_one_of_the_recipe(fit, stream, tmp_path):
+    fit(Net(), stream, [ModelCheckpoint(tmp_path)], max_epochs=1, trainer_args={"enable_checkpointing": True})
+    path = next(tmp_path.glob("*.ckpt"))
+    with pytest.raises(ValueError, match=r"limit_train_batches was 1\.0, is 1[.;]"):
+        fit(Net(), stream, ckpt_path=path, trainer_args={"limit_train_batches": 1})
+
+
+def test_a_fast_run_of_a_round_leaves_nothing_behind(fit, stream, task, tmp_path):
+    callbacks = [ModelCheckpoint(tmp_path / "kept"), ContinualMetrics()]
+    arguments = {"enable_checkpointing": True, "logger": CSVLogger(tmp_path, "", ""), "fast_dev_run": True}
+    trainer = fit(task, stream, callbacks, trainer_args=arguments)
+    assert trainer.current_epoch == 1 and not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("limit", ["limit_val_batches", "limit_test_batches", "limit_predict_batches"])

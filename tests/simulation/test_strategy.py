@@ -526,8 +526,6 @@ def test_batch_norm_buffers_are_averaged_on_purpose(fit, make_stream, make_task)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"limit_train_batches": 3}, "limit_train_batches=1.0"),
-        ({"limit_train_batches": 1}, "limit_train_batches=1.0"),  # one batch, though 1 equals 1.0
         ({"val_check_interval": 1}, "val_check_interval=1.0"),
         ({"max_steps": 5}, "max_steps=-1"),
         ({"val_check_interval": 2}, "val_check_interval=1.0"),
