@@ -30,7 +30,7 @@ from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation
-from lightning_fcl.simulation.ranks import count_steps
+from lightning_fcl.simulation.progress import count_steps
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.strategy import FederatedStrategy
 

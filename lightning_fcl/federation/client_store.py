@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -48,6 +49,7 @@ class ClientStore:
         self._states: dict[str, ClientState] = {}
         self._pixels: Pixels | None = None
         self._first = True
+        self._before: dict[str, ClientState | None] | None = None  # of a round, what it has replaced
         self._folder: Path | None = None
         if kind == "disk":
             if folder is None:
@@ -71,6 +73,7 @@ class ClientStore:
     def __setitem__(self, client: str, state: ClientState) -> None:
         pixels = self._pixels
         packed = state if pixels is None else {section: pixels.pack(memory) for section, memory in state.items()}
+        self._set_aside(client)
         if self._folder is None:
             self._states[client] = packed
             return
@@ -97,6 +100,44 @@ class ClientStore:
             section, name = key.split("\x1f")
             state.setdefault(section, {})[name] = tensor
         return state
+
+    def begin_round(self) -> None:
+        """What clients keep from here on can be undone, until the round ends."""
+        self.end_round()
+        self._before = {}
+
+    def end_round(self) -> None:
+        """What clients keep stays."""
+        for client, before in (self._before or {}).items():
+            if before is not None and self._folder is not None:
+                self._aside(client).unlink(missing_ok=True)
+        self._before = None
+
+    def undo_round(self) -> None:
+        """Let clients keep what they had when the round began."""
+        replaced, self._before = self._before or {}, None
+        for client, before in replaced.items():
+            if before is None:
+                self.discard(client)
+            elif self._folder is None:
+                self._states[client] = before
+            else:
+                os.replace(self._aside(client), self._path(client))
+
+    def _set_aside(self, client: str) -> None:
+        """Before a client keeps something else for the first time in a round."""
+        if self._before is None or client in self._before:
+            return
+        if self._folder is None:
+            self._before[client] = self._states.get(client)
+            return
+        there = self._path(client).exists()
+        if there:
+            os.replace(self._path(client), self._aside(client))
+        self._before[client] = {} if there else None
+
+    def _aside(self, client: str) -> Path:
+        return self._path(client).with_suffix(".before")
 
     def memory(self, client: str, section: str) -> Memory:
         """What a client keeps in a section: that of a method has its class's name."""

@@ -135,6 +135,7 @@ class FederatedServer:
         if self._factory is not None and self._server_optimizer is None and self._learnt:
             self._server_optimizer = ServerOptimizer(self._factory, self._learnt)
             self._server_optimizer.load_state_dict(self._restored)
+        self.store.begin_round()
         self.record, self.aggregator = RoundRecord(), Aggregator(self.reductions)
         self._changed, self._residuals = set(), {}
         self._offer(self.state)
@@ -298,6 +299,7 @@ class FederatedServer:
             check_finite(aggregate, self._learnt, when)
         self.extra.update({name: aggregate[name] for name in self.extra if name in aggregate})
         self._offer(aggregate)
+        self.store.end_round()
         return aggregate
 
     def kept_for(self, section: str) -> State:

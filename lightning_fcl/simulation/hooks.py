@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
@@ -15,6 +16,7 @@ from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
+from lightning_fcl.simulation.progress import note_progress
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.strategy import FederatedStrategy
@@ -34,6 +36,7 @@ class FitHooks(Callback):
         self.strategy = strategy
         self.began = False  # whether this fit has
         self._logs: EpochLogs | None = None
+        self._undo_progress: Callable[[], None] | None = None  # of the round at hand
         self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
 
     @property
@@ -74,6 +77,8 @@ class FitHooks(Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin a round, whose loader is there already; within it other loaders are made anew as the user says."""
         self._hide_left()
+        self._undo_progress = note_progress(trainer)
+        self.strategy.limits.keep_whole(trainer)
         trainer.reload_dataloaders_every_n_epochs = self.strategy.reloads  # type: ignore[attr-defined]
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
@@ -94,13 +99,13 @@ class FitHooks(Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the server's model."""
-        self._settle()
+        self._end_round(trainer)
         if self._logs is not None:
             self._logs.train(None)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """End the round, and have a loader made for the next; other hooks see what its last client has left."""
-        self._settle()
+        self._end_round(trainer)
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         there(self._logs, "a fit").meet()
         if self.federation.round.loose is not None:
@@ -108,17 +113,30 @@ class FitHooks(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let every process know what all clients keep."""
+        self._undo_progress = None
         self._forget_logs()
         self._hide_left()
         if self.federation.placement is not None:
             self.federation.placement.complete()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Forget the round that was cut short."""
+        """Forget the round that was cut short: a checkpoint that is written now is one of the rounds before."""
         if trainer.state.fn == "fit" and trainer.ckpt_path and self.strategy.round is None:
             exception.add_note(f"{trainer.ckpt_path} {RESTORED}")
         self._settle()
+        if self._undo_progress is not None and not self.federation.round.done:
+            self._undo_progress()
+        self._undo_progress = None
         self._forget_logs()
+
+    def _end_round(self, trainer: L.Trainer) -> None:
+        self._settle()
+        if trainer.state.stage != "sanity_check" and self.strategy.round is not None and not self.strategy.round.done:
+            raise ValueError(
+                "Expected `on_train_batch_start` to return None but it has ended round "
+                f"{trainer.current_epoch} by -1, before its last client. To leave out a client's batches, set "
+                "`limit_train_batches`, or return a loss of zero from `training_step`."
+            )
 
     def _forget_logs(self) -> None:
         if self._logs is not None:

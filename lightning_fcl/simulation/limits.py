@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import lightning.pytorch as L
@@ -10,6 +11,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -17,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
 
-from lightning_fcl.data.attached import callbacks_of
+from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import at_least, did_you_mean, quoted
 from lightning_fcl.federation.aggregation import entries
@@ -73,6 +75,10 @@ def check_settings(
         schedule.check(compression)
 
 
+def _told(settings: Mapping[str, object]) -> str:
+    return " and ".join(f"`{name}={value}`" for name, value in settings.items() if value)
+
+
 def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
     if trainer.check_val_every_n_epoch is not None:
@@ -81,6 +87,20 @@ def check_trainer(trainer: L.Trainer) -> None:
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(f"Expected no `{type(callback).__name__}` among the callbacks: {why}.")
+        often = {name: vars(callback).get(f"_{name}") for name in ("every_n_train_steps", "train_time_interval")}
+        if isinstance(callback, ModelCheckpoint) and any(often.values()):
+            raise ValueError(
+                f"Expected a `ModelCheckpoint` by `every_n_epochs`, which are rounds, but got {_told(often)}: it would "
+                "save the model of whichever client trains then. Set `every_n_epochs=1`."
+            )
+    for config in trainer.lr_scheduler_configs:
+        stream = stream_of(trainer)
+        asks = config.reduce_on_plateau and config.strict and str(config.monitor).startswith("val")
+        if asks and stream is not None and not len(stream.plan.validation):
+            raise ValueError(
+                f"Expected validation samples for `ReduceLROnPlateau`, which monitors `{config.monitor}`, but the "
+                "stream has none. Give it `split=Split(validation=0.1)`, or monitor what is logged in training."
+            )
     if not trainer.optimizers:
         raise ValueError(
             "Expected an optimizer but `configure_optimizers` returned none. Return one, over all that learns."

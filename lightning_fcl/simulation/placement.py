@@ -12,7 +12,7 @@ from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.federation.client_store import ClientState, ClientStore
 from lightning_fcl.federation.ranks import Ranks, together
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.simulation.ranks import step_together
+from lightning_fcl.simulation.progress import step_together
 
 _NOISE = 0.3  # of a usual pace
 _SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to do before a client moves elsewhere

@@ -202,17 +202,3 @@ def check_alike(ranks: Ranks, here: Mapping[str, object]) -> None:
                     f"{other.get(name)}, where the first has {first.get(name)}. Start them with one recipe, one set of "
                     "data and one installation."
                 )
-
-
-def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> int:
-    """Count the steps of all ranks since ``before`` as this one's; the number of all steps by now."""
-    mine = trainer.global_step - before
-    count_steps(trainer, sum(ranks.share(mine)) - mine)
-    return trainer.global_step
-
-
-def count_steps(trainer: L.Trainer, number: int) -> None:
-    """Count the steps of others as the Trainer's."""
-    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    progress.total.completed += number
-    progress.total.ready += number

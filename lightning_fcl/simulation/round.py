@@ -48,7 +48,7 @@ class Round:
         self.federation = federation
         self.number = current_round(federation.module.trainer)
         self.cohort: Cohort | None = None  # the clients that train now, or have done so last
-        self.done = self.settled = True
+        self.done, self.settled = False, True
         before = federation.strategy.round
         self.loose: LooseState | None = before.loose if before is not None else None
         self._cohorts = deque(self.plan() if self.number < (federation.module.trainer.max_epochs or 0) else ())
@@ -147,12 +147,13 @@ class Round:
     def abandon(self) -> None:
         """The round is cut short: no client's model stands in for the server's."""
         federation = self.federation
-        log.warning("A round was cut short: the server state stays as it was before it.")
+        log.warning("A round was cut short: the server state, and what clients keep, stay as they were before it.")
         self.cohort = None
         if self.loose is not None:
             self.loose.settle()
         federation.strategy.local_steps.end_round(federation.optimizers, whole=False)
         load_entries(federation.module, federation.server.state)
+        federation.server.store.undo_round()
 
     def download(self, cohort: Cohort) -> None:
         """Step 1: the clients receive the server's state, and remember what they have kept."""

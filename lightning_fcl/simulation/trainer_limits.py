@@ -32,6 +32,7 @@ class TrainerLimits:
         self._trainer = trainer
         self._before = trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         self._ends = self.batches, epochs, _ = trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps
+        self._least = loop.min_epochs
         self.in_order = bool(trainer.overfit_batches)  # type: ignore[attr-defined]
         trainer.limit_train_batches = float(self.batches > 0)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -47,10 +48,15 @@ class TrainerLimits:
                 f"`max_epochs={rounds}`, or leave it out."
             )
 
+    def keep_whole(self, trainer: L.Trainer) -> None:
+        """Let the round that starts be a whole one: whoever stops the fit within it stops it after it."""
+        trainer.fit_loop.min_epochs = max(self._least or 0, trainer.current_epoch + 1)
+
     def give_back(self) -> None:
         """Let the Trainer be as it was."""
         if self._trainer is not None:
             loop = self._trainer.fit_loop
+            loop.min_epochs = self._least
             self._trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps = self._ends
             self._trainer.accumulate_grad_batches, self._trainer.reload_dataloaders_every_n_epochs = self._before  # type: ignore[attr-defined]
         self._trainer, self.batches, self.in_order = None, 1.0, False

@@ -1,0 +1,173 @@
+"""A round is whole or has not been: who stops a fit stops it after a round, and an error undoes the one it is in."""
+
+from datetime import timedelta
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint, Timer
+
+from lightning_fcl import FederatedStrategy
+from lightning_fcl.callbacks import EWC, Replay
+from lightning_fcl.federation.client_store import ClientStore
+from lightning_fcl.federation.compression import TopK
+
+STREAM = {"clients": 4, "rounds_per_experience": 2}
+OPTIONS = {
+    "plain": ({}, list),
+    "a method's memory": ({}, lambda: [EWC(5.0)]),
+    "remembered samples": ({}, lambda: [Replay(9)]),
+    "on disk": ({"client_store": "disk", "keep_optimizer": True}, lambda: [Replay(9)]),
+    "optimizers": ({"keep_optimizer": True}, list),
+    "own entries": ({"reductions": {"model.3.*": "none"}}, list),
+    "what compression leaves over": ({"compression": TopK(0.2)}, list),
+}
+
+
+def equal(left, right):
+    return all(torch.equal(value, right.state_dict()[name]) for name, value in left.state_dict().items())
+
+
+class Stop(Callback):
+    """Does something at a batch of the second round, once."""
+
+    def __init__(self, act, batch=5):
+        self.act, self.batch = act, batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.act is not None and (trainer.current_epoch, batch_idx) == (1, self.batch):
+            act, self.act = self.act, None
+            act(trainer)
+
+
+def fail(trainer):
+    raise RuntimeError("enough")
+
+
+def interrupt(trainer):
+    raise KeyboardInterrupt
+
+
+def momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tmp_path):
+    stopped, two, whole, again = (make_task() for _ in range(4))
+    stop = Stop(lambda trainer: setattr(trainer, "should_stop", True))
+    saving, kept = ModelCheckpoint(tmp_path, save_last=True), {"enable_checkpointing": True}
+    trainer = fit(stopped, make_stream(**STREAM), [stop, saving], trainer_args=kept, cohort_size=1)
+    fit(two, make_stream(**STREAM), max_epochs=2, cohort_size=1)
+    assert trainer.current_epoch == 2 and equal(stopped, two) and not trainer.fit_loop.min_epochs
+    fit(whole, make_stream(**STREAM), cohort_size=1)
+    fit(again, make_stream(**STREAM), ckpt_path=tmp_path / "last.ckpt", cohort_size=1)
+    assert equal(again, whole)
+
+
+def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
+    limited, one = make_task(), make_task()
+    trainer = fit(limited, make_stream(**STREAM), [Timer({"milliseconds": 1})], local_epochs=3)
+    fit(one, make_stream(**STREAM), max_epochs=1, local_epochs=3)
+    assert trainer.current_epoch == 1 and equal(limited, one)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("act", [fail, interrupt])
+def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, make_task, quiet, tmp_path, kind, act):
+    options, methods = OPTIONS[kind]
+    whole, cut, again = (make_task(momentum) for _ in range(3))
+    fit(whole, make_stream(**STREAM), methods(), cohort_size=1, **options)
+    saving = OnExceptionCheckpoint(tmp_path, "cut")
+    trainer = L.Trainer(
+        strategy=FederatedStrategy(cohort_size=1, **options),
+        max_epochs=4,
+        callbacks=[*methods(), Stop(act), saving],
+        **{**quiet, "enable_checkpointing": True},
+    )
+    with pytest.raises(SystemExit if act is interrupt else RuntimeError):
+        trainer.fit(cut, datamodule=make_stream(**STREAM))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    for name in ("after.ckpt", *(["cut.ckpt"] if act is fail else [])):
+        again = make_task(momentum)
+        fit(again, make_stream(**STREAM), methods(), ckpt_path=tmp_path / name, cohort_size=1, **options)
+        assert equal(again, whole)
+    trainer.fit(cut, datamodule=trainer.datamodule)  # the same Trainer goes on as well
+    assert equal(cut, whole)
+
+
+def test_a_hook_that_fails_before_the_first_client(fit, make_stream, make_task, quiet, tmp_path):
+    class Early(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                raise RuntimeError("enough")
+
+    whole, cut, again = (make_task() for _ in range(3))
+    fit(whole, make_stream(**STREAM))
+    with pytest.raises(RuntimeError, match="enough"):
+        saving = OnExceptionCheckpoint(tmp_path, "cut")
+        fit(cut, make_stream(**STREAM), [Early(), saving], trainer_args={"enable_checkpointing": True})
+    fit(again, make_stream(**STREAM), ckpt_path=tmp_path / "cut.ckpt")
+    assert equal(again, whole)
+
+
+def test_a_module_that_ends_an_epoch_by_its_batch_hook_is_told(fit, make_stream, make_task):
+    task = make_task()
+    task.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 3 else None
+    with pytest.raises(ValueError, match="Expected `on_train_batch_start` to return None but it has ended round 0"):
+        fit(task, make_stream(**STREAM), cohort_size=1)
+
+
+@pytest.mark.parametrize("often", [{"every_n_train_steps": 5}, {"train_time_interval": timedelta(minutes=1)}])
+def test_checkpoints_within_rounds_are_refused(fit, make_stream, make_task, tmp_path, often):
+    saving = ModelCheckpoint(tmp_path, save_top_k=-1, **often)
+    with pytest.raises(ValueError, match=f"by `every_n_epochs`, which are rounds, but got `{next(iter(often))}="):
+        fit(make_task(), make_stream(**STREAM), [saving], trainer_args={"enable_checkpointing": True})
+
+
+def test_loaders_made_anew_with_a_cohort_and_a_method(fit, make_stream, make_task):
+    plain, anew = make_task(), make_task()
+    fit(plain, make_stream(validation=0.2, **STREAM), [EWC(5.0)], cohort_size=2)
+    args = {"reload_dataloaders_every_n_epochs": 1}
+    trainer = fit(anew, make_stream(validation=0.2, **STREAM), [EWC(5.0)], cohort_size=2, trainer_args=args)
+    assert equal(plain, anew) and trainer.reload_dataloaders_every_n_epochs == 1
+
+
+def test_a_refused_fit_leaves_the_trainer_as_it_was(make_stream, make_task, quiet):
+    settings = {"accumulate_grad_batches": 2, "reload_dataloaders_every_n_epochs": 2}
+    trainer = L.Trainer(strategy=FederatedStrategy(), max_epochs=99, **settings, **quiet)
+    with pytest.raises(ValueError, match="Expected `max_epochs` to be at most"):
+        trainer.fit(make_task(), datamodule=make_stream(**STREAM))
+    assert {name: getattr(trainer, name) for name in settings} == settings and trainer.max_epochs == 99
+
+
+def test_a_plateau_of_validation_wants_validation_samples(fit, make_stream, make_task):
+    task = make_task()
+
+    def configure(monitor):
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+        schedule = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": monitor}
+        return lambda: {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    task.configure_optimizers = configure("val/loss")
+    with pytest.raises(ValueError, match=r"Give it `split=Split\(validation=0.1\)`"):
+        fit(task, make_stream(**STREAM))
+    fit(task, make_stream(validation=0.2, **STREAM))
+    task.configure_optimizers = configure("train/loss")
+    fit(task, make_stream(**STREAM))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_what_clients_keep_is_undone_with_a_round(tmp_path, kind):
+    store, one = ClientStore(kind, tmp_path / "store"), {"m": {"x": torch.ones(1)}}
+    store["a"] = one
+    store.begin_round()
+    store["a"], store["b"] = {"m": {"x": torch.zeros(1)}}, one
+    store.remember("a", "more", {"y": torch.zeros(1)})
+    store.undo_round()
+    assert list(store) == ["a"] and store["a"]["m"]["x"] == 1 and list(store["a"]) == ["m"]
+    store.begin_round()
+    store["a"] = {"m": {"x": torch.zeros(1)}}
+    store.end_round()
+    store.undo_round()
+    assert store["a"]["m"]["x"] == 0
+    assert kind == "memory" or [path.suffix for path in (tmp_path / "store").iterdir()] == [".safetensors"]
