@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lightning_fcl.federation.schedule import Deadline as Deadline
     from lightning_fcl.federation.speeds import Speeds as Speeds
     from lightning_fcl.federation.swarm import Swarm as Swarm
+    from lightning_fcl.local.counts import client_steps as client_steps
     from lightning_fcl.running.fit import FederatedCLI as FederatedCLI
-    from lightning_fcl.simulation.counts import client_steps as client_steps
     from lightning_fcl.simulation.federation import client_model as client_model
     from lightning_fcl.simulation.strategy import FederatedStrategy as FederatedStrategy
     from lightning_fcl.tasks.classification import Classifier as Classifier

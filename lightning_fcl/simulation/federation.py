@@ -18,13 +18,13 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.participation import Participation
+from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
 from lightning_fcl.federation.server import Extra, FederatedServer
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
-from lightning_fcl.simulation.placement import Placement
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.round import Round
@@ -154,9 +154,13 @@ def client_model(trainer: L.Trainer, client: str) -> Iterator[None]:
         client: The client.
 
     Raises:
-        ValueError: If there is no such client, or the Trainer has none.
+        ValueError: If there is no such client, the Trainer has none, or another client's model is there.
     """
     federation = need_federation(trainer, "client_model", "it has no clients")
+    if federation.strategy.shows_client:
+        raise ValueError(
+            f"Expected one `client_model` at a time but got that of {client} within another one's. Leave that first."
+        )
     state = {name: value.detach().clone() for name, value in federation.client_state(client).items()}
     module = federation.module
     server = {name: value.detach().clone() for name, value in entries(module).items()}

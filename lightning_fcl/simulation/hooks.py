@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,17 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_fcl.callbacks.epoch_logs import EpochLogs
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
+from lightning_fcl.errors import quoted
 from lightning_fcl.randomness import start_randomness
-from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of
+from lightning_fcl.simulation.checkpoint import FORMAT, fingerprint_of, leave_out_objects
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_monitors, there
 from lightning_fcl.simulation.progress import note_progress
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.strategy import FederatedStrategy
+
+log = logging.getLogger(__name__)
 
 RESTORED = "was being restored"
 """The end of the note on an error before training began; the start is the checkpoint's path."""
@@ -37,6 +41,7 @@ class FitHooks(Callback):
         self.began = False  # whether this fit has
         self._logs: EpochLogs | None = None
         self._undo_progress: Callable[[], None] | None = None  # of the round at hand
+        self._left_out: list[str] = []  # of checkpoints
         self.settings: dict[str, list[dict[str, Any]]] = {}  # of optimizers and schedules, as they were made
 
     @property
@@ -69,6 +74,17 @@ class FitHooks(Callback):
         }
         kept = federation.placement.everything() if federation.placement is not None else None
         return {**place, **federation.server.state_dict(kept)}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint be one that can be read."""
+        left = leave_out_objects(checkpoint)
+        if left and left != self._left_out:
+            self._left_out = left
+            log.warning(
+                "Checkpoints leave out the hyperparameters %s, which are objects: nothing could be read of a file with "
+                "them. Give them again when you load it, or leave them out by `save_hyperparameters(ignore=...)`.",
+                quoted(left),
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.federation.server.load_state_dict(state_dict)

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS
 
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
@@ -110,6 +111,11 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise ValueError(
             'Expected `ReduceLROnPlateau` with `interval="epoch"` (a round) but got "step": no metric is known after '
             "a client's step."
+        )
+    if trainer.accumulate_grad_batches > 1 and any(isinstance(own, LBFGS) for own in trainer.optimizers):
+        raise ValueError(
+            f"Expected `accumulate_grad_batches=1` for `LBFGS` but got {trainer.accumulate_grad_batches}: it asks for "
+            "gradients again within a step, when the batches before are gone. Raise `batch_size` instead."
         )
     if by_step and not trainer.lightning_module.automatic_optimization:
         raise ValueError(

@@ -18,6 +18,7 @@ from lightning_fcl.errors import listed, quoted
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
 from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import ListensToClients, ListensToRounds, SolvesAtServer
 from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.federation.server import FederatedServer
@@ -28,7 +29,7 @@ from lightning_fcl.randomness import seed_of, start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_optimizers, there
-from lightning_fcl.simulation.placement import Placement
+from lightning_fcl.simulation.progress import step_together
 from lightning_fcl.simulation.rehearsal import record_time
 
 log = logging.getLogger(__name__)
@@ -231,7 +232,9 @@ class Round:
         federation.strategy.local_steps.end_round(federation.optimizers)
         if self.loose is not None:
             self.loose.end_clients()
-        self.placement.meet(federation.server, federation.module.trainer)
+        ranks, steps = federation.strategy.ranks, self.placement.steps
+        self.placement.meet(federation.server)
+        self.placement.steps = step_together(federation.module.trainer, ranks, steps)
         record_time(federation)
         _check_usable(federation, self.number)
         load_entries(federation.module, federation.server.finish_round())

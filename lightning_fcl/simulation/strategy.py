@@ -30,13 +30,13 @@ from lightning_fcl.federation.schedule import Schedule
 from lightning_fcl.federation.server import ClientWeights, FederatedServer
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.local.counts import common_batches
 from lightning_fcl.local.local_steps import LocalSteps
 from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
-from lightning_fcl.simulation.counts import common_batches
 from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there

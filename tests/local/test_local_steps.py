@@ -192,3 +192,11 @@ def test_what_cannot_be_stepped_within_a_client_is_named(fit, make_stream, make_
         fit(by_hand, make_stream())
     with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `APFL`"):
         fit(make_task(), make_stream(), [APFL()], trainer_args={"accumulate_grad_batches": 2})
+
+
+def test_an_optimizer_that_asks_again_does_not_accumulate(fit, make_stream, make_task):
+    def lbfgs(params):
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=2)
+
+    with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `LBFGS` but got 2"):
+        fit(make_task(lbfgs), make_stream(**STREAM), trainer_args={"accumulate_grad_batches": 2})

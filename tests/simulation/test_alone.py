@@ -471,8 +471,11 @@ def test_checkpoints_within_a_round_and_after_validation_change_nothing(fit, tmp
         fit(by_hand, stream_of("ab"), callbacks, cohort_size=1, **options)
         return task.state_dict(), by_hand.state_dict()
 
-    each = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    plain, saving = trained(), trained(each, ModelCheckpoint(tmp_path / "others", "{epoch}", save_top_k=-1))
+    class Each(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    plain, saving = trained(), trained(Each(), ModelCheckpoint(tmp_path / "others", "{epoch}", save_top_k=-1))
     assert same(plain[0], saving[0]) and same(plain[1], saving[1])
 
 

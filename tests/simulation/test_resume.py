@@ -305,9 +305,11 @@ def test_a_checkpoint_of_a_second_fit_is_continued(fit, make_stream, make_task, 
 
 @pytest.mark.seconds
 def test_a_checkpoint_by_steps_is_refused_even_at_the_end_of_a_round(fit, make_stream, make_task, tmp_path):
-    stream = make_stream()
-    saver = ModelCheckpoint(tmp_path, "step-{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(make_task(), stream, [saver], trainer_args={"enable_checkpointing": True}, cohort_size=1)
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    fit(make_task(), make_stream(), [Saves()], cohort_size=1)
     for path in tmp_path.glob("*.ckpt"):
         with pytest.raises(ValueError, match="in the middle of one"):
             fit(make_task(), make_stream(), cohort_size=1, ckpt_path=path)
@@ -341,3 +343,28 @@ def test_data_that_draws_random_numbers_is_resumed_too(fit, make_task, tmp_path)
     fit(whole, stream(), [saver], trainer_args={"enable_checkpointing": True})
     fit(parts, stream(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert equal(whole.state_dict(), parts.state_dict())
+
+
+class Scaler:
+    """An object of the user's."""
+
+
+@pytest.mark.may("have hyperparameters that are objects", "checkpoints leave these out, with a word, and can be read")
+def test_hyperparameters_that_are_objects_are_left_out_of_checkpoints(fit, make_stream, tmp_path, caplog):
+    class Scaled(Classifier):
+        def __init__(self, scaler, width, mean):
+            torch.manual_seed(0)
+            super().__init__(MLP([6, width, 4]), 4)
+            self.save_hyperparameters()
+
+    def make():
+        return Scaled(Scaler(), 5, torch.ones(2))
+
+    whole, again, saving = make(), make(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    kept = {"enable_checkpointing": True}
+    fit(whole, make_stream(rounds_per_experience=2), [saving], trainer_args=kept)
+    assert caplog.text.count("Checkpoints leave out the hyperparameters `scaler`") == 1
+    checkpoint = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
+    assert checkpoint["hyper_parameters"].keys() == {"width", "mean"} and isinstance(whole.hparams.scaler, Scaler)
+    fit(again, make_stream(rounds_per_experience=2), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert equal(whole.state_dict(), again.state_dict())

@@ -296,6 +296,8 @@ def test_a_client_that_is_not_there_is_not_loaded(fit, make_stream, make_task):
         trainer.strategy.client_state("seven")
     with pytest.raises(ValueError, match=r"but got seven"), client_model(trainer, "seven"):
         pass
+    with client_model(trainer, "1"), pytest.raises(ValueError, match="Expected one `client_model` at a time but got"):
+        client_model(trainer, "2").__enter__()
     assert equal(task.state_dict(), before)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.simulation.placement import Placement
+from lightning_fcl.federation.placement import Placement
 
 
 class Several:

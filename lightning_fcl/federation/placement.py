@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-import lightning.pytorch as L
 import numpy as np
 
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.federation.client_store import ClientState, ClientStore
 from lightning_fcl.federation.ranks import Ranks, together
 from lightning_fcl.federation.server import FederatedServer
-from lightning_fcl.simulation.progress import step_together
 
 _NOISE = 0.3  # of a usual pace
 _SLACK = 0.05  # of a rank's fair share of a round: so much more it may have to do before a client moves elsewhere
@@ -46,7 +44,7 @@ class Placement:
         self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
         self._pace: dict[str, float] = {}  # of all rounds
         self._began = 0.0  # when the cohort at hand has
-        self._steps = steps
+        self.steps = steps
         self._complete = ranks.number == 1 or not store.in_memory
         if not self._complete:
             for client in [client for client in store if not self.hosts(client)]:
@@ -111,14 +109,13 @@ class Placement:
             seconds = (time.monotonic() - self._began) / max(1, int(clients.samples.sum()))
             self._seconds |= dict.fromkeys(clients.clients, seconds)
 
-    def meet(self, server: FederatedServer, trainer: L.Trainer) -> None:
-        """When the clients of all ranks have trained: bring together what they sent, how long it took, and steps."""
+    def meet(self, server: FederatedServer) -> None:
+        """When the clients of all ranks have trained: bring together what they sent, how long it took."""
         if self.ranks.number > 1:
             server.combine(self.ranks, self.order)
             for part in self.ranks.share(self._seconds):
                 self._pace |= part
             self._seconds = {}
-            self._steps = step_together(trainer, self.ranks, self._steps)
 
     def everything(self) -> dict[str, ClientState]:
         """What all clients keep, on every rank; all ranks ask, but where `complete` was called and no round since."""
