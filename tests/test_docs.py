@@ -1,12 +1,15 @@
 """The code in the documents runs."""
 
 import ast
+import inspect
 import re
 import runpy
 import shlex
 from pathlib import Path
 
+import lightning.pytorch as L
 import pytest
+from lightning.pytorch import callbacks
 
 import lightning_fcl
 
@@ -17,7 +20,12 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 NAME = re.compile(r"# ([\w-]+\.yaml)")
-
+TOOL = runpy.run_path(str(Path(__file__).parent / "promises.py"))
+LIGHTNING = {
+    "argument": [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"],
+    "callback": [name for name in callbacks.__all__ if issubclass(vars(callbacks)[name], L.Callback)],
+}
+ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 
 # Pages without code of their own: lists, what they include, a table of a command. Notebooks run in `make docs`;
 # one's own project is a script: tests/cli/test_own_project.py.
@@ -66,11 +74,22 @@ def test_the_index_names_every_page():
         assert path.stem == "index" or f"({elsewhere.get(path.parent.name, own)})" in text
 
 
-def test_what_own_modules_may_do_is_what_tests_show():
+@pytest.mark.parametrize("page", ["own-modules.md", "trainer.md"])
+def test_tables_are_what_tests_show(page: str):
     """After a change: `python tests/promises.py`."""
-    tool = runpy.run_path(str(Path(__file__).parent / "promises.py"))
-    text = (FOLDER / "own-modules.md").read_text()
-    assert tool["write_table"](text) == text
+    assert TOOL["write_tables"](page) == (FOLDER / page).read_text()
+
+
+@pytest.mark.parametrize(("mark", "name"), [(mark, name) for mark, names in LIGHTNING.items() for name in names])
+def test_an_argument_or_callback_of_lightning_has_a_test_and_a_row(mark: str, name: str):
+    """A new one of Lightning's has none: a test with this mark tells whether it is honoured, or refused."""
+    assert name in [what for what, _, _ in ROWS[mark]]
+
+
+@pytest.mark.parametrize("mark", LIGHTNING)
+def test_a_row_is_of_an_argument_or_callback_that_lightning_has(mark: str):
+    for what, follows, _ in ROWS[mark]:
+        assert what in LIGHTNING[mark] and follows.startswith(("honoured: ", "refused: "))
 
 
 def test_the_contributing_page_names_the_index():

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -44,6 +45,8 @@ _REFUSED = {
     LearningRateFinder: "it would end within a round. Compare rates over whole rounds, with `lightning-fcl tune`",
     BatchSizeFinder: "it would end within a round, and what clients learn depends on their batches. Set `batch_size`",
     ModelPruning: "its masks would be averaged as weights are. Prune the model when the fit is done",
+    SpikeDetection: "it would hold a client's loss against those of others. Clients whose numbers are not finite are "
+    'dropped and named; a reduction such as `"median"` outvotes others',
 }
 
 
@@ -82,8 +85,7 @@ def _told(settings: Mapping[str, object]) -> str:
 
 def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of a Trainer whose optimizers and schedulers are made."""
-    if trainer.check_val_every_n_epoch is not None:
-        at_least(1, check_val_every_n_epoch=trainer.check_val_every_n_epoch)
+    at_least(1, accumulate_grad_batches=trainer.accumulate_grad_batches)
     for callback in callbacks_of(trainer):
         for kind, why in _REFUSED.items():
             if isinstance(callback, kind):
@@ -130,12 +132,18 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"Expected `limit_train_batches=1.0` and no `overfit_batches` beside `schedule` but got {limit}: its clock "
             "counts all of a client's samples. Leave one out."
         )
-    interval = trainer.val_check_interval
-    if trainer.max_steps != -1 or interval not in (1.0, None) or type(interval) is int:
+    if (trainer.max_steps, trainer.min_steps) != (-1, None):
         raise ValueError(
-            "Expected `max_steps=-1` and `val_check_interval=1.0`: a federation stops and validates after rounds: "
-            "use `max_epochs` and `check_val_every_n_epoch`."
+            f"Expected `max_steps=-1` and `min_steps=None` but got {trainer.max_steps} and {trainer.min_steps}: a "
+            "federation counts rounds, whatever steps they have. Use `max_epochs` and `min_epochs`."
         )
+    every, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval", "a time")
+    if every is None or interval not in (1.0, None) or type(interval) is int:
+        raise ValueError(
+            f"Expected `val_check_interval=1.0` and a number of rounds as `check_val_every_n_epoch` but got {interval} "
+            f"and {every}: within a round there is no server state to validate. Use `check_val_every_n_epoch`."
+        )
+    at_least(1, check_val_every_n_epoch=every)
 
 
 def check_module(module: L.LightningModule) -> None:

@@ -27,6 +27,7 @@ from lightning_fcl.errors import one_of
 from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.federation.meeting import MEETING, GlooRanks, check_processes, meet
 from lightning_fcl.federation.ranks import ALONE, Ranks
+from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -80,7 +81,7 @@ class RanksStrategy(ParallelStrategy):
     def __init__(
         self,
         accelerator: Accelerator | None,
-        checkpoint_io: CheckpointIO,
+        checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
         start_method: StartMethod,
     ) -> None:
@@ -89,6 +90,17 @@ class RanksStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.start_method = start_method
         self.ranks: Ranks = ALONE
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """As in Lightning's strategies; unless one is given, checkpoints come to the disk whole, or not at all."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def num_processes(self) -> int:

@@ -36,7 +36,6 @@ from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
-from lightning_fcl.simulation.checkpoint_io import WholeCheckpointIO
 from lightning_fcl.simulation.federation import Federation, begin_fit
 from lightning_fcl.simulation.hooks import FitHooks
 from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
@@ -117,7 +116,7 @@ class FederatedStrategy(RanksStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, checkpoint_io or WholeCheckpointIO(), precision_plugin, start_method)
+        super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
         check_settings(local_epochs, cohort_size, swarm, schedule, compression)
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)

@@ -24,6 +24,7 @@ FILES = {
     "twice.yaml": "trainer: {callbacks: [{class_path: Replay}, {class_path: Replay}]}",
     "finder.yaml": "trainer: {callbacks: [{class_path: LearningRateFinder}]}",
     "sizes.yaml": "trainer: {callbacks: [{class_path: BatchSizeFinder}]}",
+    "spike.yaml": "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.SpikeDetection}]}",
     "average.yaml": "trainer: {callbacks: [{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}]}",
     "channels.yaml": "model: {class_path: Classifier, init_args: {model: {class_path: lightning_fcl.models.ViT, "
     "init_args: {image_size: 8, patch_size: 4, channels: 3, num_classes: 10}}}}",
@@ -118,6 +119,9 @@ OTHERS = [
     ("fit", "Expected a recipe with a `model` but got none. Name one, as in lightning-fcl fit quickstart"),
     ("fit empty.yaml", "Expected a recipe to hold settings by name, as in trainer: {max_epochs: 3}, but got nothing"),
     ("fit list.yaml", "Expected a recipe to hold settings by name"),
+    ("validate quickstart --trainer.min_steps 9", "Expected `max_steps=-1` and `min_steps=None` but got -1 and 9"),
+    ("validate quickstart --trainer.val_check_interval 00:00:00:01", "Use `check_val_every_n_epoch`"),
+    ("validate quickstart spike.yaml", "Expected no `SpikeDetection` among the callbacks"),
     ("fit nothing", "Expected the name of a recipe, or of a YAML file, but got nothing"),
     ("tune nothing.yaml", "Expected a YAML file at nothing.yaml but there is none"),
     ("tune search.yaml", "got objectiv. Did you mean objective?"),

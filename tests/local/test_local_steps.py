@@ -66,6 +66,7 @@ def differ(left, right):
     return max(float((left[name] - right[name]).abs().max()) for name in left) > 1e-3
 
 
+@pytest.mark.argument("accumulate_grad_batches", "honoured: batches of a client, whose last group may be smaller")
 @pytest.mark.seconds
 @pytest.mark.parametrize("cohort_size", [1, 2, "auto"])
 @pytest.mark.parametrize(("optimizer", "every"), [("sgd", 3), ("momentum", 2), ("adam", 3), ("adam", 1000)])

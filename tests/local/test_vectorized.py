@@ -325,6 +325,8 @@ def test_with_dropout_a_cohort_is_one_by_one(fit, make_stream, make_task, method
     assert difference(states[0], states[1]) < 1e-5 and difference(states[0], states[2]) < 1e-5
 
 
+@pytest.mark.argument("gradient_clip_val", "honoured: each client's gradient on its own, also side by side")
+@pytest.mark.argument("gradient_clip_algorithm", "honoured: each client's gradient on its own, also side by side")
 @pytest.mark.may("clip gradients", "each client's, on its own, also side by side")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("clip", [0.02, 0.3])

@@ -64,6 +64,8 @@ def test_a_stop_within_a_round_waits_for_its_end(fit, make_stream, make_task, tm
     assert equal(again, whole)
 
 
+@pytest.mark.argument("max_time", "honoured: the fit ends after the round in which time is up")
+@pytest.mark.callback("Timer", "honoured: the fit ends after the round in which time is up")
 def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
     limited, one = make_task(), make_task()
     trainer = fit(limited, make_stream(**STREAM), [Timer({"milliseconds": 1})], local_epochs=3)
@@ -71,6 +73,7 @@ def test_a_time_limit_ends_after_the_round(fit, make_stream, make_task):
     assert trainer.current_epoch == 1 and equal(limited, one)
 
 
+@pytest.mark.callback("OnExceptionCheckpoint", "honoured: a round that is cut short is undone, and resumed as a whole")
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("act", [fail, interrupt])
 def test_a_checkpoint_after_an_error_is_of_the_round_before(fit, make_stream, make_task, quiet, tmp_path, kind, act):
@@ -124,6 +127,9 @@ def test_checkpoints_within_rounds_are_refused(fit, make_stream, make_task, tmp_
         fit(make_task(), make_stream(**STREAM), [saving], trainer_args={"enable_checkpointing": True})
 
 
+@pytest.mark.argument(
+    "reload_dataloaders_every_n_epochs", "honoured: loaders of validation; that of training is new each round"
+)
 def test_loaders_made_anew_with_a_cohort_and_a_method(fit, make_stream, make_task):
     plain, anew = make_task(), make_task()
     fit(plain, make_stream(validation=0.2, **STREAM), [EWC(5.0)], cohort_size=2)

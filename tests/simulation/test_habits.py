@@ -13,12 +13,9 @@ import yaml
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BasePredictionWriter,
-    BatchSizeFinder,
     EarlyStopping,
-    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelPruning,
     RichProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -77,6 +74,7 @@ def column(folder, name):
     return [float(row[name]) for row in rows(folder) if row.get(name)]
 
 
+@pytest.mark.argument("logger", "honoured: with the values of each client and of the server, by rounds")
 def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, task, tmp_path):
     logger = CSVLogger(tmp_path, "", "")
     trainer = fit(task, stream, [ContinualMetrics(), LearningRateMonitor()],
@@ -90,6 +88,7 @@ def test_a_csv_logger_has_clients_server_rates_and_hyperparameters(fit, stream, 
     assert column(tmp_path, "server/accuracy")[-1] == pytest.approx(float(trainer.callback_metrics["server/accuracy"]))
 
 
+@pytest.mark.callback("LearningRateMonitor", "honoured: the rates of rounds, or of each client's steps")
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_rates_are_those_of_rounds_or_of_a_client_s_steps(fit, stream, tmp_path, cohort_size):
     for interval in ("epoch", "step"):
@@ -116,6 +115,7 @@ def test_validate_test_and_predict(fit, stream, task, quiet):
     assert before == tested  # a Trainer that never fits
 
 
+@pytest.mark.callback("BasePredictionWriter", "honoured: of the predictions of the server's model")
 def test_predictions_are_written(fit, stream, task):
     written = []
 
@@ -128,6 +128,7 @@ def test_predictions_are_written(fit, stream, task):
     assert sum(written) == len(stream.plan.test)
 
 
+@pytest.mark.callback("ModelCheckpoint", "honoured: `every_n_epochs` counts rounds, and `monitor` is of a round")
 @pytest.mark.parametrize("monitor", ["val/accuracy", "server/accuracy"])
 def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
     logger = CSVLogger(tmp_path, "", "")
@@ -142,6 +143,7 @@ def test_the_best_round_is_kept(fit, stream, task, tmp_path, monitor):
         assert tested["test/accuracy"] == pytest.approx(max(found))
 
 
+@pytest.mark.callback("EarlyStopping", "honoured: `patience` counts rounds")
 def test_a_fit_stops_early_after_a_round(fit, stream, task):
     stop = EarlyStopping("server/accuracy", mode="max", patience=0, min_delta=1)
     trainer = fit(task, stream, [ContinualMetrics(), stop])
@@ -169,6 +171,7 @@ def test_an_optimizer_of_some_parameters_or_in_another_order(fit, stream, assert
     assert torch.equal(together.model[1].weight, start.model[1].weight) == (groups == "head")
 
 
+@pytest.mark.callback("BackboneFinetuning", "honoured: the backbone is trained from a round on, on all clients")
 @pytest.mark.parametrize("cohort_size", [1, "auto"])
 def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, cohort_size):
     task, seen = Net(), []
@@ -183,20 +186,6 @@ def test_a_backbone_is_fine_tuned_from_a_round_on(fit, stream, cohort_size):
     assert not torch.equal(seen[2], seen[1]) and not torch.equal(seen[3], seen[2])
 
 
-@pytest.mark.parametrize(
-    ("callback", "remedy"),
-    [
-        (LearningRateFinder(), "lightning-fcl tune"),
-        (BatchSizeFinder(), "Set `batch_size`"),
-        (ModelPruning("l1_unstructured", amount=0.5), "Prune the model when the fit is done"),
-    ],
-)
-def test_callbacks_that_go_across_clients_are_refused_by_name(fit, stream, callback, remedy):
-    message = f"Expected no `{type(callback).__name__}` among the callbacks: .*{remedy}"
-    with pytest.raises(ValueError, match=message):
-        fit(Net(), stream, [callback])
-
-
 @pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
 def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search):
     callback = {"lr_find": "LearningRateFinder", "scale_batch_size": "BatchSizeFinder"}[search]
@@ -205,6 +194,7 @@ def test_a_tuner_is_refused_by_what_it_is(stream, quiet, tmp_path, search):
         getattr(Tuner(trainer), search)(Net(), datamodule=stream)
 
 
+@pytest.mark.argument("max_epochs", "honoured: rounds; without it, or with -1, as many as the stream has")
 @pytest.mark.parametrize("unset", [{}, {"max_epochs": -1}])
 def test_a_fit_without_max_epochs_lasts_as_long_as_its_stream(stream, task, quiet, recwarn, unset):
     class Scheduled(Net):
@@ -244,6 +234,9 @@ LIMITS = [
 ]
 
 
+@pytest.mark.argument("limit_train_batches", "honoured: batches of each client in a round; of a share at least one")
+@pytest.mark.argument("overfit_batches", "honoured: batches of each client in a round, the same ones in each")
+@pytest.mark.argument("fast_dev_run", "honoured: batches of each client, for one round")
 @pytest.mark.parametrize(("arguments", "expected"), LIMITS)
 def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments, expected):
     tasks = [Net(), Net()]
@@ -281,14 +274,6 @@ def test_a_fast_run_of_a_round_leaves_nothing_behind(fit, stream, task, tmp_path
     assert trainer.current_epoch == 1 and not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("limit", ["limit_val_batches", "limit_test_batches", "limit_predict_batches"])
-def test_limits_of_evaluation_are_honoured(fit, task, limit):
-    stream = FederatedStream("digits", ClassIncremental(1), IID(2), Split(0.4, 0.4), batch_size=64, seed=0)
-    trainer = fit(task, stream, max_epochs=1, trainer_args={limit: 1})
-    assert len(trainer.predict(task, datamodule=stream)) == (1 if "predict" in limit else 3)
-    trainer.validate(task, datamodule=stream, verbose=False), trainer.test(task, datamodule=stream, verbose=False)
-
-
 @pytest.mark.seconds
 def test_a_compiled_network_is_the_network(fit, stream, assert_same):
     def task(compiled):
@@ -305,6 +290,8 @@ def test_a_compiled_network_is_the_network(fit, stream, assert_same):
         assert_same(plain, compiled)
 
 
+@pytest.mark.argument("enable_progress_bar", "honoured: a round each, with the batches of all its clients")
+@pytest.mark.callback("RichProgressBar", "honoured: a round each, with the batches of all its clients")
 def test_the_rich_progress_bar(fit, stream, task, capsys):
     fit(task, stream, [RichProgressBar()], trainer_args={"enable_progress_bar": True})
     assert "Epoch 3/3" in capsys.readouterr().out

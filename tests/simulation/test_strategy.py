@@ -8,8 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
 )
 from torch import nn
 
@@ -173,6 +171,8 @@ def test_clients_without_data_are_skipped_and_counted(fit, make_stream, make_tas
     assert [list(log.upload_bytes) for log in seen] == [["a"], ["b", "c"]]
 
 
+@pytest.mark.argument("callbacks", "honoured: their hooks see the server's model before a round and after it")
+@pytest.mark.callback("Callback", "honoured: your own sees the server's model before a round and after it")
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_server_state_stands_before_validation_and_epoch_end(fit, make_stream, make_task, validation):
     places = []
@@ -584,14 +584,9 @@ def test_a_loader_that_is_no_stream_is_refused(make_task):
         trainer.fit(make_task(), torch.utils.data.DataLoader(data))
 
 
+@pytest.mark.argument("strategy", 'honoured: `FederatedStrategy(...)`, or "federated"')
 def test_the_strategy_is_chosen_by_name():
     assert isinstance(L.Trainer(strategy="federated", logger=False, barebones=True).strategy, FederatedStrategy)
-
-
-def test_averaging_callbacks_are_refused_by_name(fit, make_stream, make_task):
-    for callback in (StochasticWeightAveraging(0.1), GradientAccumulationScheduler({0: 4})):
-        with pytest.raises(ValueError, match=f"Expected no `{type(callback).__name__}` among the callbacks"):
-            fit(make_task(), make_stream(), [callback])
 
 
 def test_a_round_that_is_cut_short_leaves_the_server_in_the_module(fit, make_stream, make_task, caplog):

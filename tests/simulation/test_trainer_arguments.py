@@ -1,0 +1,344 @@
+"""What becomes of the arguments of Lightning's Trainer: they hold for a client or a round, or are refused by name."""
+
+import sys
+from types import ModuleType
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import DoublePrecision, TorchCheckpointIO
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.trainer.connectors import callback_connector
+from torch import nn
+
+from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
+from lightning_fcl.data.partition import IID
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
+from lightning_fcl.models import MLP
+
+COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
+
+
+class Counts(L.Callback):
+    """The rounds after which there was a validation, and batches before the first round, and in each stage after it."""
+
+    def __init__(self):
+        self.rounds, self.batches = [], {"sanity": 0, "validate": 0, "test": 0, "predict": 0}
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.rounds.append(trainer.current_epoch)
+
+    def on_validation_batch_end(self, trainer, *_):
+        self.batches["sanity" if trainer.sanity_checking else "validate"] += 1
+
+    def on_test_batch_end(self, *_):
+        self.batches["test"] += 1
+
+    def on_predict_batch_end(self, *_):
+        self.batches["predict"] += 1
+
+
+@pytest.fixture
+def digits():
+    """A stream of three rounds whose validation and test samples are several batches."""
+    return FederatedStream("digits", ClassIncremental(1, 3), IID(2), Split(0.4, 0.4), batch_size=64, seed=0)
+
+
+@pytest.fixture
+def task():
+    torch.manual_seed(0)
+    return Classifier(MLP([64, 16, 10]), 10, lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+@pytest.mark.argument("accelerator", "honoured: clients train there, and the server's state is there")
+def test_clients_train_on_the_accelerator(fit, make_stream, make_task, assert_same):
+    devices = []
+
+    class Own(CPUAccelerator):
+        def setup_device(self, device):
+            devices.append(device)
+
+    task, same = make_task(), make_task()
+    trainer = fit(task, make_stream(), trainer_args={"accelerator": Own()})
+    fit(same, make_stream())
+    assert isinstance(trainer.accelerator, Own) and devices == [trainer.strategy.root_device]
+    assert_same(task, same, 0)
+
+
+@pytest.mark.argument("precision", "honoured: of each client's training; other than `32-true` one at a time")
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
+def test_clients_train_in_the_precision(fit, make_stream, make_task, assert_same, precision):
+    federated, plain, full = make_task(), make_task(), make_task()
+    arguments = {"trainer_args": {"precision": precision}}
+    trainer = fit(federated, make_stream(clients=1), **arguments)
+    fit(plain, make_stream(clients=1), strategy="auto", max_epochs=2, **arguments)
+    fit(full, make_stream(clients=1))
+    assert_same(federated, plain, 1e-9)
+    assert not all(map(torch.equal, federated.double().parameters(), full.double().parameters()))
+    assert trainer.strategy.federation.trainer.clients_at_once == 1
+
+
+@pytest.mark.argument("min_epochs", "honoured: rounds before anything may end the fit")
+def test_a_fit_has_at_least_so_many_rounds(fit, make_stream, make_task, assert_same):
+    task, three = make_task(), make_task()
+    stop = LambdaCallback(on_train_epoch_end=lambda trainer, _: setattr(trainer, "should_stop", True))
+    stopped = fit(make_task(), make_stream(rounds_per_experience=2), [stop])
+    trainer = fit(task, make_stream(rounds_per_experience=2), [stop], trainer_args={"min_epochs": 3})
+    fit(three, make_stream(rounds_per_experience=2), max_epochs=3)
+    assert (stopped.current_epoch, trainer.current_epoch) == (1, 3)
+    assert_same(task, three, 0)
+
+
+@pytest.mark.argument("max_steps", "refused: it would end within a round. Use `max_epochs`, in rounds")
+@pytest.mark.argument("min_steps", "refused: a round's steps depend on who trains side by side. Use `min_epochs`")
+@pytest.mark.argument(
+    "val_check_interval",
+    "refused: other than 1.0; within a round there is no server state. Use `check_val_every_n_epoch`",
+)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_steps": 5}, "`max_steps=-1` and `min_steps=None` but got 5 and None: .* Use `max_epochs` and `min_epo"),
+        ({"min_steps": 5}, "`max_steps=-1` and `min_steps=None` but got -1 and 5: .* Use `max_epochs` and `min_epochs"),
+        ({"val_check_interval": 1}, "got 1 and 1: within a round .* Use `check_val_every_n_epoch`"),
+        ({"val_check_interval": 0.5}, "got 0.5 and 1: within a round .* Use `check_val_every_n_epoch`"),
+        ({"val_check_interval": "00:00:00:01"}, "got a time and 1: within a round .* Use `check_val_every_n_epoch`"),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 2}, "got 2 and None: .* Use `check_val_every_n_ep"),
+        ({"check_val_every_n_epoch": None}, "got 1.0 and None: .* Use `check_val_every_n_epoch`"),
+        ({"check_val_every_n_epoch": 0}, "Expected `check_val_every_n_epoch` to be at least 1 but got 0"),
+        ({"accumulate_grad_batches": 0}, "Expected `accumulate_grad_batches` to be at least 1 but got 0"),
+    ],
+)  # fmt: skip
+def test_what_would_go_across_clients_is_refused_by_name(fit, make_stream, make_task, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), trainer_args=arguments)
+
+
+@pytest.mark.argument("limit_val_batches", "honoured: batches of a validation, which is of the server's model")
+@pytest.mark.argument("limit_test_batches", "honoured: batches of a test, which is of the server's model")
+@pytest.mark.argument("limit_predict_batches", "honoured: batches to predict, by the server's model")
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_limits_of_evaluation(fit, task, digits, stage):
+    limit, counts = "limit_val_batches" if stage == "validate" else f"limit_{stage}_batches", Counts()
+    trainer = fit(task, digits, [counts], trainer_args={limit: 1, "num_sanity_val_steps": 0})
+    loaders = {"validate": digits.val_dataloader, "test": digits.test_dataloader, "predict": digits.predict_dataloader}
+    expected = {name: len(loader()) for name, loader in loaders.items()}
+    assert counts.batches.pop("validate") == 3 * (1 if stage == "validate" else expected["validate"])  # in the fit
+    assert min(expected.values()) > 1
+    counts.batches["validate"] = 0
+    for name in loaders:
+        run = getattr(trainer, name)
+        run(task, datamodule=digits, **({} if name == "predict" else {"verbose": False}))
+    assert counts.batches == {"sanity": 0, **expected, stage: 1}
+
+
+@pytest.mark.argument("num_sanity_val_steps", "honoured: batches before the first round, of which no trace is left")
+@pytest.mark.parametrize("steps", [0, 1, -1])
+def test_batches_before_the_first_round(fit, task, digits, assert_same, steps):
+    counts, same = Counts(), Classifier(MLP([64, 16, 10]), 10, task.optimizer)
+    same.load_state_dict(task.state_dict())
+    fit(task, digits, [counts], max_epochs=1, trainer_args={"num_sanity_val_steps": steps})
+    fit(same, digits, max_epochs=1, trainer_args={"num_sanity_val_steps": 0})
+    assert counts.batches["sanity"] == (steps if steps >= 0 else len(digits.val_dataloader()))
+    assert_same(task, same, 0)
+
+
+@pytest.mark.argument("check_val_every_n_epoch", "honoured: rounds from one validation to the next; None is refused")
+def test_rounds_between_validations(fit, make_stream, make_task):
+    counts = Counts()
+    stream = make_stream(rounds_per_experience=3, validation=0.2)
+    fit(make_task(), stream, [counts], trainer_args={"check_val_every_n_epoch": 2})
+    assert counts.rounds == [1, 3, 5]
+
+
+@pytest.mark.argument("log_every_n_steps", "honoured: of the batches of all clients; those side by side are one")
+@COHORTS
+def test_steps_between_logs(fit, make_stream, make_task, tmp_path, cohort_size):
+    logger = CSVLogger(tmp_path, "", "")
+
+    class Log(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            pl_module.log("batch", float(trainer.fit_loop.epoch_loop.total_batch_idx))
+
+    arguments = {"logger": logger, "log_every_n_steps": 3}
+    trainer = fit(make_task(), make_stream(), [Log()], trainer_args=arguments, cohort_size=cohort_size)
+    lines = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    column = lines[0].index("batch")
+    assert [float(line[column]) for line in lines[1:] if line[column]] == [*range(2, trainer.global_step, 3)]
+
+
+@pytest.mark.argument("enable_checkpointing", "honoured: one after each round, of the server's state")
+@pytest.mark.argument("default_root_dir", "honoured: checkpoints and logs go there")
+def test_checkpoints_and_where_they_go(fit, make_stream, make_task, tmp_path):
+    fit(make_task(), make_stream(), trainer_args={"enable_checkpointing": False, "default_root_dir": tmp_path})
+    assert not list(tmp_path.iterdir())
+    task = make_task()
+    fit(task, make_stream(), trainer_args={"enable_checkpointing": True, "default_root_dir": tmp_path, "logger": True})
+    (path,), (_,) = tmp_path.rglob("epoch=1-*.ckpt"), tmp_path.rglob("hparams.yaml")
+    kept = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, kept[name]) for name, value in task.state_dict().items())
+
+
+@pytest.mark.argument("enable_model_summary", "honoured: of the module, which is the server's model")
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_summary_of_the_model(fit, make_stream, make_task, capsys, shown):
+    fit(make_task(), make_stream(), max_epochs=1, trainer_args={"enable_model_summary": shown})
+    assert ("Trainable params: 59" in capsys.readouterr().out) == shown
+
+
+FLAGS = {
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+    "detect_anomaly": torch.is_anomaly_enabled,
+}
+
+
+@pytest.fixture
+def _flags_as_they_were(monkeypatch):
+    """Lightning leaves torch's flags, and an environment variable, as the last Trainer has set them."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.argument("deterministic", "honoured: in each client's steps")
+@pytest.mark.argument("benchmark", "honoured: in each client's steps")
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.usefixtures("_flags_as_they_were")
+def test_flags_hold_in_a_client_s_steps(fit, make_stream, make_task, assert_same, flag):
+    tasks, seen = [], []
+    for value in (False, True):
+        task = make_task()
+        task.model.register_forward_pre_hook(lambda *_: seen.append(FLAGS[flag]()))
+        trainer = fit(task, make_stream(), trainer_args={flag: value}, cohort_size=1)
+        assert seen == [value] * trainer.global_step
+        seen.clear()
+        tasks.append(task)
+    assert_same(*tasks, 0)
+
+
+@pytest.mark.argument("detect_anomaly", "honoured: in each client's steps, also side by side")
+@COHORTS
+def test_an_anomaly_is_told_where_it_begins(fit, make_stream, cohort_size):
+    class Anomalous(Classifier):
+        def sample_loss(self, output, y):
+            return (output.sum(1) * 0).sqrt() * 0
+
+    task = Anomalous(MLP([6, 5, 4]), 4, lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"):
+        fit(task, make_stream(), trainer_args={"detect_anomaly": True}, cohort_size=cohort_size)
+
+
+@pytest.mark.argument("inference_mode", "honoured: of validation, tests and predictions")
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_mode_of_evaluation(fit, make_stream, make_task, mode):
+    seen = {"train": set(), "validate": set(), "predict": set()}
+
+    look = LambdaCallback(
+        on_train_batch_end=lambda *_: seen["train"].add(torch.is_inference_mode_enabled()),
+        on_validation_batch_end=lambda *_: seen["validate"].add(torch.is_inference_mode_enabled()),
+        on_predict_batch_end=lambda *_: seen["predict"].add(torch.is_inference_mode_enabled()),
+    )
+    task, stream = make_task(), make_stream(validation=0.2)
+    trainer = fit(task, stream, [look], trainer_args={"inference_mode": mode})
+    assert seen.pop("validate") == {False}  # as in a plain Trainer's fit
+    seen["validate"] = set()
+    trainer.validate(task, datamodule=stream, verbose=False), trainer.predict(task, datamodule=stream)
+    assert seen == {"train": {False}, "validate": {mode}, "predict": {mode}}
+
+
+@pytest.mark.argument("profiler", "honoured: of the batches of all clients; those side by side are one")
+@COHORTS
+def test_a_profile_of_all_batches(fit, make_stream, make_task, assert_same, cohort_size):
+    task, same, profiler = make_task(), make_task(), SimpleProfiler()
+    trainer = fit(task, make_stream(), trainer_args={"profiler": profiler}, cohort_size=cohort_size)
+    fit(same, make_stream(), cohort_size=cohort_size)
+    assert len(profiler.recorded_durations["run_training_batch"]) == trainer.global_step
+    assert_same(task, same, 0)
+
+
+@pytest.mark.argument("barebones", "honoured: the same results, with nothing logged, shown or saved")
+def test_barebones_are_the_same(fit, make_stream, make_task, assert_same):
+    bare, same = make_task(), make_task()
+    trainer = fit(bare, make_stream(), trainer_args={"barebones": True})
+    fit(same, make_stream())
+    assert_same(bare, same, 0)
+    assert not trainer.loggers and not trainer.callback_metrics
+
+
+@pytest.mark.seconds
+@pytest.mark.argument(
+    "sync_batchnorm", "honoured: a client's batch is in one process, so there is nothing to bring together"
+)
+@pytest.mark.argument("use_distributed_sampler", "honoured: no data are split over processes, whose clients differ")
+@pytest.mark.parametrize("arguments", [{"sync_batchnorm": True}, {"use_distributed_sampler": False}], ids=str)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_would_bring_processes_together_or_apart(fit, make_stream, make_task, assert_same, arguments, devices):
+    tasks, batches = [], []
+    for more in ({}, arguments):
+        torch.manual_seed(0)
+        task = make_task(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
+        strategy = FederatedStrategy(start_method="fork", cohort_size=1)
+        options = {"devices": devices if more else 1, **more}
+        trainer = fit(task, make_stream(drop_last=True, validation=0.2), strategy=strategy, trainer_args=options)
+        tasks.append(task)
+        batches.append(float(trainer.callback_metrics["val/accuracy"]))
+    assert type(task.model[1]) is nn.BatchNorm1d
+    assert_same(*tasks, 0)
+    assert batches[0] == batches[1]  # of all validation samples
+
+
+@pytest.mark.argument("plugins", "honoured: precision, cluster environment, and how checkpoints are written")
+def test_plugins(fit, make_stream, make_task, assert_same, tmp_path):
+    written = []
+
+    class Own(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            written.append(checkpoint["epoch"])
+
+    task, same, environment = make_task(), make_task(), LightningEnvironment()
+    arguments = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    plugins = [DoublePrecision(), environment, Own()]
+    trainer = fit(task, make_stream(), trainer_args={"plugins": plugins, **arguments})
+    fit(same, make_stream(), trainer_args={"precision": "64-true"})
+    assert_same(task, same, 0)
+    assert written == [0, 1] and trainer.strategy.cluster_environment is environment
+
+
+@pytest.mark.argument("enable_autolog_hparams", "honoured: whether loggers are told the task's and the stream's")
+@pytest.mark.parametrize("logs", [True, False])
+def test_hyperparameters_are_logged(fit, make_stream, make_task, tmp_path, logs):
+    logger = CSVLogger(tmp_path, "", "")
+    fit(make_task(), make_stream(), trainer_args={"logger": logger, "enable_autolog_hparams": logs})
+    assert ("num_classes" in logger.experiment.hparams) == logs
+
+
+@pytest.mark.argument("model_registry", "honoured: where the package `litmodels` sends checkpoints: after rounds")
+def test_a_model_registry_has_the_checkpoints_of_rounds(fit, make_stream, make_task, tmp_path, monkeypatch):
+    sent = []
+
+    class Sends(ModelCheckpoint):
+        def __init__(self, model_registry):
+            super().__init__(save_top_k=-1)
+            self.registry = model_registry
+
+        def _save_checkpoint(self, trainer, filepath):
+            super()._save_checkpoint(trainer, filepath)
+            sent.append((self.registry, trainer.current_epoch))
+
+    module = ModuleType("litmodels.integrations.checkpoints")
+    module.LightningModelCheckpoint = Sends
+    for name in ("litmodels", "litmodels.integrations"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(callback_connector, "RequirementCache", lambda what: "litmodels" in what)
+    arguments = {"model_registry": "own", "enable_checkpointing": True, "default_root_dir": tmp_path}
+    fit(make_task(), make_stream(), trainer_args=arguments)
+    assert sent == [("own", 0), ("own", 1)]

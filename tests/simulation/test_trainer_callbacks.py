@@ -1,0 +1,160 @@
+"""What becomes of Lightning's callbacks: they see clients' batches, and the server's model, or are refused by name."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Checkpoint,
+    DeviceStatsMonitor,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelPruning,
+    ModelSummary,
+    ProgressBar,
+    RichModelSummary,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+
+COHORTS = pytest.mark.parametrize("cohort_size", [1, "auto"])
+
+
+def column(folder, name):
+    """What a CSVLogger has written in a column."""
+    names, *lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    return [float(line[names.index(name)]) for line in lines if line[names.index(name)]]
+
+
+@pytest.mark.callback("BaseFinetuning", "honoured: layers are frozen and trained from round to round, on all clients")
+@COHORTS
+def test_layers_that_are_trained_from_a_round_on(fit, make_stream, make_task, cohort_size):
+    class Own(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model[1])
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(pl_module.model[1], optimizer)
+
+    task, seen = make_task(), []
+    before = task.model[1].weight.clone()
+    head = task.model[3].parameters
+    task.configure_optimizers = lambda: torch.optim.SGD(head(), lr=0.1)
+    look = LambdaCallback(on_train_epoch_end=lambda trainer, module: seen.append(module.model[1].weight.clone()))
+    fit(task, make_stream(rounds_per_experience=2), [Own(), look], cohort_size=cohort_size)
+    assert [torch.equal(weight, before) for weight in seen] == [True, True, False, False]
+
+
+@pytest.mark.callback("Checkpoint", "honoured: your own, after rounds: within one there is no state to go on from")
+def test_own_checkpoints_hold_the_server_s_state(fit, make_stream, make_task, assert_same, tmp_path):
+    class Own(Checkpoint):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    task, again = make_task(), make_task(seed=1)
+    fit(task, make_stream(), [Own()], trainer_args={"enable_checkpointing": True}, cohort_size=1)
+    fit(again, make_stream(), ckpt_path=tmp_path / "0.ckpt", cohort_size=1)
+    assert_same(task, again, 0)
+
+
+@pytest.mark.callback("LambdaCallback", "honoured: batches are those of one client after the other, epochs are rounds")
+@COHORTS
+def test_hooks_of_a_function(fit, make_stream, make_task, cohort_size):
+    seen = []
+    hooks = {"on_train_batch_end": lambda *_: seen.append("batch"), "on_train_epoch_end": lambda *_: seen.append("end")}
+    trainer = fit(make_task(), make_stream(), [LambdaCallback(**hooks)], cohort_size=cohort_size)
+    assert seen.count("end") == 2 and seen[-1] == "end" and seen.count("batch") == trainer.global_step
+
+
+@pytest.mark.callback("DeviceStatsMonitor", "honoured: of the process, by the batches of all clients")
+def test_statistics_of_the_device(fit, make_stream, make_task, tmp_path):
+    arguments = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
+    pytest.importorskip("psutil")
+    trainer = fit(make_task(), make_stream(), [DeviceStatsMonitor(cpu_stats=True)], trainer_args=arguments)
+    found = column(tmp_path, "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent")
+    assert len(found) == trainer.global_step and all(0 < value <= 100 for value in found)
+
+
+@pytest.mark.callback("ThroughputMonitor", "honoured: counts the batches of all clients; those side by side are one")
+@COHORTS
+def test_throughput(fit, make_stream, make_task, tmp_path, cohort_size):
+    sizes = []
+
+    def count(batch):
+        sizes.append(batch[1].numel())
+        return sizes[-1]
+
+    arguments = {"logger": CSVLogger(tmp_path, "", ""), "log_every_n_steps": 1}
+    callbacks = [ThroughputMonitor(count, window_size=3)]
+    trainer = fit(make_task(), make_stream(), callbacks, trainer_args=arguments, cohort_size=cohort_size)
+    assert len(sizes) == trainer.global_step
+    assert column(tmp_path, "train/samples") == [sum(sizes[: n + 1]) for n in range(len(sizes))]
+
+
+@pytest.mark.callback("ModelSummary", "honoured: of the module, which is the server's model")
+@pytest.mark.callback("RichModelSummary", "honoured: of the module, which is the server's model")
+@pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
+def test_summaries(fit, make_stream, make_task, caplog, capsys, kind):
+    caplog.set_level("INFO", "lightning.pytorch")
+    fit(make_task(), make_stream(), [kind(2)], max_epochs=1, trainer_args={"enable_model_summary": True})
+    said = capsys.readouterr().out + caplog.text
+    assert "Trainable params" in said and "59" in said and "model.3" in said
+
+
+@pytest.mark.callback("ProgressBar", "honoured: your own: an epoch is a round, with the batches of all its clients")
+@pytest.mark.callback("TQDMProgressBar", "honoured: a round each, with the batches of all its clients")
+@pytest.mark.parametrize("kind", [ProgressBar, TQDMProgressBar])
+@COHORTS
+def test_progress_goes_by_the_batches_of_a_round(fit, make_stream, make_task, kind, cohort_size):
+    seen = []
+
+    class Own(kind):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            seen.append((trainer.current_epoch, batch_idx + 1, self.total_train_batches))
+
+    fit(make_task(), make_stream(), [Own()], trainer_args={"enable_progress_bar": True}, cohort_size=cohort_size)
+    for round in (0, 1):
+        counts = [(done, total) for epoch, done, total in seen if epoch == round]
+        assert counts == [(n + 1, len(counts)) for n in range(len(counts))]
+
+
+@pytest.mark.callback("BatchSizeFinder", "refused: it would end within a round. Set `batch_size`")
+@pytest.mark.callback("LearningRateFinder", "refused: it would end within a round. Use `lightning-fcl tune`")
+@pytest.mark.callback("ModelPruning", "refused: masks would be averaged as weights are. Prune when the fit is done")
+@pytest.mark.callback(
+    "GradientAccumulationScheduler", "refused: it would go across clients. Use `accumulate_grad_batches`"
+)
+@pytest.mark.callback("StochasticWeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
+@pytest.mark.callback("WeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
+@pytest.mark.callback("EMAWeightAveraging", "refused: it would go across clients. Use a `server_optimizer`")
+@pytest.mark.callback(
+    "SpikeDetection",
+    "refused: it would hold a client's loss against those of others. What is not finite is dropped as it is; "
+    'for the rest there is `reductions={"*": "median"}`',
+)
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        (LearningRateFinder(), "lightning-fcl tune"),
+        (BatchSizeFinder(), "Set `batch_size`"),
+        (ModelPruning("l1_unstructured", amount=0.5), "Prune the model when the fit is done"),
+        (GradientAccumulationScheduler({0: 4}), "Use `accumulate_grad_batches`"),
+        (StochasticWeightAveraging(0.1), "`server_optimizer`"),
+        (WeightAveraging(), "`server_optimizer`"),
+        (EMAWeightAveraging(), "`server_optimizer`"),
+        (SpikeDetection(), 'a reduction such as `"median"`'),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks_that_go_across_clients_are_refused_by_name(fit, make_stream, make_task, callback, remedy):
+    message = f"Expected no `{type(callback).__name__}` among the callbacks: .*{remedy}"
+    with pytest.raises(ValueError, match=message):
+        fit(make_task(), make_stream(), [callback])
