@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading
 from lightning_fcl.data.data_module import parts_of
@@ -113,12 +113,21 @@ def name_of(data: object) -> str:
 
 
 def samples_of(
-    data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule,
+    data: str
+    | PublicData
+    | Arrays
+    | Samples
+    | Dataset[Any]
+    | L.LightningDataModule
+    | Mapping[str, Any]
+    | Sequence[Any],
     classes: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Samples:
     if isinstance(data, L.LightningDataModule):
         return _of_module(data, classes, seed)
+    if isinstance(data, Mapping | list):
+        return _of_clients(dict(data) if isinstance(data, Mapping) else dict(enumerate(data)), classes, seed)
     if isinstance(data, Dataset):
         return of_anything(data, classes=classes)
     if classes is not None:
@@ -128,8 +137,9 @@ def samples_of(
     name, scale = "the data", None
     if not isinstance(data, str | PublicData | Arrays):
         raise TypeError(
-            "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a map-style data set or a "
-            f"LightningDataModule but got a {type(data).__name__}. `FederatedStream.from_arrays(x, y)` takes arrays."
+            "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a map-style data set, "
+            f"a LightningDataModule, or one of these two for each client, but got a "
+            f"{type(data).__name__}. `FederatedStream.from_arrays(x, y)` takes arrays."
         )
     if not isinstance(data, Arrays):
         wanted = PublicData(data) if isinstance(data, str) else data
@@ -168,6 +178,7 @@ def of_anything(
     if own and names and dataset is not None:
         dataset = numbered(dataset, given, targets)
     values = np.zeros((0,)) if dataset is not None else np.asarray(x)
+    values = values.astype(np.float32) if values.dtype == np.float64 else values
     size = len(dataset) if dataset is not None else len(values)  # type: ignore[arg-type]  # a map-style data set
     owner, domain = (None if column is None else np.asarray(column) for column in (client, group))
     if len(targets) != size and not (dataset is not None and not len(targets)):
@@ -192,6 +203,37 @@ def _of_module(module: L.LightningDataModule, classes: Sequence[str] | None, see
         if part not in loaders:  # its samples are taken from the training samples
             loaders[part] = replace(loaders.get(like, loaders["train"]), shuffle=False, drop_last=False)
     return all_seen(replace(whole, validation=validation, test=test, loaders=loaders), of == "train")
+
+
+def _of_clients(data: dict[Any, Any], classes: Sequence[str] | None, seed: int) -> Samples:
+    """The samples of a data set or data module for each client, one client after the other."""
+    if not data:
+        raise ValueError("Expected `data` to have a data set for each client but got none.")
+    splits = sorted({"train", "validation", "test"} & set(data))
+    if splits:
+        raise ValueError(
+            f"Expected `data` to be named by clients but got {', '.join(splits)}, which are splits. Pass the training "
+            "samples, with `split=` to set some aside, or a LightningDataModule of these."
+        )
+    parts: dict[Any, Dataset[Any]] = {}
+    for client, own in data.items():
+        if isinstance(own, L.LightningDataModule):
+            own.prepare_data()
+            modules = parts_of(own, seed)
+            if len(modules) > 1:
+                raise ValueError(
+                    f"Expected the data module of client {client} to have no loader but that of training samples but "
+                    f"got {', '.join(modules)}. Let `split=` set samples aside for tests."
+                )
+            own = modules["train"][0]
+        if not isinstance(own, Dataset) or isinstance(own, IterableDataset):
+            raise TypeError(
+                f"Expected a map-style data set for client {client} but got a {type(own).__name__}. Make one of it, "
+                "such as a `torch.utils.data.TensorDataset`, or a list of its items in a data set."
+            )
+        parts[client] = own
+    owner = np.repeat([str(client) for client in parts], [len(own) for own in parts.values()])  # type: ignore[arg-type]
+    return of_anything(ConcatDataset(parts.values()), client=owner, classes=classes)
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
 from lightning_fcl.randomness import global_seed
 
+OwnData = Dataset[Any] | L.LightningDataModule
+
 register_strategy()
 
 
@@ -39,7 +41,8 @@ class FederatedStream(L.LightningDataModule):
     Args:
         data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
             its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule, whose own test and
-            validation sets then are the `split`, and whose loaders say what is left open below.
+            validation sets then are the `split`, and whose loaders say what is left open below; or a dict, or a list,
+            of a data set for each client, or of a data module that has training samples alone.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
@@ -65,7 +68,7 @@ class FederatedStream(L.LightningDataModule):
 
     def __init__(
         self,
-        data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule = "digits",
+        data: str | PublicData | Arrays | Samples | OwnData | Mapping[str, OwnData] | Sequence[OwnData] = "digits",
         # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
@@ -94,6 +97,8 @@ class FederatedStream(L.LightningDataModule):
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
         self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
+        if self.partition is None and isinstance(data, Mapping | list) and not self.scenario.own_clients:
+            self.partition = Natural()
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)
         self.collate_fn = collate_fn

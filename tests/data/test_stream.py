@@ -292,12 +292,12 @@ def test_seeds(monkeypatch):
         (
             lambda: FederatedStream(scenario="class-incrementall"),
             "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
-            'ODFCLScenario but got "class-incrementall". Did you mean ClassIncremental?',
+            'ODFCLScenario, Stationary but got "class-incrementall". Did you mean ClassIncremental?',
         ),
         (
             lambda: FederatedStream(scenario=""),
             "Expected `scenario` to be one of FedViTScenario, FLwFScenario, ClassIncremental, DomainIncremental, "
-            'ODFCLScenario but got "".',
+            'ODFCLScenario, Stationary but got "".',
         ),
         (
             lambda: FederatedStream(partition="IDD"),

@@ -14,3 +14,4 @@ from lightning_fcl.data.scenarios.scenario import Scenario as Scenario
 from lightning_fcl.data.scenarios.scenario import split as split
 from lightning_fcl.data.scenarios.scenario import views as views
 from lightning_fcl.data.scenarios.scenario import with_history as with_history
+from lightning_fcl.data.scenarios.stationary import Stationary as Stationary
