@@ -20,6 +20,8 @@ from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import labelled, numbered, targets_of
 
+OfClients = Mapping[str, Dataset[Any]] | Sequence[Dataset[Any]]
+
 
 @dataclass(frozen=True)
 class PublicData:
@@ -113,21 +115,14 @@ def name_of(data: object) -> str:
 
 
 def samples_of(
-    data: str
-    | PublicData
-    | Arrays
-    | Samples
-    | Dataset[Any]
-    | L.LightningDataModule
-    | Mapping[str, Any]
-    | Sequence[Any],
+    data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule | OfClients,
     classes: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Samples:
     if isinstance(data, L.LightningDataModule):
         return _of_module(data, classes, seed)
-    if isinstance(data, Mapping | list):
-        return _of_clients(dict(data) if isinstance(data, Mapping) else dict(enumerate(data)), classes, seed)
+    if isinstance(data, Mapping | list | tuple):
+        return _of_clients(dict(data) if isinstance(data, Mapping) else dict(enumerate(data)), classes)
     if isinstance(data, Dataset):
         return of_anything(data, classes=classes)
     if classes is not None:
@@ -138,8 +133,8 @@ def samples_of(
     if not isinstance(data, str | PublicData | Arrays):
         raise TypeError(
             "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a map-style data set, "
-            f"a LightningDataModule, or one of these two for each client, but got a "
-            f"{type(data).__name__}. `FederatedStream.from_arrays(x, y)` takes arrays."
+            f"a LightningDataModule, or a data set for each client, but got a {type(data).__name__}. "
+            "`FederatedStream.from_arrays(x, y)` takes arrays."
         )
     if not isinstance(data, Arrays):
         wanted = PublicData(data) if isinstance(data, str) else data
@@ -178,13 +173,13 @@ def of_anything(
     if own and names and dataset is not None:
         dataset = numbered(dataset, given, targets)
     values = np.zeros((0,)) if dataset is not None else np.asarray(x)
-    values = values.astype(np.float32) if values.dtype == np.float64 else values
     size = len(dataset) if dataset is not None else len(values)  # type: ignore[arg-type]  # a map-style data set
     owner, domain = (None if column is None else np.asarray(column) for column in (client, group))
     if len(targets) != size and not (dataset is not None and not len(targets)):
         raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
     # `Arrays` checks what it can be told: floating point samples, labels, owners and domains.
-    checked = values if values.dtype.kind == "f" and dataset is None else np.zeros((size, 0), dtype=np.float32)
+    single = values.astype(np.float32) if values.dtype == np.float64 else values
+    checked = single if values.dtype.kind == "f" and dataset is None else np.zeros((size, 0), dtype=np.float32)
     Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
     content = dataset if dataset is not None else torch.from_numpy(np.ascontiguousarray(values))
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
@@ -205,35 +200,33 @@ def _of_module(module: L.LightningDataModule, classes: Sequence[str] | None, see
     return all_seen(replace(whole, validation=validation, test=test, loaders=loaders), of == "train")
 
 
-def _of_clients(data: dict[Any, Any], classes: Sequence[str] | None, seed: int) -> Samples:
-    """The samples of a data set or data module for each client, one client after the other."""
+def _of_clients(data: dict[Any, Any], classes: Sequence[str] | None) -> Samples:
+    """The samples of a data set for each client, one client after the other."""
     if not data:
         raise ValueError("Expected `data` to have a data set for each client but got none.")
-    splits = sorted({"train", "validation", "test"} & set(data))
-    if splits:
+    if "train" in data and data.keys() <= {"train", "validation", "valid", "val", "test"}:
         raise ValueError(
-            f"Expected `data` to be named by clients but got {', '.join(splits)}, which are splits. Pass the training "
-            "samples, with `split=` to set some aside, or a LightningDataModule of these."
+            f"Expected `data` to be named by clients but got {', '.join(data)}, which are splits. Pass "
+            "`L.LightningDataModule.from_datasets(train, val, test, batch_size=32)` of them."
         )
-    parts: dict[Any, Dataset[Any]] = {}
     for client, own in data.items():
-        if isinstance(own, L.LightningDataModule):
-            own.prepare_data()
-            modules = parts_of(own, seed)
-            if len(modules) > 1:
-                raise ValueError(
-                    f"Expected the data module of client {client} to have no loader but that of training samples but "
-                    f"got {', '.join(modules)}. Let `split=` set samples aside for tests."
-                )
-            own = modules["train"][0]
         if not isinstance(own, Dataset) or isinstance(own, IterableDataset):
             raise TypeError(
                 f"Expected a map-style data set for client {client} but got a {type(own).__name__}. Make one of it, "
                 "such as a `torch.utils.data.TensorDataset`, or a list of its items in a data set."
             )
-        parts[client] = own
-    owner = np.repeat([str(client) for client in parts], [len(own) for own in parts.values()])  # type: ignore[arg-type]
-    return of_anything(ConcatDataset(parts.values()), client=owner, classes=classes)
+    names = list(data) if all(isinstance(client, int) for client in data) else [str(client) for client in data]
+    owner = np.repeat(names, [len(own) for own in data.values()])
+    return of_anything(ConcatDataset(data.values()), client=owner, classes=classes)
+
+
+def in_single_precision(samples: Samples) -> Samples:
+    """The samples, whose arrays of double precision, NumPy's default, are such as models have them."""
+    if isinstance(samples.x, Tensor) and samples.x.dtype == torch.float64:
+        samples = replace(samples, x=samples.x.float())
+    if samples.targets.dtype == np.float64 and isinstance(samples.x, Tensor):
+        samples = replace(samples, targets=samples.targets.astype(np.float32))
+    return samples
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:

@@ -23,14 +23,19 @@ from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import PublicData, Samples, name_of, of_anything, samples_of
+from lightning_fcl.data.samples import (
+    PublicData,
+    Samples,
+    in_single_precision,
+    name_of,
+    of_anything,
+    samples_of,
+)
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
 from lightning_fcl.errors import at_least
 from lightning_fcl.randomness import global_seed
-
-OwnData = Dataset[Any] | L.LightningDataModule
 
 register_strategy()
 
@@ -42,7 +47,7 @@ class FederatedStream(L.LightningDataModule):
         data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
             its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule, whose own test and
             validation sets then are the `split`, and whose loaders say what is left open below; or a dict, or a list,
-            of a data set for each client, or of a data module that has training samples alone.
+            of a map-style data set for each client.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
@@ -68,7 +73,14 @@ class FederatedStream(L.LightningDataModule):
 
     def __init__(
         self,
-        data: str | PublicData | Arrays | Samples | OwnData | Mapping[str, OwnData] | Sequence[OwnData] = "digits",
+        data: str
+        | PublicData
+        | Arrays
+        | Samples
+        | Dataset[Any]
+        | L.LightningDataModule
+        | Mapping[str, Dataset[Any]]
+        | Sequence[Dataset[Any]] = "digits",
         # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
@@ -97,7 +109,7 @@ class FederatedStream(L.LightningDataModule):
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
         self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
-        if self.partition is None and isinstance(data, Mapping | list) and not self.scenario.own_clients:
+        if self.partition is None and isinstance(data, Mapping | list | tuple) and not self.scenario.own_clients:
             self.partition = Natural()
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)
@@ -237,6 +249,8 @@ class FederatedStream(L.LightningDataModule):
         loaders = {part: replace(loading, **given) for part, loading in samples.loaders.items()}
         for name in self.left_open if loaders else ():
             setattr(self, name, getattr(loaders["train"], name))
+        if self.trainer is None or self.trainer.precision != "64-true":
+            samples = in_single_precision(samples)
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
 
     # What the strategy asks for.

@@ -194,7 +194,7 @@ class FederatedStrategy(RanksStrategy):
             self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
         else:
-            self._warn_of_own_entries()
+            warn_of_own_entries(self)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
@@ -224,18 +224,6 @@ class FederatedStrategy(RanksStrategy):
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
             warnings.filterwarnings("ignore", known)
-
-    def _warn_of_own_entries(self) -> None:
-        module = self.federation.module
-        rules = reductions_of(module, self.rules)
-        own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
-        if own and not self.shows_client:
-            log.warning(
-                "This is the server's model, whose %s%s no client has trained: each keeps its own. "
-                "`with client_model(trainer, client):` puts a client's model in its place.",
-                own[0],
-                " (and more)" if len(own) > 1 else "",
-            )
 
     def teardown(self) -> None:
         """Before all is put away: a fit that was continued with nothing left to train begins and ends as any other.
@@ -345,3 +333,17 @@ class FederatedStrategy(RanksStrategy):
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)
+
+
+def warn_of_own_entries(strategy: FederatedStrategy) -> None:
+    """Say whose model is tested, where each client has entries of its own."""
+    module = strategy.federation.module
+    rules = reductions_of(module, strategy.rules)
+    own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
+    if own and not strategy.shows_client:
+        log.warning(
+            "This is the server's model, whose %s%s no client has trained: each keeps its own. "
+            "`with client_model(trainer, client):` puts a client's model in its place.",
+            own[0],
+            " (and more)" if len(own) > 1 else "",
+        )
