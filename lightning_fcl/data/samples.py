@@ -80,6 +80,14 @@ class Samples:
             return default_collate
         return self.loaders[part].collate_fn if part in self.loaders else self.collate_fn
 
+    def in_single_precision(self) -> Samples:
+        """These, whose arrays of double precision, NumPy's default, are such as models have them."""
+        if not isinstance(self.x, Tensor):
+            return self
+        x, targets = self.x, self.targets
+        x = x.float() if x.dtype == torch.float64 else x
+        return replace(self, x=x, targets=targets.astype(np.float32) if targets.dtype == np.float64 else targets)
+
     def take(self, indices: IntArray, part: str = "train") -> Any:
         """The samples at ``indices``, stacked: ``[x, y]``, or what a data set's items hold; as they are for a part."""
         if isinstance(self.x, Dataset):
@@ -218,15 +226,6 @@ def _of_clients(data: dict[Any, Any], classes: Sequence[str] | None) -> Samples:
     names = list(data) if all(isinstance(client, int) for client in data) else [str(client) for client in data]
     owner = np.repeat(names, [len(own) for own in data.values()])
     return of_anything(ConcatDataset(data.values()), client=owner, classes=classes)
-
-
-def in_single_precision(samples: Samples) -> Samples:
-    """The samples, whose arrays of double precision, NumPy's default, are such as models have them."""
-    if isinstance(samples.x, Tensor) and samples.x.dtype == torch.float64:
-        samples = replace(samples, x=samples.x.float())
-    if samples.targets.dtype == np.float64 and isinstance(samples.x, Tensor):
-        samples = replace(samples, targets=samples.targets.astype(np.float32))
-    return samples
 
 
 def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:

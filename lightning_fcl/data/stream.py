@@ -23,14 +23,7 @@ from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import (
-    PublicData,
-    Samples,
-    in_single_precision,
-    name_of,
-    of_anything,
-    samples_of,
-)
+from lightning_fcl.data.samples import PublicData, Samples, name_of, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -250,7 +243,7 @@ class FederatedStream(L.LightningDataModule):
         for name in self.left_open if loaders else ():
             setattr(self, name, getattr(loaders["train"], name))
         if self.trainer is None or self.trainer.precision != "64-true":
-            samples = in_single_precision(samples)
+            samples = samples.in_single_precision()
         self.samples = replace(samples, loaders=loaders, collate_fn=self.collate_fn or samples.collate_fn)
 
     # What the strategy asks for.
