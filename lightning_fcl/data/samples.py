@@ -129,10 +129,10 @@ def samples_of(
 ) -> Samples:
     if isinstance(data, L.LightningDataModule):
         return _of_module(data, classes, seed)
-    if isinstance(data, Mapping | list | tuple):
-        return _of_clients(dict(data) if isinstance(data, Mapping) else dict(enumerate(data)), classes)
     if isinstance(data, Dataset):
         return of_anything(data, classes=classes)
+    if isinstance(data, Mapping | list | tuple):
+        return _of_clients(dict(data) if isinstance(data, Mapping) else dict(enumerate(data)), classes)
     if classes is not None:
         raise ValueError(f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.")
     if isinstance(data, Samples):

@@ -102,7 +102,8 @@ class FederatedStream(L.LightningDataModule):
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
         self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
-        if self.partition is None and isinstance(data, Mapping | list | tuple) and not self.scenario.own_clients:
+        of_clients = isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
+        if self.partition is None and of_clients and not self.scenario.own_clients:
             self.partition = Natural()
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)

@@ -20,6 +20,7 @@ class Stationary(Scenario):
         ValueError: If there are fewer than one or more than a million.
 
     Example:
+        >>> import numpy as np
         >>> pool = Pool(np.zeros(3, int), clients={"a": np.arange(2), "b": np.arange(2, 3)})
         >>> [{client: rows.tolist() for client, rows in now.items()} for now in Stationary(2).plan(pool).train]
         [{'a': [0, 1], 'b': [2]}, {'a': [0, 1], 'b': [2]}]
