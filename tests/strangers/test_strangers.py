@@ -291,11 +291,17 @@ def test_what_is_frozen_stays_and_does_not_travel(federated):
     assert trainer.strategy.server.record.upload_bytes == dict.fromkeys("01", 4 * trained)
 
 
-def test_a_schedule_that_asks_for_the_number_of_steps_is_refused_where_clients_differ(federated):
+def test_a_schedule_that_asks_for_the_number_of_steps_has_a_client_s(federated):
     from chemprop import models
     from chemprop import nn as parts
 
-    stranger = molecules()
-    task = models.MPNN(parts.BondMessagePassing(d_h=16), parts.MeanAggregation(), parts.RegressionFFN(input_dim=16))
+    def make():
+        return models.MPNN(parts.BondMessagePassing(d_h=16), parts.MeanAggregation(), parts.RegressionFFN(input_dim=16))
+
+    task, stranger = make(), molecules()
+    before = copy.deepcopy(task.state_dict())
+    federated(task, stranger.stream(clients=2))  # five samples each
+    assert any(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
+    stranger.tests += 1  # five samples and four
     with pytest.raises(ValueError, match=r"^Expected clients that have as many batches in every round"):
-        federated(task, stranger.stream(clients=2))
+        federated(make(), stranger.stream(clients=2))
