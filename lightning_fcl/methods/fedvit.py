@@ -215,7 +215,7 @@ class FedViT(Method):
     def _integrated(self, federation: Federation, client_round: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
         module, before, at = self.module, {**state, **body}, (client_round.client, client_round.round, "integration")
-        optimizer = federation.optimizer
+        (optimizer,) = federation.optimizers
         load_entries(module, state)
         optimizer.state.clear()
         params = {n: p for n, p in module.named_parameters() if n in self._trainable and not fnmatchcase(n, self.head)}

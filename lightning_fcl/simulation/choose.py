@@ -73,7 +73,7 @@ def choose_trainer(
         return SequentialTrainer(module, methods, optimizers, keep_optimizer, federation.seed, step)
     if wanted is None:
         size = min(size, max(2, _NUMBERS // _batch_numbers(stream)))
-    return VectorizedTrainer(module, methods, federation.optimizer, size, federation.seed)
+    return VectorizedTrainer(module, methods, optimizers[0], size, federation.seed)
 
 
 def _check_several(methods: Sequence[Declaration]) -> None:

@@ -59,12 +59,6 @@ class Federation:
         return there(self.strategy.lightning_module, "a Trainer")
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The module's only optimizer, for what is not done with several."""
-        (optimizer,) = self.optimizers
-        return optimizer
-
-    @property
     def stream(self) -> FederatedStream:
         """The clients' data."""
         return need_stream(self.module.trainer)

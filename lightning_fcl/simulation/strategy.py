@@ -296,9 +296,10 @@ class FederatedStrategy(RanksStrategy):
         result = federation.trainer.optimizer_step(lambda: step(optimizer, gather, model, **kwargs), local.active)
         if local.by_hand is not None:
             return result
-        local.stepped(federation.optimizer, optimizer)
+        (own,) = federation.optimizers  # of a module that leaves its steps to Lightning
+        local.stepped(own, optimizer)
         if cohort.last_batch:  # now: schedules by round step before the batch has ended
-            local.end_schedules(federation.optimizer)
+            local.end_schedules(own)
         return result
 
     def use_optimizer(self) -> None:
