@@ -56,12 +56,13 @@ def settings_of(made: Optimizer | LRScheduler) -> dict[str, Any]:
         told = {name: [group.get(name) for group in made.param_groups] for name in names}
     else:
         told = made.state_dict()
-    return {"class": type(made).__name__, **{name: value for name, value in told.items() if _is_plain(value)}}
+    return {"class": type(made).__name__, **{name: value for name, value in told.items() if is_plain(value)}}
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Whether something is a number, a word, or a list of such."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 

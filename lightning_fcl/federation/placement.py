@@ -26,7 +26,6 @@ class Placement:
         ranks: The ranks.
         clients: All clients, in the plan's order.
         store: This rank's part of what clients keep.
-        steps: The steps that all ranks have taken.
 
     Example:
         >>> from lightning_fcl.federation.ranks import OneRank
@@ -35,7 +34,7 @@ class Placement:
         ([0, 1], True)
     """
 
-    def __init__(self, ranks: Ranks, clients: Sequence[str], store: ClientStore, steps: int = 0) -> None:
+    def __init__(self, ranks: Ranks, clients: Sequence[str], store: ClientStore) -> None:
         self.ranks = ranks
         self.order: dict[str, int] = {}  # of the round's clients: the numbers of their cohorts
         self._clients = clients
@@ -44,7 +43,6 @@ class Placement:
         self._seconds: dict[str, float] = {}  # of the round, for a sample of each client
         self._pace: dict[str, float] = {}  # of all rounds
         self._began = 0.0  # when the cohort at hand has
-        self.steps = steps
         self._complete = ranks.number == 1 or not store.in_memory
         if not self._complete:
             for client in [client for client in store if not self.hosts(client)]:
@@ -110,7 +108,7 @@ class Placement:
             self._seconds |= dict.fromkeys(clients.clients, seconds)
 
     def meet(self, server: FederatedServer) -> None:
-        """When the clients of all ranks have trained: bring together what they sent, how long it took."""
+        """When the clients of all ranks have trained: bring together what they sent, and how long it took."""
         if self.ranks.number > 1:
             server.combine(self.ranks, self.order)
             for part in self.ranks.share(self._seconds):

@@ -13,6 +13,7 @@ import torch
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import hparams_of
+from lightning_fcl.federation.optimizer_state import is_plain
 from lightning_fcl.federation.protocol import HasHparams
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.simulation.federation import Federation
@@ -176,7 +177,7 @@ def leave_out_objects(checkpoint: dict[str, Any]) -> list[str]:
 
 def _is_data(value: object) -> bool:
     """Whether a checkpoint that holds it can be read without running code."""
-    if isinstance(value, bool | int | float | str) or value is None:
+    if is_plain(value):
         return True
     content = io.BytesIO()
     try:

@@ -126,7 +126,7 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
     server.numbers = {client: number for number, client in enumerate(stream.plan.clients)}
     federation.trainer = choose_trainer(federation, step)
     if federation.placement is None or federation.placement.ranks is not ranks:
-        federation.placement = Placement(ranks, stream.plan.clients, server.store, trainer.global_step)
+        federation.placement = Placement(ranks, stream.plan.clients, server.store)
 
 
 def extra_of(federation: Federation) -> Extra:

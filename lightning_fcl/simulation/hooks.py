@@ -95,7 +95,7 @@ class FitHooks(Callback):
         self._hide_left()
         self._undo_progress = note_progress(trainer)
         self.strategy.limits.keep_whole(trainer)
-        trainer.reload_dataloaders_every_n_epochs = self.strategy.reloads  # type: ignore[attr-defined]
+        trainer.reload_dataloaders_every_n_epochs = self.strategy.limits.reloads  # type: ignore[attr-defined]
         start_randomness(self.federation.seed, "server", trainer.current_epoch)
         check_monitors(trainer)
 

@@ -28,11 +28,10 @@ def note_progress(trainer: L.Trainer) -> Callable[[], None]:
     return put_back
 
 
-def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> int:
-    """Count the steps of all ranks since ``before`` as this one's; the number of all steps by now."""
+def step_together(trainer: L.Trainer, ranks: Ranks, before: int) -> None:
+    """Count the steps of all ranks since ``before`` as this one's."""
     mine = trainer.global_step - before
     count_steps(trainer, sum(ranks.share(mine)) - mine)
-    return trainer.global_step
 
 
 def count_steps(trainer: L.Trainer, number: int) -> None:

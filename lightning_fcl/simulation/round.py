@@ -140,6 +140,7 @@ class Round:
         """Before the clients: what a hook has changed in the module since the last round is the server's."""
         federation = self.federation
         check_optimizers(federation)
+        self._steps_before = federation.module.trainer.global_step
         federation.server.begin_round(federation.module, federation.strategy.rules, extra_of(federation))
         if isinstance(federation.trainer, SequentialTrainer):
             self.loose = _loose_state(federation, self.loose)
@@ -232,9 +233,8 @@ class Round:
         federation.strategy.local_steps.end_round(federation.optimizers)
         if self.loose is not None:
             self.loose.end_clients()
-        ranks, steps = federation.strategy.ranks, self.placement.steps
         self.placement.meet(federation.server)
-        self.placement.steps = step_together(federation.module.trainer, ranks, steps)
+        step_together(federation.module.trainer, self.placement.ranks, self._steps_before)
         record_time(federation)
         _check_usable(federation, self.number)
         load_entries(federation.module, federation.server.finish_round())

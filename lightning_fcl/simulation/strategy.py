@@ -138,7 +138,6 @@ class FederatedStrategy(RanksStrategy):
         self.shows_client = False  # whether the module is a client's model: see `client_model`
         self._seed = seed
         self.new_round: Callable[[Federation], Round] = Round
-        self.reloads = 0  # the Trainer's `reload_dataloaders_every_n_epochs`, which holds for other loaders
         self._hooks = FitHooks(self)
         self._schedules: list[LRSchedulerConfig] = []  # by step and by round
         self._fits: list[Optimizer] = []  # those of the fit which has begun
@@ -220,7 +219,6 @@ class FederatedStrategy(RanksStrategy):
         )
         trainer.accumulate_grad_batches = 1
         # A loader is a round. That rounds are short, and unlike, is no reason to warn.
-        self.reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         for known in ("The number of training batches", "You're resuming from a checkpoint that ended before"):
             warnings.filterwarnings("ignore", known)

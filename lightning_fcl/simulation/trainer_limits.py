@@ -20,6 +20,7 @@ class TrainerLimits:
     def __init__(self) -> None:
         self.batches: int | float = 1.0
         self.in_order = False  # whether samples stay unshuffled, as under `overfit_batches`
+        self.reloads = 0  # `reload_dataloaders_every_n_epochs`, which holds for other loaders than a round
         self._trainer: L.Trainer | None = None
 
     def take_over(self, trainer: L.Trainer, stream: FederatedStream | None) -> None:
@@ -30,7 +31,7 @@ class TrainerLimits:
         """
         loop = trainer.fit_loop
         self._trainer = trainer
-        self._before = trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        self._every, self.reloads = trainer.accumulate_grad_batches, trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         self._ends = self.batches, epochs, _ = trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps
         self._least = loop.min_epochs
         self.in_order = bool(trainer.overfit_batches)  # type: ignore[attr-defined]
@@ -58,7 +59,8 @@ class TrainerLimits:
             loop = self._trainer.fit_loop
             loop.min_epochs = self._least
             self._trainer.limit_train_batches, loop.max_epochs, loop.epoch_loop.max_steps = self._ends
-            self._trainer.accumulate_grad_batches, self._trainer.reload_dataloaders_every_n_epochs = self._before  # type: ignore[attr-defined]
+            self._trainer.accumulate_grad_batches = self._every
+            self._trainer.reload_dataloaders_every_n_epochs = self.reloads  # type: ignore[attr-defined]
         self._trainer, self.batches, self.in_order = None, 1.0, False
 
     def batching(self, stream: FederatedStream) -> Batching:
