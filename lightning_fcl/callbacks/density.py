@@ -69,8 +69,8 @@ class ActivationDensity(Callback):
         test, names = stream.plan.test, stream.group_names
         owned = np.zeros(len(test), dtype=np.int64)
         owners: list[str] = []
-        if stream.owner is not None:
-            ids, owned = np.unique(stream.owner[test], return_inverse=True)
+        if stream.samples.owner is not None:
+            ids, owned = np.unique(stream.samples.owner[test], return_inverse=True)
             owners = [str(owner) for owner in ids]
         cells = stream.plan.groups[test] * max(1, len(owners)) + owned
         counts = self._counts(trainer, module, cells, len(names) * max(1, len(owners)))

@@ -11,8 +11,10 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from lightning_fcl.data.attached import transfer_batch
+from lightning_fcl.data.batches import Request
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.evaluation.continual import Tasks, part_name
@@ -30,43 +32,92 @@ Values: TypeAlias = dict[str, dict[str, float | None]]
 _Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]  # outputs, targets, groups
 
 _BATCH = 512
+_HELD_BYTES = 2**30  # more test samples of a data set than these are read anew each time
 
 
 @dataclass(frozen=True)
-class Tester:
-    """Samples on a device, and what a model makes of them; ``prepared`` makes samples of what is stored."""
+class InMemory:
+    """Test samples on a device, as they are stored."""
 
     x: Tensor
     y: Tensor
     group: Tensor
+    batch_size: int = _BATCH
+
+    def among(self, rows: Tensor) -> InMemory:
+        return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
+
+    def batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
+        """Some batch and every so manyth from there."""
+        parts = (torch.split(values, self.batch_size) for values in (self.x, self.y, self.group))
+        return itertools.islice(zip(*parts, strict=True), first, None, every)
+
+
+@dataclass(frozen=True)
+class OfDataSet:
+    """Test samples of a data set, read in the batches of its loader."""
+
+    stream: FederatedStream
+    part: str
+    samples: IntArray
+    group: Tensor
+
+    def among(self, rows: Tensor) -> OfDataSet:
+        return replace(self, samples=self.samples[rows.cpu().numpy()], group=self.group[rows])
+
+    def batches(self, first: int = 0, every: int = 1) -> Iterator[_Batch]:
+        """Some batch and every so manyth from there, with what is random in its items the same each time."""
+        size = self.stream.loading(self.part).batch_size
+        places = np.split(np.arange(len(self.samples)), range(size, len(self.samples), size))[first::every]
+        seed, key = self.stream.seed, ("server", self.part)
+        requests = (Request(self.samples[rows], seed, (*key, int(rows[0]))) for rows in places)
+        for rows, batch in zip(places, self.stream.read(requests, self.part), strict=True):
+            if not (isinstance(batch, list) and len(batch) > 1 and all(isinstance(one, Tensor) for one in batch[:2])):
+                raise TypeError(
+                    f"Expected pairs of samples and targets to measure on but got a {type(batch).__name__}. Log what "
+                    "you measure in `test_step`, and use `trainer.test`."
+                )
+            x, y = (values.to(self.group.device) for values in batch[:2])
+            yield x, y, self.group[rows]
+
+    def held(self) -> InMemory | OfDataSet:
+        """These in memory, if they fit in there and are of one shape."""
+        found, free = list[_Batch](), _HELD_BYTES
+        for batch in self.batches():
+            found.append(batch)
+            free -= batch[0].nbytes
+            if free < 0 or any(one.shape[1:] != other.shape[1:] for one, other in zip(batch, found[0], strict=True)):
+                return self
+        x, y, group = (torch.cat(column) for column in zip(*found, strict=True))
+        return InMemory(x, y, group, self.stream.loading(self.part).batch_size)
+
+
+@dataclass(frozen=True)
+class Tester:
+    """Test samples, and what a model makes of them; ``prepared`` makes samples of what is stored."""
+
+    samples: InMemory | OfDataSet
     groups: int
     prepared: Callable[[Tensor], Tensor] | None = None
-    batch_size: int = _BATCH
 
     @classmethod
     def of(cls, stream: FederatedStream, samples: IntArray, device: torch.device, alike: bool = False) -> Tester:
         """Some samples of a stream; ``alike``: all in one group."""
         part = "validation" if samples is stream.plan.validation else "test"
-        stored = stream.samples.stored(samples, part)
-        if not (isinstance(stored, list) and len(stored) > 1 and all(isinstance(one, Tensor) for one in stored[:2])):
-            raise TypeError(
-                f"Expected pairs of samples and targets to measure on but got a {type(stored).__name__}. Log what you "
-                "measure in `test_step`, and use `trainer.test`."
-            )
-        x, y = (values.to(device) for values in stored[:2])
-        loading = stream.samples.loaders.get(part)
-        group = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
-        number = 1 if alike else len(stream.group_names)
-        size = _BATCH if loading is None else loading.batch_size
-        return cls(x, y, torch.from_numpy(group).to(device), number, stream.samples.prepared, size)
+        groups = np.zeros(len(samples), dtype=np.int64) if alike else stream.plan.groups[samples]
+        group, number = torch.from_numpy(groups).to(device), 1 if alike else len(stream.group_names)
+        if isinstance(stream.samples.x, Dataset):
+            return cls(OfDataSet(stream, part, samples, group).held(), number)
+        x, y = (values.to(device) for values in stream.samples.stored(samples))
+        return cls(InMemory(x, y, group), number, stream.samples.prepared)
 
     def among(self, groups: Iterable[int]) -> Tester:
-        rows = torch.isin(self.group, torch.tensor(sorted(groups), device=self.group.device))
-        return replace(self, x=self.x[rows], y=self.y[rows], group=self.group[rows])
+        rows = torch.isin(self.samples.group, torch.tensor(sorted(groups), device=self.samples.group.device))
+        return replace(self, samples=self.samples.among(rows))
 
     def sizes(self, steps: int = 1) -> list[int]:
         """Predictions of each group, of a model that makes so many for each sample."""
-        sizes: list[int] = (torch.bincount(self.group, minlength=self.groups) * steps).tolist()
+        sizes: list[int] = (torch.bincount(self.samples.group, minlength=self.groups) * steps).tolist()
         return sizes
 
     @torch.no_grad()
@@ -74,8 +125,7 @@ class Tester:
         """What a model says of some samples after the other, or of every so manyth of such parts."""
         precision = module.trainer.precision_plugin
         with evaluating(module), precision.forward_context(), predicting(module):
-            parts = (torch.split(values, self.batch_size) for values in (self.x, self.y, self.group))
-            for part, label, where in itertools.islice(zip(*parts, strict=True), first, None, every):
+            for part, label, where in self.samples.batches(first, every):
                 part = precision.convert_input(part if self.prepared is None else self.prepared(part))
                 part, label = transfer_batch(module.trainer, [part, label])[:2]
                 if isinstance(module, Classifier):

@@ -137,12 +137,13 @@ def number_of(samples: Any) -> int:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Samples one after the other, in the nest of lists and dicts that the first of them has."""
+    """Samples one after the other, in the nest of lists, dicts and named tuples that the first of them has."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {name: joined([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple):
-        return [joined(column) for column in zip(*parts, strict=True)]
+        columns = [joined(column) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if isinstance(first, tuple) and type(first) is not tuple else columns
     if any(part.shape[1:] != first.shape[1:] for part in parts):
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in parts)
         raise ValueError(f"Expected samples of one shape to join but got {shapes}. Pad them to one, in `collate_fn`.")

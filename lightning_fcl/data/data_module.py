@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, islice
+from inspect import isfunction, ismethod
+from itertools import combinations, islice, product
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
@@ -26,29 +27,49 @@ from torch.utils.data import (
 )
 
 from lightning_fcl.data.batches import Loading
+from lightning_fcl.errors import listed
 from lightning_fcl.randomness import start_randomness
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader"}
 
-Parts = dict[str, tuple[Dataset[Any], Loading]]
-"""The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how each is loaded."""
+Parts = dict[str, tuple[Dataset[Any], Loading | None]]
+"""The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how a data module loads it."""
 
 
-def lend_hooks(module: L.LightningDataModule, stream: L.LightningDataModule, prepared: bool = False) -> None:
-    """Let a stream prepare its data, and transfer batches, by the hooks of a data module that overrides them."""
-    stream.prepare_data_per_node = module.prepare_data_per_node
-    stream.prepare_data = partial(_once, [True] * prepared, module.prepare_data)  # type: ignore[method-assign]
-    for hook in TRANSFER_HOOKS:
-        if is_overridden(hook, module):
-            setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
+def modules_of(data: object) -> list[L.LightningDataModule]:
+    """The data modules among a stream's data: that of all clients, or those of some."""
+    several = isinstance(data, Mapping | list | tuple)
+    parts: Any = data.values() if isinstance(data, Mapping) else data if several else [data]
+    return [part for part in parts if isinstance(part, L.LightningDataModule)]
 
 
-def _once(done: list[bool], hook: Callable[[], None]) -> None:
+def lend_hooks(modules: Sequence[L.LightningDataModule], stream: L.LightningDataModule, prepared: bool = False) -> None:
+    """Let a stream prepare its data, and transfer batches, by the hooks of data modules that override them.
+
+    Raises:
+        ValueError: If batches go through hooks of one of several, as they do not tell whose they are.
+    """
+    stream.prepare_data_per_node = all(module.prepare_data_per_node for module in modules)
+    hooks = [module.prepare_data for module in modules]
+    stream.prepare_data = partial(_once, [True] * prepared, hooks)  # type: ignore[method-assign]
+    for module, hook in product(modules, TRANSFER_HOOKS):
+        if not is_overridden(hook, module):
+            continue
+        if len(modules) > 1:
+            raise ValueError(
+                f"Expected data modules of several clients to leave batches as they are but {type(module).__name__} "
+                f"overrides `{hook}`. Do in its data sets' own transforms what it does."
+            )
+        setattr(stream, hook, partial(_unless_idle, getattr(module, hook)))
+
+
+def _once(done: list[bool], hooks: Iterable[Callable[[], None]]) -> None:
     if not done:
         done.append(True)
-        hook()
+        for hook in hooks:
+            hook()
 
 
 def _unless_idle(hook: Callable[..., Any], batch: Any, *arguments: Any) -> Any:
@@ -76,8 +97,46 @@ def parts_of(module: L.LightningDataModule, seed: int) -> Parts:
         if made is not None or part == "train":
             data, loading = call_seeded(seed, _taken_apart, made, f"`{hook}` of {type(module).__name__}")
             parts[part] = data, loading if part == "train" else replace(loading, shuffle=False)
-    _refuse_shared(parts, type(module).__name__)
+    refuse_shared(parts, type(module).__name__)
     return parts
+
+
+def agreed(clients: Mapping[Any, Parts], left_open: Collection[str]) -> dict[str, Loading]:
+    """How the data modules of all clients load; empty if there are none.
+
+    Raises:
+        ValueError: If some clients have none, or they say different things of what is ``left_open``.
+    """
+    own = {client: {part: loading for part, (_, loading) in parts.items()} for client, parts in clients.items()}
+    without = [str(client) for client, parts in own.items() if None in parts.values()]
+    if without and len(without) < len(own):
+        raise ValueError(
+            f"Expected data modules of all clients, or of none, but got none of {listed(without)}. Make one, as in "
+            "`L.LightningDataModule.from_datasets(train, test_dataset=test, batch_size=32)`."
+        )
+    loaders: dict[str, Loading] = {}
+    for client, parts in own.items():
+        for part, loading in parts.items():
+            if loading is None:
+                continue
+            first = loaders.setdefault(part, loading)
+            for name in left_open if part == "train" else {"collate_fn"} & {*left_open}:
+                if _kind(vars(first)[name]) != _kind(vars(loading)[name]):
+                    raise ValueError(
+                        f"Expected one `{name}` of the data modules of all clients but got {vars(first)[name]}, and "
+                        f"{vars(loading)[name]} of client {client}. Give it to `FederatedStream`."
+                    )
+    for part, like in (("validation", "test"), ("test", "validation")):
+        if loaders and part not in loaders:  # its samples are taken from the training samples
+            loaders[part] = replace(loaders.get(like, loaders["train"]), shuffle=False, drop_last=False)
+    return loaders
+
+
+def _kind(value: Any) -> object:
+    """What is compared of a setting: of a function that belongs to an object, or of a callable object, not which."""
+    if ismethod(value):
+        return value.__func__
+    return type(value) if callable(value) and not isfunction(value) else value
 
 
 def _taken_apart(loader: Any, whose: str) -> tuple[Dataset[Any], Loading]:
@@ -138,7 +197,7 @@ def _origin(data: Dataset[Any]) -> NDArray[np.int64]:
     return np.stack([np.full(size, id(data)), np.arange(size)], axis=1)
 
 
-def _refuse_shared(parts: Mapping[str, tuple[Dataset[Any], Loading]], name: str) -> None:
+def refuse_shared(parts: Parts, name: str) -> None:
     """Refuse samples that two parts share; validation and test samples may all be the same."""
     origins = {part: np.unique(_origin(data).view("i8,i8")) for part, (data, _) in parts.items()}
     for (one, first), (other, second) in combinations(origins.items(), 2):

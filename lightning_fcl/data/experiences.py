@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset
 
-from lightning_fcl.data.samples import Samples, all_seen, of_anything
+from lightning_fcl.data.own import all_seen, of_anything
+from lightning_fcl.data.samples import Samples
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, Scenario
 from lightning_fcl.errors import did_you_mean
 

@@ -89,12 +89,12 @@ def draw(
 ) -> Plan:
     """A stream's plan: samples split, divided among clients by a partition, and dealt out over rounds by a scenario.
 
-    Without a division a data module's own sets are validated and tested on, of other data a fifth is tested on.
+    Without a division own sets of a data module, or of splits, are validated and tested on, of other data a fifth is.
     """
     if division is None:
         division = Split(
-            test="official" if samples.loaders and samples.test is not None else Split.test,
-            validation="official" if samples.loaders and samples.validation is not None else Split.validation,
+            test="official" if samples.divided and samples.test is not None else Split.test,
+            validation="official" if samples.divided and samples.validation is not None else Split.validation,
         )
     if not isinstance(division, Split):
         raise TypeError(f"Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got {division!r}.")

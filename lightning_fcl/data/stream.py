@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
-from lightning_fcl.data.data_module import call_seeded, lend_hooks
+from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
+from lightning_fcl.data.own import OfClients, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import OfClients, PublicData, Samples, name_of, of_anything, samples_of
+from lightning_fcl.data.samples import PublicData, Samples, name_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -38,9 +39,10 @@ class FederatedStream(L.LightningDataModule):
 
     Args:
         data: The name of a public data set (`lightning_fcl.data.datasets`), `PublicData` with arguments of its loader,
-            its `Arrays`, a map-style `torch.utils.data.Dataset`, or a LightningDataModule, whose own test and
-            validation sets then are the `split`, and whose loaders say what is left open below; or a dict, or a list,
-            of a map-style data set for each client.
+            its `Arrays`, or a map-style data set: anything with ``__len__`` and ``__getitem__``; a LightningDataModule,
+            whose own test and validation sets then are the `split`, and whose loaders say what is left open below; a
+            dict of the splits ``train``, ``validation`` and ``test``; or a dict, or a list, of one of these for each
+            client.
         scenario: Which classes or domains come when: an object, or its class's name. Default: `ClassIncremental`.
         partition: How samples go to clients: an object, or its class's name. Default: `IID`; none for scenarios that
             deal the samples to clients themselves, such as those of papers.
@@ -89,14 +91,14 @@ class FederatedStream(L.LightningDataModule):
         at_least(1, batch_size=self.batch_size)
         at_least(0, num_workers=self.num_workers)
         self.data = data
-        if isinstance(data, L.LightningDataModule):
-            lend_hooks(data, self)
+        self._modules = modules_of(data)
+        if self._modules:
+            lend_hooks(self._modules, self)
         self.scenario = named(
             "scenario", ClassIncremental() if scenario is None else scenario, Scenario.__subclasses__()
         )
         self.partition = None if partition is None else named("partition", partition, Partition.__subclasses__())
-        of_clients = isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
-        if self.partition is None and of_clients and not self.scenario.own_clients:
+        if self.partition is None and names_clients(data) and not self.scenario.own_clients:
             self.partition = Natural()
         self.split = split
         refuse_dealt(self.scenario, partition=partition, split=split)
@@ -104,6 +106,7 @@ class FederatedStream(L.LightningDataModule):
         self._classes = classes
         self._seed = seed
         self._unmapped: Samples | None = None
+        self._torn_down = False
         self.count_batches: Callable[[], int] | None = None  # a client's in a round, as a federation that fits says
         self.samples = Samples(torch.empty(0), EMPTY)
 
@@ -194,11 +197,6 @@ class FederatedStream(L.LightningDataModule):
         return self.samples.classes
 
     @property
-    def owner(self) -> NDArray[Any] | None:
-        """The owner of every sample, if the data name them."""
-        return self.samples.owner
-
-    @property
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)
@@ -211,22 +209,31 @@ class FederatedStream(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the data and draw the plan, once."""
-        if isinstance(self.data, L.LightningDataModule):
-            self.data.trainer = self.trainer
-        if not len(self.samples):
+        for module in self._modules:
+            module.trainer = self.trainer
+        if self._torn_down or not len(self.samples):
             self._load()
         if isinstance(self.data, L.LightningDataModule) and stage == "predict":
             call_seeded(self.seed, self.data.setup, stage)
 
+    def teardown(self, stage: str) -> None:
+        """Let data modules close what they have open; what comes next sets them up anew."""
+        for module in self._modules:
+            if is_overridden("teardown", module):
+                module.teardown(stage)
+                self._torn_down = True
+
     def _load(self) -> None:
         if self.trainer is None or self.trainer.state.fn is None:  # otherwise Lightning has, in one process
             self.prepare_data()
-        samples = samples_of(self.data, self._classes, self.seed)
+        left_open = [*self.left_open, *(["collate_fn"] if self.collate_fn is None else [])]
+        samples = samples_of(self.data, self._classes, self.seed, left_open)
         self.plan = draw(samples, self.scenario, self.partition, self.split, self.seed)
         if self.plan.order is not None:
             names = tuple(samples.classes[c] for c in self.plan.order[: self.plan.outputs])
             samples = replace(samples, targets=np.argsort(self.plan.order)[samples.targets], classes=names)
         self.hold(samples)
+        self._unmapped, self._torn_down = None, False
 
     def hold(self, samples: Samples) -> None:
         """Take samples in; what the arguments leave open is as the training loader of a data module has it."""
@@ -251,10 +258,10 @@ class FederatedStream(L.LightningDataModule):
         """A client's samples of a round, stacked: the same whenever they are asked for."""
         return Request.of(self.plan.train[round][client], seed, client, round).read(self.take)
 
-    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """The batches that requests ask for, read by `num_workers` processes, which are given no Trainer."""
-        own = self.samples.loaders.get("train", Loading(self.batch_size))
-        return read(self.samples.take, requests, self.num_workers, own.pin_memory, own.worker_init_fn)
+    def read(self, requests: Iterable[Request], part: str = "train") -> Iterator[Any]:
+        """The batches of a part that requests ask for, read by `num_workers` processes, which are given no Trainer."""
+        take, own = partial(self.samples.take, part=part), self.loading(part)
+        return read(take, requests, own.num_workers, own.pin_memory, own.worker_init_fn)
 
     def map(self, function: Callable[[Tensor], Tensor], device: torch.device | None = None) -> None:
         """Replace samples by what a function makes of each batch, once, on a device: features of a frozen backbone."""
@@ -304,7 +311,7 @@ class FederatedStream(L.LightningDataModule):
 
     # Loaders, as any LightningDataModule has them.
 
-    def train_dataloader(self) -> StreamLoader:
+    def train_dataloader(self) -> ClientLoader:
         """The clients' training data; a `FederatedStrategy` turns it into the batches of each round."""
         return ClientLoader(self)
 
@@ -332,12 +339,12 @@ class FederatedStream(L.LightningDataModule):
         loading = Loading(self.batch_size, shuffle=True, collate_fn=self.samples.collate("train"))
         return loading.loader(rows_of(self.samples, self.plan.pretrain))
 
-    def _loader(self, part: str, indices: IntArray) -> DataLoader[Any]:
-        """Some samples, as a data module loads what is for a part; those of other data 256 at a time, or more."""
+    def loading(self, part: str) -> Loading:
+        """How a data module loads what is for a part, or as other data are; arrays are tested in larger batches."""
+        size = max(self.batch_size, 256) if part != "train" and not self.draws else self.batch_size
         workers = self.num_workers if self.draws else 0
-        loading = Loading(max(self.batch_size, 256), num_workers=workers, collate_fn=self.samples.collate(part))
-        return self.samples.loaders.get(part, loading).loader(rows_of(self.samples, indices))
+        loading = Loading(size, num_workers=workers, collate_fn=self.samples.collate(part))
+        return self.samples.loaders.get(part, loading)
 
-
-StreamLoader = ClientLoader
-"""What `FederatedStream.train_dataloader` gives."""
+    def _loader(self, part: str, indices: IntArray) -> DataLoader[Any]:
+        return self.loading(part).loader(rows_of(self.samples, indices))

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fcl.data.scenarios import IntArray
@@ -21,7 +23,7 @@ _COMPARED = 100  # items whose targets are compared with what a data set tells o
 
 def labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Targets as an array, and the names of their classes: none, if they are no labels, one for each sample."""
-    given = np.asarray(y)
+    given = as_array(y)
     _require_targets(given)
     numeric, floating = given.dtype.kind in "biuf", given.dtype.kind == "f"
     whole = not floating or (bool(classes) and bool((given == np.floor(given)).all()))
@@ -35,8 +37,15 @@ def labelled(y: Any, classes: Sequence[str] | None) -> tuple[NDArray[Any], tuple
         raise TypeError(
             f"Expected `y` to be {what}, but got {given.dtype} of shape {given.shape}. Leave `classes` out."
         )
-    # As torch makes tensors of Python's numbers, and as models want them.
-    return given.astype(np.float32) if given.dtype == np.float64 else given, ()
+    return given.astype(np.float32) if given.dtype == np.float16 else given, ()
+
+
+def as_array(values: Any) -> NDArray[Any]:
+    """Values as an array, also of tensors with gradients, or of a type that NumPy has not."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    return np.asarray(values)
 
 
 def _require_targets(given: NDArray[Any]) -> None:
@@ -49,7 +58,8 @@ def _require_targets(given: NDArray[Any]) -> None:
         first = int(wrong.argmax())
         raise ValueError(
             f"Expected `y` to hold a target for each sample but got {given.ravel().tolist()[first]!r} in place {first} "
-            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first."
+            f"(and {int(wrong.sum())} such values in all). Mend or drop these samples first, pass targets as `y`, or "
+            "`classes=()` if they are none."
         )
 
 
@@ -75,7 +85,7 @@ class Numbered(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         item = self.data[index]
-        place = _place_of_target(item)
+        place = place_of_target(item)
         label: Any = None if place is None else np.asarray(item[place]).item()
         if label not in self.numbers:
             raise ValueError(
@@ -99,7 +109,7 @@ def numbered(data: Dataset[Any], labels: Any, numbers: IntArray) -> Dataset[Any]
     return Numbered(data, dict(zip(names.tolist(), numbers[first].tolist(), strict=True)))
 
 
-def _place_of_target(item: Any) -> Any:
+def place_of_target(item: Any) -> Any:
     """Where an item holds its target; None if it has none."""
     if isinstance(item, Mapping):
         return next((name for name in _TARGETS if name in item), None)
@@ -143,12 +153,14 @@ def _read_targets(dataset: Dataset[Any], rows: Iterable[int]) -> list[Any]:
     with isolate_rng(include_cuda=False):
         for index in rows:
             item = dataset[index]
-            place = _place_of_target(item)
+            place = place_of_target(item)
             if place is None:
                 return []
             try:
-                targets.append(np.asarray(item[place]))
+                targets.append(as_array(item[place]))
             except ValueError:  # a nest: a target and what more the loss takes
                 return []
-    missing = all(target.dtype == object and target.ndim == 0 and target.item() is None for target in targets)
-    return targets if len({target.shape for target in targets}) == 1 and not missing else []
+    structured = [target.dtype.kind == "O" for target in targets]  # boxes, None
+    if len({target.shape for target in targets}) > 1 or all(structured):
+        return []
+    return [target.tolist() for target in targets] if any(structured) else targets

@@ -20,7 +20,8 @@ from lightning_fcl.data.batches import joined
 from lightning_fcl.data.data_module import TRANSFER_HOOKS, lend_hooks
 from lightning_fcl.data.datasets.files import check_arrays, read_arrays
 from lightning_fcl.data.datasets.images import read_image
-from lightning_fcl.data.samples import Samples, name_of, samples_of
+from lightning_fcl.data.own import samples_of
+from lightning_fcl.data.samples import Samples, name_of
 from lightning_fcl.data.scenarios import EMPTY, IntArray
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.deployment.outline import Outline, client_plan
@@ -51,7 +52,7 @@ class OwnData:
     def lend_hooks(self, stream: FederatedStream) -> None:
         if self.module is not None:
             stream.data = self.module
-            lend_hooks(self.module, stream, prepared=True)
+            lend_hooks([self.module], stream, prepared=True)
 
 
 def read_data(where: str | Path) -> OwnData:

@@ -83,7 +83,7 @@ def test_densities_are_those_of_all_states_at_once(fit, stream, task):
         for label in range(4):
             assert entry["groups"][str(label)] == density(after[data.y[test] == label], bins)
         for owner in OWNERS:
-            assert entry["owners"][owner] == density(after[data.owner[test] == owner], bins)
+            assert entry["owners"][owner] == density(after[data.samples.owner[test] == owner], bins)
         assert sum(entry["all"]) * 2 / bins == pytest.approx(1)
     assert record["experiences"][0]["all"] != record["experiences"][1]["all"]
     json.dumps(record, allow_nan=False)

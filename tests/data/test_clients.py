@@ -1,12 +1,14 @@
 """One data set for each client."""
 
+import re
+
 import lightning.pytorch as L
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl import FederatedStream
+from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import Stationary
 from lightning_fcl.data.split import Split
 
@@ -38,18 +40,139 @@ def test_each_client_has_its_own_samples(names):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (
-            {"train": site(1, 6), "test": site(2, 6)},
-            ValueError,
-            "by clients but got train, test, which are splits",
-        ),
-        ({"a": Endless()}, TypeError, "Expected a map-style data set for client a but got a Endless. Make one of it"),
+        ({"a": Endless()}, TypeError, "Expected a map-style data set for client a but got a Endless. Read its items"),
+        ({"a": (torch.ones(3, 2), torch.ones(3))}, TypeError, "for client a but got a tuple. `FederatedStream.from_a"),
+        ([torch.ones(3, 2)], TypeError, "Expected a map-style data set for client 0 but got a Tensor. `FederatedStr"),
+        ({"a": {"x": site(1, 6)}}, TypeError, "Expected a map-style data set for client a but got a dict. Read its"),
         ({}, ValueError, "Expected `data` to have a data set for each client but got none."),
+        (
+            {"train": site(1, 6), "unsupervised": site(2, 6), "test": site(1, 3)},
+            ValueError,
+            "or clients of other names, but got train, unsupervised, test. Leave out what is neither",
+        ),
+        ({"train": site(1, 6), "val": site(1, 2), "validation": site(1, 2)}, ValueError, "and join what is one."),
     ],
 )
 def test_what_is_no_data_set_of_a_client_is_refused(data, error, message):
     with pytest.raises(error, match=message):
         FederatedStream(data, Stationary()).setup("fit")
+
+
+@pytest.mark.parametrize("validation", ["validation", "valid", "val"])
+def test_splits_are_no_clients(validation):
+    data = {"train": site(1, 20), validation: site(2, 5), "test": site(3, 4)}
+    stream = FederatedStream(data, Stationary(), IID(4))
+    stream.setup("fit")
+    assert stream.plan.clients == ("0", "1", "2", "3") and sum(map(len, stream.plan.train[0].values())) == 20
+    for part, rows, number in (("validation", stream.plan.validation, 2), ("test", stream.plan.test, 3)):
+        assert len(rows) == len(data[validation if part == "validation" else part])
+        assert stream.samples.take(rows, part)[0].unique().tolist() == [number]
+    given = FederatedStream(data, Stationary(), IID(4), split=Split(test=0.5))
+    given.setup("fit")
+    assert len(given.plan.test) == 14
+
+
+def module(number, samples, tests, **options):
+    made = L.LightningDataModule.from_datasets(site(number, samples), test_dataset=site(number + 10, tests), **options)
+    made.calls = []
+    made.prepare_data = lambda: made.calls.append("prepare_data")
+    made.setup = made.calls.append
+    return made
+
+
+def kinds():
+    yield {"a": {"train": site(1, 8), "test": site(11, 2)}, "b": {"train": site(2, 12), "test": site(12, 3)}}
+    yield {"a": module(1, 8, 2, batch_size=3), "b": module(2, 12, 3, batch_size=3)}
+
+
+@pytest.mark.parametrize("data", kinds())
+def test_each_client_may_have_tests_of_its_own(data):
+    stream = FederatedStream(data, Stationary(rounds=2))
+    stream.setup("fit")
+    for number, client in enumerate("ab", start=1):
+        assert stream.client_samples(client, 1, 0)[0].unique().tolist() == [number]
+    x, _ = stream.samples.take(stream.plan.test, "test")
+    assert x[:, 0].tolist() == [11] * 2 + [12] * 3
+    assert stream.samples.owner[stream.plan.test].tolist() == ["a"] * 2 + ["b"] * 3
+
+
+def test_the_data_modules_of_clients_are_prepared_once_and_say_how_they_load():
+    data = {"a": module(1, 8, 2, batch_size=3), "b": module(2, 12, 3, batch_size=3)}
+    stream = FederatedStream(data, Stationary())
+    for _ in range(2):
+        stream.prepare_data(), stream.setup("fit")
+    assert [one.calls for one in data.values()] == [["prepare_data", "fit", "test"]] * 2
+    assert stream.batch_size == 3 and stream.shuffle and stream.test_dataloader().batch_size == 3
+
+
+class Scaled(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(site(1, 6))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (
+            {"a": module(1, 8, 2, batch_size=3), "b": module(1, 8, 2, batch_size=4)},
+            {"batch_size": 5},
+            "Expected one `batch_size` of the data modules of all clients but got 3, and 4 of client b. Give it to "
+            "`FederatedStream`.",
+        ),
+        (
+            {"a": module(1, 8, 2), "b": site(1, 4), "c": site(1, 4)},
+            None,
+            "Expected data modules of all clients, or of none, but got none of b, c. Make one",
+        ),
+        (
+            {"a": Scaled(), "b": Scaled()},
+            None,
+            "Expected data modules of several clients to leave batches as they are but Scaled overrides "
+            "`on_after_batch_transfer`. Do in its data sets' own transforms what it does.",
+        ),
+    ],
+)
+def test_data_modules_of_clients_agree(data, options, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        FederatedStream(data, Stationary()).setup("fit")
+    if options is not None:
+        stream = FederatedStream(data, Stationary(), **options)
+        stream.setup("fit")
+        assert stream.batch_size == 5
+
+
+class Padding:
+    """A collate function that is an object, as those of Hugging Face are."""
+
+    def __call__(self, items):
+        return default_collate(items)
+
+
+def test_collate_functions_are_compared_by_what_they_are():
+    def stream(*functions):
+        data = {str(n): Loaded(DataLoader(site(n, 6), collate_fn=one)) for n, one in enumerate(functions)}
+        made = FederatedStream(data, Stationary())
+        made.setup("fit")
+        return made
+
+    assert isinstance(stream(Padding(), Padding()).samples.collate_fn, Padding)
+    with pytest.raises(ValueError, match="Expected one `collate_fn` of the data modules of all clients but got "):
+        stream(Padding(), lambda items: default_collate(items))
+
+
+class Loaded(L.LightningDataModule):
+    def __init__(self, loader):
+        super().__init__()
+        self.train_dataloader = lambda: loader
+
+
+def test_what_one_client_trains_on_no_other_tests_on():
+    both = site(1, 8)
+    with pytest.raises(ValueError, match="of the clients to have samples of their own but got 8 that both have"):
+        FederatedStream({"a": {"train": both}, "b": {"train": site(2, 4), "test": both}}, Stationary()).setup("fit")
 
 
 def test_a_fit_of_a_data_set_a_client_is_one_of_their_owners(fit):
@@ -72,34 +195,6 @@ def test_a_fit_of_a_data_set_a_client_is_one_of_their_owners(fit):
     fit(pooled, FederatedStream.from_arrays(x, y, owner, scenario=Stationary(2), **options))
     assert own.layer.weight.abs().sum() > 0
     torch.testing.assert_close(dict(own.state_dict()), dict(pooled.state_dict()))
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("32-true", torch.float32), ("64-true", torch.float64)])
-def test_a_fit_in_double_precision_has_double_numbers(fit, precision, dtype):
-    class Line(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 1)
-
-        def training_step(self, batch, batch_idx):
-            assert batch[0].dtype == batch[1].dtype == dtype
-            return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    x = np.random.default_rng(0).normal(size=(20, 3))
-    stream = FederatedStream.from_arrays(x, x[:, :1], np.arange(20) % 4, scenario=Stationary(2), seed=0)
-    fit(Line(), stream, max_epochs=2, trainer_args={"precision": precision})
-    assert stream.samples.x.dtype == dtype
-
-
-def test_double_precision_becomes_single():
-    x = np.random.default_rng(0).normal(size=(20, 3))
-    stream = FederatedStream.from_arrays(x, np.arange(20) % 2, scenario=Stationary(2), client=np.arange(20) % 4)
-    stream.setup("fit")
-    assert stream.samples.x.dtype == torch.float32
-    assert torch.equal(stream.samples.x, torch.from_numpy(x).float()) and stream.plan.rounds == 2
 
 
 def test_rounds_are_counted_from_one():

@@ -243,6 +243,25 @@ def test_hooks_run_once_each_and_have_the_trainer(quiet):
     assert by_hand.calls == ["prepare", "fit", "test"]
 
 
+class Closes(Splits):
+    def teardown(self, stage):
+        self.calls.append(f"teardown {stage.value}")
+        del self.parts
+
+
+@pytest.mark.may("close files in `teardown`", "it is called behind each fit and test; the next one sets up anew")
+def test_what_a_teardown_closes_is_set_up_anew(quiet):
+    module, task = Closes(), Keeper()
+    stream, kept = stream_of(module), Keeper()
+    trainer_of(quiet).fit(task, datamodule=stream)
+    assert module.calls == ["prepare", "fit", 1, "test", 1, "teardown fit"]
+    plan = stream.plan.fingerprint
+    trainer_of(quiet).test(task, datamodule=stream, verbose=False)
+    assert module.calls[6:] == ["fit", 1, "test", 1, "teardown test"] and stream.plan.fingerprint == plan
+    trainer_of(quiet).fit(kept, datamodule=stream)
+    assert rows(kept.trained) == rows(task.trained)
+
+
 @pytest.mark.may("have parts that share samples", "refused: test samples would be trained on")
 def test_samples_that_parts_share_are_refused_by_name():
     inner = Subset(WHOLE, range(10, 60))

@@ -349,7 +349,10 @@ def test_wrong_arguments(make, message):
         ({"scenario": IID(3)}, "Expected `scenario` to be an object of FedViTScenario, FLwFScenario, ClassIncremental"),
         ({"partition": ClassIncremental()}, "Expected `partition` to be an object of Natural, IID, Dirichlet, Shards"),
         ({"split": 0.2}, "Expected `split` to be a `Split`, as in `Split(test=0.2)`, but got 0.2."),
-        ({"data": np.zeros((3, 2))}, "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a"),
+        (
+            {"data": np.zeros((3, 2))},
+            "Expected a map-style data set for `data` but got a ndarray. `FederatedStream.from",
+        ),
         ({"scenario": ClassIncremental(class_order="ascending")}, "Expected `class_order` to be a list of names or"),
         ({"scenario": ClassIncremental(class_order=[1.5])}, "Expected `class_order` of names and whole numbers but"),
     ],
@@ -402,10 +405,10 @@ def test_arguments_are_found_by_their_short_names():
         FederatedStream.from_arrays(*arrays(), batchsize=3)
 
 
-def test_labels_are_needed():
-    message = "Expected `y`, the labels, or a data set with `targets` but got neither."
-    with pytest.raises(ValueError, match=exactly(message)):
-        FederatedStream.from_arrays(arrays()[0])
+def test_labels_are_needed_where_there_are_classes_to_learn():
+    message = "Expected targets that are classes for 2 class-incremental experiences but got others.*pass labels as `y`"
+    with pytest.raises(ValueError, match=message):
+        FederatedStream.from_arrays(arrays()[0], scenario=ClassIncremental(2)).setup("fit")
 
 
 @pytest.mark.parametrize("of", [np.asarray, torch.tensor, list])

@@ -9,7 +9,7 @@ import torch
 
 from lightning_fcl import FederatedStrategy
 
-PACKAGES = ("chemprop", "lightly", "peft", "pytorch_forecasting", "torchgeo", "transformers")
+PACKAGES = ("chemprop", "datasets", "lightly", "peft", "pytorch_forecasting", "torchgeo", "transformers")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
@@ -27,10 +27,12 @@ def trainer_of(**arguments):
     return L.Trainer(accelerator="cpu", num_sanity_val_steps=0, **dict.fromkeys(quiet, False), **arguments)
 
 
-def federated(module, stream, **strategy):
+def federated(module, stream, callbacks=(), **strategy):
     """The Trainer of a federation that has trained a module, in place, for all rounds of a stream."""
     stream.setup("fit")
-    trainer = trainer_of(strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.rounds)
+    trainer = trainer_of(
+        strategy=FederatedStrategy(**strategy), max_epochs=stream.plan.rounds, callbacks=list(callbacks)
+    )
     trainer.fit(module, datamodule=stream)
     return trainer
 

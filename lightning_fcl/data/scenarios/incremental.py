@@ -73,8 +73,8 @@ class ClassIncremental(Scenario):
         if not pool.classes:
             raise ValueError(
                 f"Expected targets that are classes for {self.experiences} class-incremental experiences but got "
-                "others. Take one experience, or `DomainIncremental` with the `group` of each sample. Labels are whole "
-                "numbers or names: `y.astype(int)`."
+                "others. Take one experience, or `DomainIncremental` with the `group` of each sample, or pass labels "
+                "as `y`: names, or whole numbers, as of `y.astype(int)`."
             )
         parts, tasks = {}, dict[str, Groups]()
         if self.order_per_client or isinstance(self.class_order, Mapping):

@@ -269,7 +269,8 @@ def test_one_experience_needs_no_classes():
     assert [current["a"].tolist() for current in plan.train] == [[0, 1, 2, 3]] * 2 and plan.classes(1) == ((), ())
     message = (
         "Expected targets that are classes for 2 class-incremental experiences but got others. Take one experience, or "
-        "`DomainIncremental` with the `group` of each sample. Labels are whole numbers or names: `y.astype(int)`."
+        "`DomainIncremental` with the `group` of each sample, or pass labels as `y`: names, or whole numbers, as of "
+        "`y.astype(int)`."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         ClassIncremental(2).plan(pool)

@@ -1,0 +1,223 @@
+"""A user's own data as the samples of a stream: arrays, data sets, data modules, and those of each client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
+
+from lightning_fcl.data.batches import Collate
+from lightning_fcl.data.data_module import Parts, agreed, parts_of, refuse_shared
+from lightning_fcl.data.datasets import Arrays
+from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
+from lightning_fcl.data.targets import as_array, labelled, numbered, place_of_target, targets_of
+
+OfClients = Mapping[str, Dataset[Any] | L.LightningDataModule] | Sequence[Dataset[Any] | L.LightningDataModule]
+
+# What people and Hugging Face call the parts of a data set.
+_SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
+
+
+class Items(Dataset[Any]):
+    """What has a length and items but is no data set of torch's, such as the data sets of Hugging Face."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.classes: tuple[str, ...] | None = None
+        hugging_face: Any = sys.modules.get("datasets")
+        if hugging_face is not None and isinstance(data, hugging_face.Dataset):
+            column = place_of_target(dict.fromkeys(data.column_names))
+            if column is not None:
+                self.targets = data.with_format(None)[column][:]
+                label = data.features[column]
+                self.classes = tuple(label.names) if isinstance(label, hugging_face.ClassLabel) else None
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def data_set(given: Any, whose: str) -> Dataset[Any]:
+    """What has a length and items, as a data set.
+
+    Raises:
+        TypeError: If it has not, or is an array, whose items say nothing of their targets.
+    """
+    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        return given
+    if hasattr(given, "__array__") or isinstance(given, tuple):
+        remedy = "`FederatedStream.from_arrays(x, y)` takes arrays, `torch.utils.data.TensorDataset` makes one of them."
+    elif isinstance(given, str | bytes | Mapping | IterableDataset) or not hasattr(given, "__getitem__"):
+        remedy = "Read its items into a list, in a data set with `__len__` and `__getitem__`."
+    elif hasattr(given, "__len__"):
+        return Items(given)
+    else:
+        remedy = "Give it a `__len__`."
+    raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}")
+
+
+def of_anything(
+    x: Any,
+    y: Any = None,
+    client: Any = None,
+    group: Any = None,
+    classes: Sequence[str] | None = None,
+    collate_fn: Collate = default_collate,
+) -> Samples:
+    """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
+    in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
+    values = _tensor(x) if in_memory else torch.empty(0)
+    content: Tensor | Dataset[Any] = data_set(x, "for `x`") if not in_memory else values
+    if in_memory and y is None:
+        content = TensorDataset(values.float() if values.dtype == torch.float64 else values)
+    size = len(content)  # type: ignore[arg-type]  # a map-style data set
+    targets: NDArray[Any] = np.empty(0)
+    names: tuple[str, ...] = ()
+    if y is not None:
+        targets, names = labelled(y, classes if classes is None else tuple(classes))
+    elif isinstance(content, Dataset) and (classes is None or len(classes)):
+        given = targets_of(content)
+        targets, names = labelled(given, _names(content) if classes is None else tuple(classes))
+        content = numbered(content, given, targets) if names else content
+    if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
+        raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
+    owner, domain = _column("client", client), _column("group", group)
+    # `Arrays` checks what it can be told: floating point samples, labels, owners and domains.
+    checked = values.float().numpy() if values.is_floating_point() and in_memory else np.zeros((size, 0), np.float32)
+    Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
+    return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
+
+
+def _names(data: Dataset[Any]) -> tuple[str, ...] | None:
+    """The names of the classes that a data set tells, as those of Hugging Face do."""
+    parts = data.datasets if isinstance(data, ConcatDataset) else [data]
+    names = {part.classes if isinstance(part, Items) else None for part in parts}
+    return names.pop() if len(names) == 1 else None
+
+
+def _tensor(x: Any) -> Tensor:
+    """Samples in memory as torch has them, those of half precision as single, which holds them."""
+    values = x.detach().cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
+        raise TypeError(
+            f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "
+            "with `x.astype(np.float32)`."
+        )
+    tensor = torch.as_tensor(values).contiguous()
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _column(name: str, given: Any) -> NDArray[Any] | None:
+    """What is told of each sample; strings of pandas are objects to NumPy."""
+    if given is None:
+        return None
+    column = as_array(given)
+    if column.dtype.kind != "O":
+        return column
+    kinds = {type(value) for value in column.ravel().tolist()}
+    if kinds not in ({str}, {int}):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"Expected `{name}` to hold integers or strings but got {found}. Name every sample's {name}.")
+    return np.array(column.tolist())
+
+
+def samples_of(
+    data: object, classes: Sequence[str] | None = None, seed: int = 0, left_open: Collection[str] = ()
+) -> Samples:
+    """The samples of whatever a `FederatedStream` takes as its data.
+
+    Args:
+        left_open: Arguments of the stream that the data modules of several clients have to agree on.
+    """
+    if isinstance(data, L.LightningDataModule):
+        return _of_parts({"": parts_of(data, seed)}, classes, ())
+    if names_clients(data):
+        return _of_clients(data, classes, seed, left_open)
+    if splits := _splits(data, "`data`"):
+        return _of_parts({"": splits}, classes, ())
+    if not isinstance(data, str | PublicData | Arrays | Samples):
+        return of_anything(data_set(data, "for `data`"), classes=classes)
+    if classes is not None:
+        raise ValueError(f"Expected no `classes` for {name_of(data)}, which names its own, but got {list(classes)}.")
+    return data if isinstance(data, Samples) else of_public(data)
+
+
+def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
+    """Whether data are those of each client, in a dict or a list: not the splits of one data set."""
+    several = isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
+    return several and not _splits(data, "`data`")
+
+
+def _of_clients(
+    data: Mapping[Any, object] | Sequence[object], classes: Sequence[str] | None, seed: int, left_open: Collection[str]
+) -> Samples:
+    """The samples of a data set, splits or a data module for each client, one client after the other."""
+    named = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
+    if not named:
+        raise ValueError("Expected `data` to have a data set for each client but got none.")
+    parts: dict[str | int, Parts] = {}
+    for client, own in named.items():
+        if isinstance(own, L.LightningDataModule):
+            parts[client] = parts_of(own, seed)
+        else:
+            whose = f"for client {client}"
+            parts[client] = _splits(own, whose) or {"train": (data_set(own, whose), None)}
+    samples = _of_parts(parts, classes, left_open)
+    whole: Parts = {
+        part: (ConcatDataset([own[part][0] for own in parts.values() if part in own]), None)
+        for part in dict.fromkeys(_SPLITS.values())
+        if any(part in own for own in parts.values())
+    }
+    refuse_shared(whole, "the clients")
+    numbers = all(isinstance(client, int) for client in parts)
+    names = [client if numbers else str(client) for client in parts]
+    sizes = [len(ConcatDataset([part for part, _ in own.values()])) for own in parts.values()]
+    return replace(samples, owner=np.repeat(names, sizes))
+
+
+def _splits(data: Any, whose: str) -> Parts | None:
+    """The parts of what names them, as a `DatasetDict` of Hugging Face does; None: it names clients, or nothing."""
+    others = _SPLITS.keys() - {"train"}
+    if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or others & data.keys()):
+        return None
+    parts = [_SPLITS.get(name) for name in data]
+    if None in parts or len(set(parts)) < len(parts):
+        raise ValueError(
+            f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
+            f"{', '.join(map(str, data))}. Leave out what is neither, and join what is one."
+        )
+    return {_SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
+
+
+def _of_parts(clients: Mapping[Any, Parts], classes: Sequence[str] | None, left_open: Collection[str]) -> Samples:
+    pieces = [(part, data) for parts in clients.values() for part, (data, _) in parts.items()]
+    loaders = agreed(clients, left_open)
+    collate_fn = loaders["train"].collate_fn if loaders else default_collate
+    whole = of_anything(ConcatDataset([data for _, data in pieces]), classes=classes, collate_fn=collate_fn)
+    of = np.repeat([part for part, _ in pieces], [len(data) for _, data in pieces])  # type: ignore[arg-type]
+    validation, test = (of == part if (of == part).any() else None for part in ("validation", "test"))
+    samples = replace(whole, validation=validation, test=test, loaders=loaders, divided=True)
+    return all_seen(samples, of == "train")
+
+
+def all_seen(samples: Samples, train: NDArray[np.bool_]) -> Samples:
+    """The samples, none of whose own test and validation sets has a class that nobody learns."""
+    seen = set(samples.labels[train].tolist())
+    unseen = sorted(set(samples.labels[~train].tolist()) - seen)
+    if unseen:
+        raise ValueError(
+            f"Expected validation and test samples of the classes that are trained on but got label "
+            f"{', '.join(samples.classes[label] for label in unseen)}, which no training sample has. Drop these "
+            "samples, or train on some."
+        )
+    return samples
