@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as L
 import numpy as np
@@ -20,7 +20,18 @@ from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
 from lightning_fcl.data.targets import as_array, labelled, numbered, place_of_target, targets_of
 
-OfClients = Mapping[str, Dataset[Any] | L.LightningDataModule] | Sequence[Dataset[Any] | L.LightningDataModule]
+
+class MapStyle(Protocol):
+    """What has a length and items: data sets of torch, of Hugging Face, and others."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+_Own = Dataset[Any] | MapStyle | L.LightningDataModule
+Data = str | PublicData | Arrays | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
+"""What a `FederatedStream` takes."""
 
 # What people and Hugging Face call the parts of a data set.
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}

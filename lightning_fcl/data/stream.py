@@ -19,12 +19,11 @@ from lightning_fcl.data.batches import Collate, Loading, Request, Take, read
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, ClientRounds
 from lightning_fcl.data.data_module import call_seeded, lend_hooks, modules_of
-from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
-from lightning_fcl.data.own import OfClients, names_clients, of_anything, samples_of
+from lightning_fcl.data.own import Data, names_clients, of_anything, samples_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import PublicData, Samples, name_of
+from lightning_fcl.data.samples import Samples, name_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -68,7 +67,7 @@ class FederatedStream(L.LightningDataModule):
 
     def __init__(
         self,
-        data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule | OfClients = "digits",
+        data: Data = "digits",
         # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,
