@@ -271,6 +271,7 @@ class FederatedStrategy(RanksStrategy):
         trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         loop = self.federation.module.trainer.fit_loop
+        self.federation.module.trainer.accumulate_grad_batches = 1
         whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
         by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
         try:
