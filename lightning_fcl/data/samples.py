@@ -19,6 +19,7 @@ from lightning_fcl.data.datasets import Arrays, load
 from lightning_fcl.data.datasets.measurement import Measurement
 from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import labelled, numbered, targets_of
+from lightning_fcl.errors import refuse_other_lightning
 
 OfClients = Mapping[str, Dataset[Any]] | Sequence[Dataset[Any]]
 
@@ -138,6 +139,7 @@ def samples_of(
     if isinstance(data, Samples):
         return data
     name, scale = "the data", None
+    refuse_other_lightning(data)
     if not isinstance(data, str | PublicData | Arrays):
         raise TypeError(
             "Expected `data` to be the name of a public data set, `PublicData`, `Arrays`, a map-style data set, "
