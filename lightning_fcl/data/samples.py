@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lightning.pytorch as L
 import numpy as np
@@ -21,7 +21,11 @@ from lightning_fcl.data.scenarios import IntArray
 from lightning_fcl.data.targets import labelled, numbered, targets_of
 from lightning_fcl.errors import refuse_other_lightning
 
-OfClients = Mapping[str, Dataset[Any]] | Sequence[Dataset[Any]]
+if TYPE_CHECKING:
+    AnyDataset: TypeAlias = Dataset[Any]
+else:
+    AnyDataset = Dataset  # jsonargparse would make a plain `Dataset` of a recipe's, were its type `Dataset[Any]`
+OfClients = Mapping[str, AnyDataset] | Sequence[AnyDataset]
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def name_of(data: object) -> str:
 
 
 def samples_of(
-    data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule | OfClients,
+    data: str | PublicData | Arrays | Samples | AnyDataset | L.LightningDataModule | OfClients,
     classes: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Samples:
@@ -175,6 +179,11 @@ def of_anything(
 ) -> Samples:
     """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     dataset = x if isinstance(x, Dataset) else None
+    if dataset is not None and (isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized)):
+        raise TypeError(
+            f"Expected a map-style data set, whose samples have numbers, but got a {type(x).__name__}. Keep its items "
+            "in a data set with `__len__` and `__getitem__`."
+        )
     if y is None and dataset is None:
         raise ValueError("Expected `y`, the labels, or a data set with `targets` but got neither.")
     own = y is None and dataset is not None

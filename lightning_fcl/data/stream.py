@@ -23,7 +23,7 @@ from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.experiences import Benchmark, experiences_of, named, refuse_dealt, scenario_of
 from lightning_fcl.data.partition import Natural, Partition
 from lightning_fcl.data.pixels import normalised, rows_of
-from lightning_fcl.data.samples import OfClients, PublicData, Samples, name_of, of_anything, samples_of
+from lightning_fcl.data.samples import AnyDataset, OfClients, PublicData, Samples, name_of, of_anything, samples_of
 from lightning_fcl.data.scenarios import EMPTY, ClassIncremental, IntArray, Scenario
 from lightning_fcl.data.split import Split, draw
 from lightning_fcl.door import register_strategy
@@ -66,7 +66,7 @@ class FederatedStream(L.LightningDataModule):
 
     def __init__(
         self,
-        data: str | PublicData | Arrays | Samples | Dataset[Any] | L.LightningDataModule | OfClients = "digits",
+        data: str | PublicData | Arrays | Samples | AnyDataset | L.LightningDataModule | OfClients = "digits",
         # Not "ClassIncremental": jsonargparse hands the arguments of a default on to the class that takes its place.
         scenario: Scenario | str | None = None,
         partition: Partition | str | None = None,

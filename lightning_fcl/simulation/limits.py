@@ -207,9 +207,9 @@ def check_optimizers(federation: Federation) -> None:
         )
 
 
-def check_ranks(federation: Federation) -> None:
+def check_ranks(federation: Federation, ranks: int) -> None:
     """Refuse more processes than a round ever has cohorts: some would never have anything to do."""
-    ranks, size, plan = federation.strategy.ranks.number, federation.trainer.clients_at_once, federation.stream.plan
+    size, plan = federation.trainer.clients_at_once, federation.stream.plan
     if ranks == 1:
         return
     rounds = range(federation.module.trainer.max_epochs or 0)

@@ -261,7 +261,7 @@ class FederatedStrategy(RanksStrategy):
                 begin_fit(federation, self.optimizers, super().training_step)
                 self._fits = self.optimizers
                 begin_schedule(federation)
-                check_ranks(federation)
+                check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))
             self.round = self.new_round(federation)
             return self.round
