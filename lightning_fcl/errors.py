@@ -71,6 +71,25 @@ def require(module: str, for_what: str, extra: str | None = None) -> ModuleType:
         ) from error
 
 
+def other_lightning(kind: type) -> str:
+    """What to do about a class of the package `pytorch_lightning`, or one that derives from it; empty for all others.
+
+    To `lightning.pytorch` these are strangers: it looks for modules, data modules and callbacks of its own.
+    """
+    if not any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__):
+        return ""
+    return (
+        f"Expected parts of `lightning.pytorch` but {kind.__name__} is one of `pytorch_lightning`, another package. "
+        "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl` where it is defined."
+    )
+
+
+def refuse_other_lightning(*parts: object) -> None:
+    """Refuse objects of the package `pytorch_lightning`."""
+    for told in filter(None, map(other_lightning, map(type, parts))):
+        raise TypeError(told)
+
+
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:
     for name, value in arguments.items():
         if not allows(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,19 +83,7 @@ class BaseSession(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         callbacks = callbacks_of(trainer)
-        early = [type(c).__name__ for c in callbacks[: callbacks.index(self)] if isinstance(c, Replay) and c.base]
-        if self.latents and early:
-            raise ValueError(
-                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
-                "remembers maps, but it stands before it. Change their order."
-            )
-        network = pl_module.model if isinstance(pl_module, Classifier) else None
-        if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
-            raise ValueError(
-                f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
-                f"`{type(network).__name__}`."
-            )
-        stream = stream_of(trainer)
+        network, stream = self._network(pl_module, callbacks[: callbacks.index(self)]), stream_of(trainer)
         if stream is not None:
             stream.unmap()  # maps of an earlier fit may be another network's
         if getattr(network, "frozen", False):  # `freeze` marks it so
@@ -102,14 +91,42 @@ class BaseSession(Callback):
         if stage != "fit" or trainer.ckpt_path is not None:
             self.freeze(network)
             return
-        stream = _checked(network, stream)
-        refuse_transfer_hook(pl_module, stream, type(self).__name__)
+        stream = self.check(pl_module, callbacks[: callbacks.index(self)], stream)
         self._train(network, stream, trainer)
         images = stream.take(np.concatenate([stream.plan.base, self._samples(stream)[0]])[:_CALIBRATION])[0]
         self.freeze(network, images)
         if isinstance(pl_module, RidgeClassifier):
             with evaluating(network):
                 pl_module.on_base_session(*stream.take(stream.plan.base))
+
+    def check(
+        self, module: L.LightningModule, before: Sequence[Callback], stream: FederatedStream | None
+    ) -> FederatedStream:
+        """The stream, whose base session this can train; otherwise a ValueError.
+
+        Args:
+            module: The module to prepare.
+            before: The callbacks that stand before this one.
+            stream: Its Trainer's stream.
+        """
+        checked = _checked(self._network(module, before), stream)
+        refuse_transfer_hook(module, checked, type(self).__name__)
+        return checked
+
+    def _network(self, module: L.LightningModule, before: Sequence[Callback]) -> nn.Module:
+        early = [type(c).__name__ for c in before if isinstance(c, Replay) and c.base]
+        if self.latents and early:
+            raise ValueError(
+                f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
+                "remembers maps, but it stands before it. Change their order."
+            )
+        network = module.model if isinstance(module, Classifier) else None
+        if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
+            raise ValueError(
+                f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
+                f"`{type(network).__name__}`."
+            )
+        return network
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.latents:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeGuard
 
 import lightning.pytorch as L
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_fcl.data.data_module import Parts, agreed, parts_of, refuse_share
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
 from lightning_fcl.data.targets import as_array, labelled, numbered, place_of_target, targets_of
+from lightning_fcl.errors import refuse_other_lightning
 
 
 class MapStyle(Protocol):
@@ -29,7 +30,11 @@ class MapStyle(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-_Own = Dataset[Any] | MapStyle | L.LightningDataModule
+if TYPE_CHECKING:
+    AnyDataset: TypeAlias = Dataset[Any]
+else:
+    AnyDataset = Dataset  # jsonargparse would make a plain `Dataset` of a recipe's, were its type `Dataset[Any]`
+_Own = AnyDataset | MapStyle | L.LightningDataModule
 Data = str | PublicData | Arrays | Samples | _Own | Mapping[str, _Own] | Sequence[_Own]
 """What a `FederatedStream` takes."""
 
@@ -64,16 +69,14 @@ def data_set(given: Any, whose: str) -> Dataset[Any]:
     Raises:
         TypeError: If it has not, or is an array, whose items say nothing of their targets.
     """
-    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
-        return given
+    refuse_other_lightning(given)
+    whole = isinstance(given, Sized) and not isinstance(given, str | bytes | Mapping | tuple | IterableDataset)
     if hasattr(given, "__array__") or isinstance(given, tuple):
         remedy = "`FederatedStream.from_arrays(x, y)` takes arrays, `torch.utils.data.TensorDataset` makes one of them."
-    elif isinstance(given, str | bytes | Mapping | IterableDataset) or not hasattr(given, "__getitem__"):
-        remedy = "Read its items into a list, in a data set with `__len__` and `__getitem__`."
-    elif hasattr(given, "__len__"):
-        return Items(given)
+    elif not whole or not hasattr(given, "__getitem__"):
+        remedy = "Keep its items in a list, or in a data set with `__len__` and `__getitem__`."
     else:
-        remedy = "Give it a `__len__`."
+        return given if isinstance(given, Dataset) else Items(given)
     raise TypeError(f"Expected a map-style data set {whose} but got a {type(given).__name__}. {remedy}")
 
 

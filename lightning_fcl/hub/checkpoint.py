@@ -30,14 +30,20 @@ def local_checkpoint(path: str | Path) -> Path:
     return download(url, cache_folder() / "checkpoints" / f"{digest}.ckpt", digest)
 
 
+def check_there(path: str | Path) -> Path:
+    """The file of a checkpoint, which is refused if there is none."""
+    file = local_checkpoint(path)
+    if not file.exists():
+        raise FileNotFoundError(f"Expected a checkpoint at {path} but there is none.{_instead(file)}")
+    return file
+
+
 def read_checkpoint(read: Callable[[Path], Any], path: str | Path) -> dict[str, Any]:
     """A checkpoint, if it is a whole one of tensors and plain values.
 
     torch does not look at a file's checksums: a number that has changed on a disk would be loaded in silence.
     """
-    file = local_checkpoint(path)
-    if not file.exists():
-        raise FileNotFoundError(f"Expected a checkpoint at {path} but there is none.{_instead(file)}")
+    file = check_there(path)
     try:
         check_archive(file)
         checkpoint = read(file)

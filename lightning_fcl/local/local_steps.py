@@ -96,6 +96,11 @@ class LocalSteps:
         for config, state in zip((*self._configs, *(self.by_hand or ())), schedules, strict=True):
             config.scheduler.load_state_dict(state)
 
+    @property
+    def first(self) -> bool:
+        """Whether the batch to come is the first of its group, before which Lightning zeroes the gradients."""
+        return self._batches % self.every == 0
+
     def next(
         self, optimizer: Optimizer, closure: Callable[[], object], active: int, last: bool
     ) -> Callable[[], object]:
@@ -107,8 +112,10 @@ class LocalSteps:
             active: Clients, from the front, that have this batch; the first of a stack's rows.
             last: Whether it is the last batch of these clients.
         """
-        if self._batches % self.every == 0:
+        if self.first:
             self.active = active
+        else:
+            optimizer.zero_grad()
         self._batches += 1
         self.complete = last or self._batches % self.every == 0
         return closure if self.every == 1 else lambda: self._gathered(optimizer, closure, active)

@@ -42,6 +42,7 @@ from lightning_fcl.simulation.strategy import FederatedStrategy
 
 Entry = TypeVar("Entry", bound=Callback | Mapping[str, Any])  # of `callbacks`
 CLI = TypeVar("CLI", bound="FederatedCLI")
+_SWITCHES = ("enable_progress_bar", "enable_checkpointing")
 _REFUSED = "the recipe or command line is not understood:"
 _BY_LIGHTNING = "Lightning refuses the recipe or command line:"
 
@@ -97,7 +98,7 @@ class FederatedCLI(LightningCLI):
             **kwargs,
         }
         try:
-            with _refusals():
+            with refusals():
                 super().__init__(model_class, datamodule_class, **chosen)
         except ValueError as error:
             typed = chosen.get("args") is None and str(error).startswith(("Expected ", _REFUSED, _BY_LIGHTNING))
@@ -154,20 +155,16 @@ class FederatedCLI(LightningCLI):
 
         if self.config.subcommand == "fit":
             last = self.out / LAST
-            if lacks(ContinualMetrics):
-                callbacks.append(ContinualMetrics())
-            if self.config["fit"]["recipe"]["measure_on"] == "validation":
-                for callback in callbacks:
-                    if isinstance(callback, ContinualMetrics):
-                        callback.on = "validation"
-            if config["enable_progress_bar"] is not False and lacks(ProgressBar):
+            add_metrics(callbacks, self.config["fit"]["recipe"]["measure_on"])
+            shows, saves = (config[name] is not False and not config["barebones"] for name in _SWITCHES)
+            if shows and lacks(ProgressBar):
                 callbacks.append(FederatedProgressBar())
-            if config["enable_checkpointing"] is not False and lacks(ModelCheckpoint):
+            if saves and lacks(ModelCheckpoint):
                 saving = {"save_on_train_epoch_end": True, "enable_version_counter": False}
                 callbacks.append(ModelCheckpoint(last.parent, last.stem, **saving))  # type: ignore[arg-type]
-            self._ending = StopAfterRound(last if config["enable_checkpointing"] is not False else None)
+            self._ending = StopAfterRound(last if saves else None)
             callbacks.append(self._ending)
-            if config["logger"] is None:
+            if config["logger"] is None and not config["barebones"]:
                 kwargs["logger"] = TensorBoardLogger(str(self.out), None, "")
             if config["default_root_dir"] is None:
                 kwargs["default_root_dir"] = str(self.out)  # where checkpoints of one's own go without a logger
@@ -251,13 +248,17 @@ class PartsWithTrainer(Parts):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
         super().instantiate_trainer()
+        given = self.config_init["trainer"]
         self.datamodule.setup("fit")
         saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
-        quiet = {"logger": False, "enable_checkpointing": saves, "enable_model_summary": False}
-        parts = {"strategy": self.strategy, "callbacks": self.callbacks}
-        if (tasks := self.config["recipe"]["tasks"]) or self.config_init["trainer"]["max_epochs"] is None:
+        quiet = {"logger": False, "enable_model_summary": False}
+        if given["enable_checkpointing"] is not False:
+            quiet["enable_checkpointing"] = saves
+        named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
+        parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
+        if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
             parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
-        return L.Trainer(**{**vars(self.config_init["trainer"]), **parts, **quiet})
+        return L.Trainer(**{**vars(given), **parts, **quiet})
 
 
 def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_trainer: bool = False) -> Parts:
@@ -274,6 +275,15 @@ def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_tr
         if "a `model` but got none" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
         raise
+
+
+def add_metrics(callbacks: list[Callback], measure_on: Literal["test", "validation"]) -> None:
+    """Measure by `ContinualMetrics`, on the samples that a recipe says."""
+    if not any(isinstance(callback, ContinualMetrics) for callback in callbacks):
+        callbacks.append(ContinualMetrics())
+    for callback in callbacks if measure_on == "validation" else ():
+        if isinstance(callback, ContinualMetrics):
+            callback.on = "validation"
 
 
 def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
@@ -308,7 +318,8 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
 
 
 @contextlib.contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
+    """What a parser or Lightning refuses in this block is a ValueError with a remedy."""
     try:
         yield
     except ArgumentError as error:

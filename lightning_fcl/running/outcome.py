@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 
@@ -22,11 +22,7 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     metrics = next(one for one in callbacks if isinstance(one, ContinualMetrics))
     if not metrics.record.get("rounds"):
-        raise ValueError(
-            f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` "
-            "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
-            "`lightning-fcl validate` tries a recipe without training."
-        )
+        refuse_no_round(trainer)
     recipe = config["recipe"]
     record = first_tasks(metrics.record, recipe["tasks"]) if recipe["tasks"] else metrics.record
     results = {
@@ -51,6 +47,15 @@ def outcome(trainer: L.Trainer, stream: FederatedStream, config: Mapping[str, An
         if isinstance(callback, ActivationDensity):
             results["densities"] = callback.record
     return results
+
+
+def refuse_no_round(trainer: L.Trainer) -> NoReturn:
+    """Refuse a fit that has ended before its first round."""
+    raise ValueError(
+        f"Expected the fit to train for at least one round but `max_epochs={trainer.max_epochs}` or `max_time` "
+        "ended it before its first. Raise it, or leave it out: the stream's rounds are trained then. "
+        "`lightning-fcl validate` tries a recipe without training."
+    )
 
 
 def _parts(trainer: L.Trainer, stream: FederatedStream) -> dict[str, str]:

@@ -16,11 +16,12 @@ from lightning_fcl.data.partition import Partition
 from lightning_fcl.data.scenarios import Scenario
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.door import summaries
-from lightning_fcl.errors import did_you_mean
+from lightning_fcl.errors import did_you_mean, other_lightning
 
 _TOP = ("model", "data", "trainer", "recipe", "out", "seed_everything", "ckpt_path", "config", "print_config")
 _ATTRIBUTE = re.compile(r"module [`']([\w.]+)[`'] has no attribute [`'](\w+)[`']")
 _PATH = re.compile(r"Expected a dot import path string: (\S+)")
+_KIND = re.compile(r"Import path ([\w.]+) does not correspond to a subclass")
 _OPTION = re.compile(r"class_path '([\w.]+)': (?:Group '\w+' does not accept option|Option) '(\w+)'")
 _KEY = re.compile(r"(?:does not accept option '|unrecognized arguments: --)([\w.+]+)")
 _SHORTHAND = re.compile(r"is not accepted.*Given value: (\[?\{'([\w.]+\.\w+)': \{.*)$")
@@ -55,6 +56,8 @@ def remedy(message: str) -> str:
         ours += ["FederatedStrategy", "TopK", "Quantize", "Swarm", *torch.optim.__all__]
         hint = did_you_mean(found[1], [*ours, *callbacks.__all__, *loggers.__all__])
         return f"Expected a class's path, as in lightning_fcl.callbacks.Replay, but got {found[1]}.{hint}"
+    if (found := _KIND.search(text)) and (told := other_lightning(resolve_name(found[1]))):
+        return told
     if found := _OPTION.search(text):
         path, name = found.groups()
         known = list(inspect.signature(resolve_name(path)).parameters)

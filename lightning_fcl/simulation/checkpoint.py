@@ -52,7 +52,7 @@ def fingerprint_of(federation: Federation) -> dict[str, Any]:
         "batches": {"size": batching.batch_size, "shuffle": batching.shuffle, "drop_last": batching.drop_last},
         "local_epochs": federation.strategy.local_epochs,
         "limit_train_batches": repr(federation.strategy.limits.batches),  # 1 is not 1.0
-        "accumulate_grad_batches": max(every, module.trainer.accumulate_grad_batches),
+        "accumulate_grad_batches": every if every > 1 else module.trainer.accumulate_grad_batches,
         "participation": federation.participation.clients,
         "client_weights": server.client_weights,
         "reductions": hparams_of(federation.strategy.rules),

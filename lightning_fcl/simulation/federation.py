@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
-from lightning_fcl.federation.aggregation import State, entries, load_entries
+from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.participation import Participation
@@ -29,6 +30,8 @@ from lightning_fcl.simulation.limits import check_stream, there
 if TYPE_CHECKING:
     from lightning_fcl.simulation.round import Round
     from lightning_fcl.simulation.strategy import FederatedStrategy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -137,6 +140,19 @@ def extra_of(federation: Federation) -> Extra:
         for method in federation.methods
         for name, value in method.server_state(module).items()
     }
+
+
+def warn_of_own_entries(federation: Federation) -> None:
+    """Say whose model is tested, where each client has entries of its own."""
+    rules = reductions_of(federation.module, federation.strategy.rules)
+    own = [name for name, p in federation.module.named_parameters() if p.requires_grad and rules[name].own]
+    if own and not federation.strategy.shows_client:
+        log.warning(
+            "This is the server's model, whose %s%s no client has trained: each keeps its own. "
+            "`with client_model(trainer, client):` puts a client's model in its place.",
+            own[0],
+            " (and more)" if len(own) > 1 else "",
+        )
 
 
 @contextmanager

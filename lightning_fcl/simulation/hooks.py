@@ -102,8 +102,10 @@ class FitHooks(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """Perhaps other clients have begun."""
+        """Perhaps other clients have begun; only before the first batch of a group does Lightning zero gradients."""
         self.strategy.use_optimizer()
+        if not self.strategy.local_steps.first:
+            trainer.accumulate_grad_batches = batch_idx + 1  # no divisor of this batch's number; back to 1 in its step
         there(self._logs, "a fit").train(batch)
 
     def on_train_batch_end(

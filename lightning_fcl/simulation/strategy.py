@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,8 +19,8 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.errors import one_of
-from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state, reductions_of
+from lightning_fcl.errors import one_of, refuse_other_lightning
+from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, settings_of
@@ -36,15 +35,20 @@ from lightning_fcl.local.precision import StackedPrecision
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
-from lightning_fcl.simulation.federation import Federation, begin_fit
+from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
 from lightning_fcl.simulation.hooks import FitHooks
-from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
+from lightning_fcl.simulation.limits import (
+    check_module,
+    check_ranks,
+    check_settings,
+    check_trainer,
+    there,
+    warn_of_other_lightning,
+)
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.trainer_limits import TrainerLimits
-
-log = logging.getLogger(__name__)
 
 
 class FederatedStrategy(RanksStrategy):
@@ -117,6 +121,7 @@ class FederatedStrategy(RanksStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin, start_method)
+        warn_of_other_lightning()
         check_settings(local_epochs, cohort_size, swarm, schedule, compression)
         drawn = Participation(participation, 0, swarm, schedule)
         store = ClientStore(client_store)
@@ -178,6 +183,7 @@ class FederatedStrategy(RanksStrategy):
         super().connect(model)
         self.connected = True
         callbacks = callbacks_of(model.trainer)
+        refuse_other_lightning(model.trainer.datamodule, *callbacks)  # type: ignore[attr-defined]
         if self._hooks not in callbacks:
             callbacks.insert(0, self._hooks)
 
@@ -193,7 +199,7 @@ class FederatedStrategy(RanksStrategy):
             self._hooks.settings = {"optimizer": [settings_of(o) for o in self.optimizers], "schedule": schedules}
             self._take_over_steps(trainer)
         else:
-            warn_of_own_entries(self)
+            warn_of_own_entries(self.federation)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Make optimizers; whoever asks for the number of steps there is told those of a client in a round."""
@@ -255,7 +261,7 @@ class FederatedStrategy(RanksStrategy):
                 begin_fit(federation, self.optimizers, super().training_step)
                 self._fits = self.optimizers
                 begin_schedule(federation)
-                check_ranks(federation)
+                check_ranks(federation, self.ranks.number)
                 check_alike(self.ranks, fingerprint_of(federation))
             self.round = self.new_round(federation)
             return self.round
@@ -271,6 +277,7 @@ class FederatedStrategy(RanksStrategy):
         trainer, cohort = self.federation.trainer, there(self.federation.round.cohort, "a batch")
         weight = cohort.weight.to(self.root_device) if cohort.weight is not None else None
         loop = self.federation.module.trainer.fit_loop
+        self.federation.module.trainer.accumulate_grad_batches = 1
         whole, loop.max_batches = loop.max_batches, len(cohort)  # `trainer.num_training_batches`
         by_round, self.lr_scheduler_configs = self.lr_scheduler_configs, self._schedules  # `self.lr_schedulers()`
         try:
@@ -332,17 +339,3 @@ class FederatedStrategy(RanksStrategy):
         if strict:
             check_state(self.federation.module, checkpoint["state_dict"])
         super().load_model_state_dict(checkpoint, strict)
-
-
-def warn_of_own_entries(strategy: FederatedStrategy) -> None:
-    """Say whose model is tested, where each client has entries of its own."""
-    module = strategy.federation.module
-    rules = reductions_of(module, strategy.rules)
-    own = [name for name, p in module.named_parameters() if p.requires_grad and rules[name].own]
-    if own and not strategy.shows_client:
-        log.warning(
-            "This is the server's model, whose %s%s no client has trained: each keeps its own. "
-            "`with client_model(trainer, client):` puts a client's model in its place.",
-            own[0],
-            " (and more)" if len(own) > 1 else "",
-        )

@@ -40,10 +40,10 @@ def test_each_client_has_its_own_samples(names):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"a": Endless()}, TypeError, "Expected a map-style data set for client a but got a Endless. Read its items"),
+        ({"a": Endless()}, TypeError, "Expected a map-style data set for client a but got a Endless. Keep its items"),
         ({"a": (torch.ones(3, 2), torch.ones(3))}, TypeError, "for client a but got a tuple. `FederatedStream.from_a"),
         ([torch.ones(3, 2)], TypeError, "Expected a map-style data set for client 0 but got a Tensor. `FederatedStr"),
-        ({"a": {"x": site(1, 6)}}, TypeError, "Expected a map-style data set for client a but got a dict. Read its"),
+        ({"a": {"x": site(1, 6)}}, TypeError, "Expected a map-style data set for client a but got a dict. Keep its"),
         ({}, ValueError, "Expected `data` to have a data set for each client but got none."),
         (
             {"train": site(1, 6), "unsupervised": site(2, 6), "test": site(1, 3)},

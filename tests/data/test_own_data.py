@@ -80,7 +80,7 @@ class Sized(Endless):
 @pytest.mark.parametrize("make", [FederatedStream, FederatedStream.from_arrays])
 @pytest.mark.parametrize("data", [Endless(), Sized()])
 def test_an_iterable_data_set_is_refused_by_name(make, data):
-    with pytest.raises(TypeError, match=f"but got a {type(data).__name__}. Read its items into a list"):
+    with pytest.raises(TypeError, match=f"but got a {type(data).__name__}. Keep its items in a list"):
         make(data, scenario=Stationary()).setup("fit")
 
 

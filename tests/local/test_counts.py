@@ -1,11 +1,13 @@
 """What a client's steps are counted by: in its step, in hooks, and where schedules are made."""
 
+import random
+
 import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fcl import Classifier, FederatedStream, client_steps
@@ -183,6 +185,43 @@ def test_a_step_is_told_its_schedules(fit):
     assert trainer.lr_scheduler_configs == []
 
 
+def test_so_it_is_of_several(fit):
+    class Reads(Counts):
+        def training_step(self, batch, batch_idx):
+            by_step, by_round = self.lr_schedulers()
+            self.seen.append((type(by_step), type(by_round), by_round.last_epoch))
+            return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def make(module, optimizer):
+        cycle = {"scheduler": OneCycleLR(optimizer, 0.1, total_steps=3), "interval": "step"}
+        return [optimizer], [cycle, StepLR(optimizer, 1)]
+
+    module = Reads(make)
+    fit(module, stream_of(a=24, b=24))
+    assert module.seen == [(OneCycleLR, StepLR, round) for round in (0, 1) for _ in range(6)]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_step_without_a_number_accumulates_or_optimises_by_hand(fit, automatic):
+    class Plain(Counts):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch):
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            if automatic:
+                return loss
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    module = Plain()
+    start = module.model.weight.clone()
+    fit(module, stream_of(a=24, b=9), trainer_args={"accumulate_grad_batches": 2 if automatic else 1})
+    assert not torch.equal(module.model.weight, start)
+
+
 class Watched(Classifier):
     """Its loss or its forward does more than to compute."""
 
@@ -218,21 +257,77 @@ class DrawsByItsOwn(Watched):
         return super().forward(x) + self.rng.random()
 
 
+class DrawsByPython(Watched):
+    def forward(self, x):
+        return super().forward(x) + random.random()
+
+
+class DrawsInItsLoss(Watched):
+    def sample_loss(self, output, y):
+        return super().sample_loss(output, y) * np.random.rand()
+
+
 class AssignsBuffer(Watched):
     def forward(self, x):
         self.mean = x.detach().mean(0)
         return super().forward(x)
 
 
+class WritesBuffer(Watched):
+    def forward(self, x):
+        self.mean.copy_(x.detach().mean(0))
+        return super().forward(x)
+
+
+class Centred(nn.Linear):
+    """A layer that keeps the mean of what it has seen, in a buffer of its own that is not kept."""
+
+    def __init__(self):
+        super().__init__(6, 4)
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+class HasCentred(Watched):
+    def __init__(self):
+        super().__init__()
+        self.model = Centred()
+
+
 @pytest.mark.may(
     "log or measure in its `sample_loss`, draw by NumPy, or set buffers in its forward",
     "it trains one client at a time",
 )
-@pytest.mark.parametrize("kind", [Measures, Logs, DrawsByNumPy, DrawsByItsOwn, AssignsBuffer])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Measures, Logs, DrawsByNumPy, DrawsByItsOwn, DrawsByPython, DrawsInItsLoss),
+        *(AssignsBuffer, WritesBuffer, HasCentred),
+    ],
+)
 def test_what_would_count_padding_or_draw_trains_one_at_a_time(fit, kind):
     trainer = fit(kind(), stream_of(a=24, b=9))
     assert trainer.strategy.federation.trainer.clients_at_once == 1
     assert fit(Watched(), stream_of(a=24, b=9)).strategy.federation.trainer.clients_at_once > 1
+    with pytest.raises(ValueError, match='Expected `cohort_size=1` or "auto" but got 2: '):
+        fit(kind(), stream_of(a=24, b=9), cohort_size=2)
+
+
+def test_what_a_client_leaves_in_a_buffer_reaches_no_other(fit):
+    """Not by the trial, and not one after the other: each begins the round with the buffer as it was."""
+
+    class Sees(HasCentred):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx % 3 == 0:
+                seen.append(self.model.mean.clone())
+
+    seen = []
+    fit(Sees(), stream_of(a=24, b=24), max_epochs=1)
+    assert len(seen) == 2 and not any(mean.any() for mean in seen)
 
 
 def test_what_a_loss_logs_is_named_where_clients_should_train_side_by_side(fit):

@@ -2,14 +2,18 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import APFL, FedProx, FLwF2T, Replay
 from lightning_fcl.data.orders import Batching, order_keys, plan_batches
+from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.data.split import Split
 
 STREAM = {"partition": "dirichlet", "clients": 5, "rounds_per_experience": 2}
 OPTIMIZERS = {
@@ -193,6 +197,39 @@ def test_what_cannot_be_stepped_within_a_client_is_named(fit, make_stream, make_
         fit(by_hand, make_stream())
     with pytest.raises(ValueError, match="Expected `accumulate_grad_batches=1` for `APFL`"):
         fit(make_task(), make_stream(), [APFL()], trainer_args={"accumulate_grad_batches": 2})
+
+
+class Gradients(Callback):
+    """The gradient's norm whenever it is about to be zeroed; None where there is none."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(None if gradients[0] is None else float(nn.utils.get_total_norm(gradients)))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_gradients_are_zeroed_as_often_as_in_a_plain_trainer(fit, train, make_stream, make_task, every):
+    class Own(Classifier):
+        def on_before_zero_grad(self, optimizer):
+            zeroed.append(optimizer)
+
+    zeroed, plain, federated, together = [], Gradients(), Gradients(), []
+    words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "shuffle": False, "seed": 0}
+    x, y = torch.randn(80, 6), torch.arange(80) % 4
+    one, two = (FederatedStream.from_arrays(x[:n], y[:n], np.arange(n) // 40, **words) for n in (40, 80))
+    arguments = {"accumulate_grad_batches": every}
+    train(make_task(), [plain], (x[:40], y[:40]), epochs=1, **arguments)
+    task = make_task()
+    fit(Own(task.model, 4, task.optimizer), one, [federated], trainer_args=arguments, cohort_size=1)
+    assert federated.norms == pytest.approx(plain.norms) and len(zeroed) == len(plain.norms) == -(-5 // every)
+    fit(Own(task.model, 4, task.optimizer), two, trainer_args=arguments)
+    assert len(zeroed) == 3 * len(plain.norms)  # another client's, twice
+    look = LambdaCallback(on_before_zero_grad=lambda trainer, *_: together.append(trainer.accumulate_grad_batches))
+    trainer = fit(make_task(), two, [look], trainer_args=arguments, cohort_size=2)
+    assert together == [1] * len(plain.norms) and trainer.accumulate_grad_batches == every
 
 
 def test_an_optimizer_that_asks_again_does_not_accumulate(fit, make_stream, make_task):

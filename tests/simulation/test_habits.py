@@ -260,6 +260,35 @@ def test_a_limit_of_batches_is_each_clients(fit, stream, assert_same, arguments,
     assert trainer.limit_train_batches == given and type(trainer.limit_train_batches) is type(given)
 
 
+class Uploads(L.Callback):
+    """What each client of a round sends, and the round's weights by hand."""
+
+    def __init__(self):
+        self.states, self.samples = [], []
+
+    def on_client_end(self, trainer, pl_module, client_round):
+        self.states.append(pl_module.model[1].weight.detach().double())
+        self.samples.append(client_round.samples)
+
+    def mean(self, weights):
+        return sum(w * state for w, state in zip(weights, self.states, strict=True)) / sum(weights)
+
+
+@pytest.mark.parametrize("weights", ["samples", "trained", "uniform"])
+def test_a_client_weighs_what_its_data_are_whatever_a_limit_leaves_of_them(fit, weights):
+    owners = torch.arange(64).clamp(max=40) // 40  # 40 samples and 24
+    x, y = torch.randn(64, 64), torch.arange(64) % 10
+    words = {"scenario": ClassIncremental(1), "split": Split(test=0.0), "batch_size": 8, "seed": 0}
+    stream, task, sent = FederatedStream.from_arrays(x, y, owners, **words), Net(), Uploads()
+    limit = {"limit_train_batches": 1}
+    fit(task, stream, [sent], client_weights=weights, cohort_size=1, trainer_args=limit)
+    assert sorted(sent.samples) == [24, 40]
+    by_samples, alike = sent.mean(sent.samples), sent.mean([1, 1])
+    near, far = (alike, by_samples) if weights == "uniform" else (by_samples, alike)
+    torch.testing.assert_close(task.model[1].weight.double(), near, rtol=0, atol=1e-7)
+    assert float((near - far).abs().max()) > 1e-4
+
+
 def test_a_limit_of_batches_is_one_of_the_recipe(fit, stream, tmp_path):
     fit(Net(), stream, [ModelCheckpoint(tmp_path)], max_epochs=1, trainer_args={"enable_checkpointing": True})
     path = next(tmp_path.glob("*.ckpt"))

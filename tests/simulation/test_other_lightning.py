@@ -1,0 +1,82 @@
+"""Parts of `pytorch_lightning`, the other package, are met with a line that says which import to use."""
+
+import sys
+from types import ModuleType
+
+import lightning.pytorch as L
+import pytest
+from torch import nn
+
+from lightning_fcl import FederatedStrategy, FederatedStream
+
+REMEDY = "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`"
+HOOKS = {name: value for name, value in vars(L.Callback).items() if name not in ("__dict__", "__weakref__")}
+KINDS = {  # what a class of the package derives from, and what is in it
+    "LightningModule": (nn.Module, {}),
+    "LightningDataModule": (object, {"on_exception": lambda *_: None}),
+    "Callback": (object, HOOKS),
+}
+
+
+@pytest.fixture
+def pl(monkeypatch):
+    """A package of that name, as far as a user's classes derive from it."""
+    package = ModuleType("pytorch_lightning")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", package)
+    for name, (base, content) in KINDS.items():
+        setattr(package, name, type(name, (base,), {**content, "__module__": f"pytorch_lightning.{name.lower()}"}))
+    package.Demo = type("Demo", (package.LightningModule,), {"__module__": "pytorch_lightning.demos"})
+    return package
+
+
+@pytest.fixture
+def own(pl, monkeypatch):
+    """A user's module with classes that derive from it."""
+    own = ModuleType("own_lightning")
+    monkeypatch.setitem(sys.modules, own.__name__, own)
+    for name in KINDS:
+        setattr(own, f"Own{name}", type(f"Own{name}", (getattr(pl, name),), {"__module__": own.__name__}))
+    return own
+
+
+@pytest.mark.may("derive from `pytorch_lightning`, the other package", "refused: its import is named")
+def test_a_module_is_named_before_the_trainer_refuses_it(own, make_stream, quiet, caplog):
+    trainer = L.Trainer(strategy=FederatedStrategy(), **quiet)
+    (said,) = [record.message for record in caplog.records if record.name.startswith("lightning_fcl")]
+    assert said.startswith("Expected parts of `lightning.pytorch` but OwnLightningModule is") and REMEDY in said
+    with pytest.raises(TypeError, match="got `OwnLightningModule`"):
+        trainer.fit(own.OwnLightningModule(), datamodule=make_stream())
+
+
+def test_without_one_nothing_is_said(pl, caplog):
+    FederatedStrategy()
+    assert not caplog.records
+
+
+def test_data_and_callbacks_are_refused(own, fit, make_stream, make_task):
+    with pytest.raises(TypeError, match=f"OwnLightningDataModule is .*{REMEDY}"):
+        FederatedStream(own.OwnLightningDataModule()).setup("fit")
+    with pytest.raises(TypeError, match=f"OwnCallback is .*{REMEDY}"):
+        fit(make_task(), make_stream(), [own.OwnCallback()])
+
+
+def test_data_in_a_stream_s_place_are_refused(own, make_task, quiet):
+    with pytest.raises(TypeError, match=f"OwnLightningDataModule is .*{REMEDY}"):
+        L.Trainer(strategy="federated", **quiet).fit(make_task(), datamodule=own.OwnLightningDataModule())
+
+
+RECIPES = {
+    "OwnLightningModule": "model: {class_path: own_lightning.OwnLightningModule}",
+    "OwnLightningDataModule": "data: {data: {class_path: own_lightning.OwnLightningDataModule}}",
+    "OwnCallback": "trainer: {callbacks: [{class_path: own_lightning.OwnCallback}]}",
+}
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_so_are_those_of_recipes(error_of, tmp_path, monkeypatch, name, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(RECIPES[name])
+    said = error_of([command, "quickstart", "own.yaml"])
+    assert f"but {name} is one of `pytorch_lightning`" in said and REMEDY in said
