@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Value = TypeVar("Value")
+
+log = logging.getLogger(__name__)
 
 _WHOLE = ("int", int, "int | None", int | None)  # types of fields, as they are or as `annotations` leaves them
 
@@ -88,6 +92,14 @@ def refuse_other_lightning(*parts: object) -> None:
     """Refuse objects of the package `pytorch_lightning`."""
     for told in filter(None, map(other_lightning, map(type, parts))):
         raise TypeError(told)
+
+
+def warn_of_other_lightning() -> None:
+    """Say what is wrong with modules of `pytorch_lightning`: a Trainer refuses them before a strategy sees them."""
+    package = sys.modules.get("pytorch_lightning")
+    for kind in package.LightningModule.__subclasses__() if package is not None else ():
+        if told := not kind.__module__.startswith("pytorch_lightning") and other_lightning(kind):
+            log.warning(told)
 
 
 def _refuse(arguments: Mapping[str, float], allows: Callable[[float], bool], expected: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -25,7 +23,7 @@ from torch.optim import LBFGS
 
 from lightning_fcl.data.attached import callbacks_of, stream_of
 from lightning_fcl.data.stream import FederatedStream
-from lightning_fcl.errors import at_least, did_you_mean, other_lightning, quoted
+from lightning_fcl.errors import at_least, did_you_mean, quoted
 from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.compression import Compression
 from lightning_fcl.federation.protocol import HasClasses, StatesLoss
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from lightning_fcl.simulation.strategy import FederatedStrategy
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 # Callbacks that go across clients or rounds: why, and what to do in their place.
 _ACROSS = "it would go across clients. Use `accumulate_grad_batches`, or a `server_optimizer`"
@@ -85,14 +81,6 @@ def check_settings(
 
 def _told(settings: Mapping[str, object]) -> str:
     return " and ".join(f"`{name}={value}`" for name, value in settings.items() if value)
-
-
-def warn_of_other_lightning() -> None:
-    """Say what is wrong with modules of `pytorch_lightning`: a Trainer refuses them before a strategy sees them."""
-    package = sys.modules.get("pytorch_lightning")
-    for kind in package.LightningModule.__subclasses__() if package is not None else ():
-        if not kind.__module__.startswith("pytorch_lightning"):
-            log.warning(other_lightning(kind))
 
 
 def check_trainer(trainer: L.Trainer) -> None:

@@ -19,7 +19,7 @@ from lightning_fcl.data.attached import callbacks_of, need_stream, stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_loader import ClientLoader
 from lightning_fcl.data.client_round import ClientRound, current_round
-from lightning_fcl.errors import one_of, refuse_other_lightning
+from lightning_fcl.errors import one_of, refuse_other_lightning, warn_of_other_lightning
 from lightning_fcl.federation.aggregation import Reduction, Rules, State, check_state
 from lightning_fcl.federation.client_store import ClientStore
 from lightning_fcl.federation.compression import Compression
@@ -37,14 +37,7 @@ from lightning_fcl.randomness import global_seed
 from lightning_fcl.simulation.checkpoint import check_checkpoint, check_settings_alike, check_version, fingerprint_of
 from lightning_fcl.simulation.federation import Federation, begin_fit, warn_of_own_entries
 from lightning_fcl.simulation.hooks import FitHooks
-from lightning_fcl.simulation.limits import (
-    check_module,
-    check_ranks,
-    check_settings,
-    check_trainer,
-    there,
-    warn_of_other_lightning,
-)
+from lightning_fcl.simulation.limits import check_module, check_ranks, check_settings, check_trainer, there
 from lightning_fcl.simulation.ranks import RanksStrategy, StartMethod, check_alike
 from lightning_fcl.simulation.rehearsal import begin_schedule
 from lightning_fcl.simulation.round import Round
