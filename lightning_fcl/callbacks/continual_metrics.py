@@ -208,6 +208,7 @@ class ContinualMetrics(Callback):
                 "missed": list(happened.missed),
                 "diverged": list(happened.diverged),
                 "master": happened.master,
+                **({"claims": dict(happened.claims)} if happened.claims else {}),
                 **_by_the_clock(happened),
                 "seconds": now - self._started,
             }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_fcl.deployment.link import Lost
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
@@ -30,8 +30,6 @@ RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
 
 _FOR = "runs federations on real machines", "flower"
-
-_POLL = 0.05  # seconds between two looks for answers
 
 
 def record_of(parcel: Parcel) -> RecordDict:
@@ -82,29 +80,28 @@ class GridLink:
         found: Iterable[int] = self._grid.get_node_ids()
         return found
 
-    def ask(
-        self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Parcel]]:
-        began, ttl = time.monotonic(), seconds + longest + 60
+    def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
         message_of = require("flwr.app", *_FOR).Message
         messages = [
-            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=ttl)
+            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=seconds)
             for node, parcel in parcels.items()
         ]
-        waiting = {number for number in self._grid.push_messages(messages) if number}
-        while waiting:
-            for message in self._grid.pull_messages(waiting):
-                waiting.discard(message.metadata.reply_to_message_id)
-                yield message.metadata.src_node_id, self._parcel(message)
-            spent = time.monotonic() - began
-            if spent > seconds + longest or (spent > seconds and enough()):
-                return
-            time.sleep(_POLL)
+        sent = zip(self._grid.push_messages(messages), parcels, strict=False)  # nothing is sent where it is too large
+        return {message: node for message, node in sent if message}
 
-    def _parcel(self, message: Message) -> Parcel:
+    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Parcel | Lost]]:
+        """What has come by now in answer to some messages, each with the name of the message that it answers.
+
+        It asks for one at a time: whom an answer says it comes from, and what it answers, its sender has written.
+        """
+        for message in [*messages]:
+            for answer in self._grid.pull_messages([message]):
+                yield message, self._answer(answer)
+
+    def _answer(self, message: Message) -> Parcel | Lost:
+        if message.has_error():
+            return Lost(f"Expected an answer but Flower says: {message.error.reason:.500}")
         try:
-            if message.has_error():
-                raise RefusedError(f"Expected an answer but Flower says: {message.error.reason}")
             return parcel_of(message.content, self._limit)
         except RefusedError as error:
             return Parcel({"refused": str(error)})

@@ -21,7 +21,7 @@ from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import read_data, take_data
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_same, check_size
 from lightning_fcl.deployment.recipe import build, fingerprint
-from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.evaluation.files import cache_folder, locked, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
@@ -82,7 +82,9 @@ class Node:
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
         own = own_folder(self._folder, str(head["federation"]), self.client)
-        return fit.round(parcel, memories(own, self.client, round))
+        own.mkdir(parents=True, exist_ok=True)
+        with locked(own / ".lock"):  # what a lost node has left behind may train still
+            return fit.round(parcel, memories(own, self.client, round))
 
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
@@ -105,9 +107,9 @@ def memories(folder: Path, client: str, round: int) -> Path:
             f"Expected a round from {begun} on, which is the last that client {client} has begun, but got {round}: the "
             "server has gone back further than one round. Start it from its newest checkpoint."
         )
-    if round == begun:
+    if round == begun or (begun >= 0 and client not in now):  # it was ended as it was about to keep the new ones
         now[client] = before[client]
-    else:
+    if round > begun:
         before[client] = now[client]
         write_whole(note, json.dumps({"round": round}))
     return folder / "now"

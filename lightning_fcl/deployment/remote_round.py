@@ -18,6 +18,7 @@ from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
 from lightning_fcl.deployment.changes import restored
+from lightning_fcl.deployment.gathering import Gathering
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
 from lightning_fcl.deployment.outline import outline_of
@@ -112,11 +113,20 @@ class RemoteRound(Round):
         """Send the server's state to the clients of the round, and take in what they answer."""
         drawn, self.skipped = self.federation.participation.draw(self.stream.plan, self.number)
         held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
-        hello = {**self._head(), "kind": "hello", "held": sorted(held)}
-        nodes = self.members.reach(drawn, needed, hello, digest(held))
-        self.server.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
-        parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
-        self._receive({node: client for client, node in nodes.items()}, parcels, needed)
+        self.members.begin_round({**self._head(), "kind": "hello", "held": sorted(held)}, digest(held))
+        seconds = self.terms.round_seconds, self.terms.join_seconds
+        gathering = Gathering(
+            self.link, self.members, *seconds, lambda client, node: self._sent_to(client, node, held), self._take
+        )
+        for client, why in gathering.run(drawn, needed).items():
+            self._drop(client, why)
+        self.server.record.claims = self.members.claims
+        if gathering.counted < needed:
+            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
+            raise RuntimeError(
+                f"Expected uploads of at least {needed} clients in round {self.number} but got {gathering.counted} "
+                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
+            )
 
     def _sent_to(self, client: str, node: int, held: State) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
@@ -124,24 +134,6 @@ class RemoteRound(Round):
         parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
         self.server.record.download(client, parcel.nbytes)
         return parcel
-
-    def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
-        """Take in answers, until all have come, or enough when the round's time is over."""
-        usable: list[str] = []
-        silent = set(clients.values())
-        seconds = self.terms.round_seconds, self.terms.join_seconds
-        for node, answer in self.link.ask(parcels, *seconds, lambda: len(usable) >= needed):
-            silent.discard(clients[node])
-            if self._take(clients[node], answer):
-                usable.append(clients[node])
-        for client in sorted(silent):
-            self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
-        if len(usable) < needed:
-            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
-            raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {self.number} but got {len(usable)} "
-                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
-            )
 
     def end_undrawn(self, method: Declaration) -> None:
         """Nodes end their clients' experiences."""

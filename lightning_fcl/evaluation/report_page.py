@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import run_charts as charts
 from lightning_fcl.evaluation.against import near
 from lightning_fcl.evaluation.headline import ends_of_clients, headlines
@@ -162,6 +163,10 @@ def _others(results: Mapping[str, Any]) -> Section | None:
         for client, reason in [
             *entry.get("dropped", {}).items(),
             *((client, "its loss was not finite") for client in entry.get("diverged", [])),
+            *(
+                (client, f"nodes that say they are it: {listed(nodes)}")
+                for client, nodes in entry.get("claims", {}).items()
+            ),
         ]
     ]
     grids = [Grid.of(["left out", "client", "why"], lines)] if lines else []

@@ -71,18 +71,28 @@ class Wire:
     def __init__(self, nodes, limit=10**8):
         self.reached = dict(enumerate(nodes, start=7))
         self.limit = limit
+        self.sent = {}
         self.asked = []
 
     def nodes(self):
         return list(self.reached)
 
-    def ask(self, parcels, seconds, longest, enough):
-        for number in reversed(parcels):  # in no order that anything may hang on
-            parcel = parcel_of(record_of(parcels[number]))
+    def send(self, parcels, seconds):
+        new = {f"message {len(self.sent) + i}": number for i, number in enumerate(parcels)}
+        self.sent |= {message: (number, parcels[number]) for message, number in new.items()}
+        return new
+
+    def answers(self, messages):
+        for message in reversed(messages):  # in no order that anything may hang on
+            number, given = self.sent[message]
+            if given is None:  # it has been asked, and did not answer
+                continue
+            self.sent[message] = number, None
+            parcel = parcel_of(record_of(given))
             self.asked.append((number, parcel))
             answer = self.reached[number].answer(parcel)
             if answer is not None:
-                yield number, parcel_of(record_of(answer), self.limit)
+                yield message, parcel_of(record_of(answer), self.limit)
 
 
 class Rehearsal:

@@ -35,9 +35,10 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
     number = len(one.clients)
 
     class Lost(wire):
-        def ask(self, parcels, *waiting):
-            for count, answer in enumerate(super().ask(parcels, *waiting)):
-                sent = parcels[answer[0]]
+        def answers(self, messages):
+            training = False
+            for count, answer in enumerate(super().answers(messages)):
+                _, sent = self.asked[-1]
                 training = sent.head["round"] == 2 and bool(sent.state)
                 if training and count == answered:
                     raise LostError
@@ -60,7 +61,7 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
     nodes = [one.node(client) for client in one.clients]
     really = nodes[1].answer
     nodes[1].answer = lambda parcel: None if parcel.head["round"] == 1 and parcel.state else really(parcel)
-    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2))
+    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2, round_seconds=3))
     stalled = one.clients[1]
     assert [stalled in one["upload_bytes"] for one in rounds] == [True, False, True, True]
     assert "no answer within" in rounds[1]["dropped"][stalled]
