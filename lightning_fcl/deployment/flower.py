@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +33,10 @@ RECIPE = "recipe.yaml"
 """The recipe beside an app's files."""
 
 _FOR = "runs federations on real machines", "flower"
+
+_PATIENCE = 1.0  # seconds that others wait for an answer to come in
+
+T = TypeVar("T")
 
 
 def record_of(parcel: Parcel) -> RecordDict:
@@ -75,6 +82,8 @@ class GridLink:
     def __init__(self, grid: Grid, limit: int) -> None:
         self._grid = grid
         self._limit = limit
+        self._until: dict[str, float] = {}  # how long each message is good for
+        self._pulls: dict[str, Future[list[Message]]] = {}  # the looks for answers that have not ended yet
 
     def nodes(self) -> Iterable[int]:
         found: Iterable[int] = self._grid.get_node_ids()
@@ -86,17 +95,27 @@ class GridLink:
             message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=seconds)
             for node, parcel in parcels.items()
         ]
-        sent = zip(self._grid.push_messages(messages), parcels, strict=False)  # nothing is sent where it is too large
-        return {message: node for message, node in sent if message}
+        pushed = zip(self._grid.push_messages(messages), parcels, strict=False)  # none where they are too large
+        sent = {message: node for message, node in pushed if message}
+        now = time.monotonic()
+        self._until = {message: until for message, until in self._until.items() if until > now}
+        self._until |= dict.fromkeys(sent, now + seconds)
+        self._pulls = {message: pull for message, pull in self._pulls.items() if message in self._until}
+        return sent
 
     def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Parcel | Lost]]:
         """What has come by now in answer to some messages, each with the name of the message that it answers.
 
-        It asks for one at a time: whom an answer says it comes from, and what it answers, its sender has written.
+        It looks for one at a time: whom an answer says it comes from, and what it answers, its sender has written. And
+        in a thread: where a sender is gone that has sent only a part, Flower waits minutes for the rest.
         """
         for message in [*messages]:
-            for answer in self._grid.pull_messages([message]):
-                yield message, self._answer(answer)
+            if message not in self._pulls:
+                self._pulls[message] = _in_thread(lambda message=message: [*self._grid.pull_messages([message])])
+                wait([self._pulls[message]], _PATIENCE)
+            if self._pulls[message].done():
+                for answer in self._pulls.pop(message).result()[:1]:
+                    yield message, self._answer(answer)
 
     def _answer(self, message: Message) -> Parcel | Lost:
         if message.has_error():
@@ -105,6 +124,20 @@ class GridLink:
             return parcel_of(message.content, self._limit)
         except RefusedError as error:
             return Parcel({"refused": str(error)})
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Do something in a thread for which nobody waits at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def client_app(folder: Path) -> ClientApp:

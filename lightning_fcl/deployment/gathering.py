@@ -41,7 +41,7 @@ class Gathering:
         self._link, self._members = link, members
         self._seconds, self._longest = seconds, longest
         self._parcel, self._take = parcel, take
-        self._waiting: dict[str, str] = {}  # the messages that have no answer yet, and to which client they went
+        self._waiting: dict[str, tuple[str, int]] = {}  # messages without an answer: to which client, on which node
         self._answered: set[str] = set()
         self._lost: dict[str, str] = {}
         self.counted = 0
@@ -63,24 +63,25 @@ class Gathering:
             possible = len(wanted) - len(self._answered) + self.counted
             if possible < needed or now - began > self._seconds + self._longest:
                 break
-            few = self.counted + len(self._waiting) < needed
-            if (late or few) and now - asked >= AGAIN_SECONDS:
+            if now - asked >= AGAIN_SECONDS:
                 asked, there = now, self._members.meet()
-                self._send({client: there[client] for client in wanted if client in there})
+                self._give_up_gone(there)
+                if late or self.counted + len(self._waiting) < needed:
+                    self._send({client: there[client] for client in wanted if client in there})
             time.sleep(_POLL)
         return {client: self._why_not(client) for client in wanted if client not in self._answered}
 
     def _send(self, nodes: Mapping[str, int]) -> None:
-        waiting = {*self._waiting.values()}
-        clients = {node: client for client, node in nodes.items() if client not in self._answered | waiting}
+        asked = self._answered | {client for client, _ in self._waiting.values()}
+        clients = {node: client for client, node in nodes.items() if client not in asked}
         if clients:
             parcels = {node: self._parcel(client, node) for node, client in clients.items()}
             sent = self._link.send(parcels, self._seconds + self._longest + 60)
-            self._waiting |= {message: clients[node] for message, node in sent.items()}
+            self._waiting |= {message: (clients[node], node) for message, node in sent.items()}
 
     def _listen(self) -> None:
         for message, answer in self._link.answers([*self._waiting]) if self._waiting else ():
-            client = self._waiting.pop(message)
+            client, _ = self._waiting.pop(message)
             if isinstance(answer, Lost):
                 self._lost[client] = answer.why
                 log.info("Client %s is lost: %s", client, answer.why)
@@ -88,7 +89,15 @@ class Gathering:
             self._answered.add(client)
             self.counted += self._take(client, answer)
 
+    def _give_up_gone(self, there: Mapping[str, int]) -> None:
+        """Wait no longer for nodes that are gone: of an answer that was under way Flower says so minutes later."""
+        for message, (client, node) in [*self._waiting.items()]:
+            if there.get(client) != node:
+                del self._waiting[message]
+                self._lost[client] = "its node has gone before it had answered"
+                log.info("Client %s is lost: %s.", client, self._lost[client])
+
     def _why_not(self, client: str) -> str:
-        if client in self._waiting.values():
+        if client in {client for client, _ in self._waiting.values()}:
             return f"no answer within {self._seconds:g} s"
         return self._lost.get(client) or self._members.why_not(client)

@@ -174,7 +174,7 @@ class Machines:
     """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
 
     def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
-        self.folder, self.trust, self.running = folder, list(trust), {}
+        self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}
         self.words = list(words)
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
@@ -204,11 +204,25 @@ class Machines:
             return there.connect_ex(("127.0.0.1", self.port)) == 0
 
     def node(self, name, config, *more):
-        port = free_port()
+        """A SuperNode and the process that stays beside it."""
+        self.supernode(name, config, *more)
+        self.executor(name)
+
+    def supernode(self, name, config, *more):
+        port = self.ports.setdefault(name, free_port())
         own = ["--superlink", self.address, "--port", port, "--isolation", "process"]
         self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
-        at = ["--runtime-api-address", f"127.0.0.1:{port}"]
+
+    def executor(self, name):
+        at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
+
+    def beat(self, seconds):
+        """Let nodes say that they are there more often, and be taken for gone sooner, than Flower's 30 s lets them."""
+        (self.folder / "beats").mkdir()
+        patch = f"import flwr.common.constant as constant\n\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {seconds}\n"
+        (self.folder / "beats" / "sitecustomize.py").write_text(patch)
+        self.environment["PYTHONPATH"] = f"{self.folder / 'beats'}:{self.environment['PYTHONPATH']}"
 
     def flwr(self, *words, check=True):
         command = [str(self.bin / "flwr"), *map(str, words)]

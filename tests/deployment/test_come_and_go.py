@@ -1,6 +1,8 @@
 """Nodes that come, go, stall, come back and say that they are somebody else: with a clock that the test sets."""
 
 import logging
+import threading
+import time
 from itertools import count, pairwise
 
 import pytest
@@ -9,7 +11,7 @@ from flwr.server.superlink.linkstate.utils import create_message_error_unavailab
 from flwr.supercore.task_identity import TaskIdentity
 
 from lightning_fcl import __version__
-from lightning_fcl.deployment import gathering, link
+from lightning_fcl.deployment import flower, gathering, link
 from lightning_fcl.deployment.flower import GridLink, record_of
 from lightning_fcl.deployment.gathering import Gathering
 from lightning_fcl.deployment.link import AGAIN_SECONDS, HELLO_SECONDS, Lost, Members
@@ -36,6 +38,7 @@ class Air:
 
     def __init__(self, clock):
         self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
+        self.answers_of_the_gone = Lost("it is gone")
 
     def nodes(self):
         return list(self.there)
@@ -49,7 +52,7 @@ class Air:
     def answers(self, messages):
         for message in list(messages):
             node, parcel = self.sent[message]
-            answer = self.there[node](parcel, self.clock.now - 100) if node in self.there else Lost("it is gone")
+            answer = self.there[node](parcel, self.clock.now - 100) if node in self.there else self.answers_of_the_gone
             if answer is not None:
                 yield message, answer
 
@@ -292,6 +295,45 @@ def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(
     assert found.keys() == {7, 8, 9}
     assert isinstance(found[7], Lost) and "Node Unavailable" in found[7].why
     assert [found[node].head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
+
+
+def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
+    """Flower waits minutes for the rest where the sender was killed as it sent it."""
+    monkeypatch.setattr(flower, "_PATIENCE", 0.2)
+    rest = threading.Event()
+
+    def answers(message):
+        node = message.metadata.dst_node_id
+        assert node != 7 or rest.wait(60)
+        return answer_of(message, f"I am {node}")
+
+    link = GridLink(Grid(answers), 1000)
+    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8)}, 60)
+    assert [sent[message] for message, _ in link.answers(sent)] == [8]
+    left = [message for message, node in sent.items() if node == 7]
+    began = time.monotonic()
+    assert [*link.answers(left)] == [] and time.monotonic() - began < 0.2
+    rest.set()
+    while not (found := [*link.answers(left)]):
+        assert time.monotonic() - began < 60
+    [(message, answer)] = found
+    assert message == left[0] and answer.head["said"] == "I am 7"
+
+
+def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, gather):
+    """Its client is sent the round again, on its new node."""
+    air.there = {7: stalling("a"), 8: client("b")}
+    air.answers_of_the_gone = None  # Flower does not say so
+    waits = air.clock.sleep
+
+    def sleep(seconds):
+        waits(seconds)
+        if air.clock.now - 100 > 4 and air.there.pop(7, None):
+            air.there[9] = client("a")
+
+    air.clock.sleep = sleep
+    assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
+    assert air.clock.now - 100 < 4 + 2 * AGAIN_SECONDS + 1
 
 
 def test_what_another_app_answers_is_refused(app):
