@@ -1,18 +1,18 @@
 """A SuperLink and SuperNodes as processes on loopback, with a process that stays beside each node."""
 
 import csv
-import datetime
-import ipaddress
 import json
+import re
+import shlex
+import shutil
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+import lightning_fcl
 from lightning_fcl.federation.aggregation import entries
 
 REPLAY = {
@@ -101,61 +101,39 @@ def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     assert last["0"] and last["1"] and not last["2"]
 
 
-def certificates(folder, name):
-    """An authority's certificate, and a certificate and key of loopback that it has signed."""
-    now, keys = datetime.datetime.now(datetime.UTC), [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
-    names = [
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} {what}")]) for what in ("authority", "link")
-    ]
-    authority = x509.BasicConstraints(ca=True, path_length=None), True
-    loopback = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
-    made = []
-    for subject, key, extension in zip(names, keys, (authority, loopback), strict=True):
-        builder = x509.CertificateBuilder(names[0], subject, key.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
-            now + datetime.timedelta(days=1)
-        )
-        known = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        above = x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[0].public_key())
-        builder = (
-            builder.add_extension(extension[0], extension[1]).add_extension(known, False).add_extension(above, False)
-        )
-        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(Encoding.PEM))
-    secret = keys[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    files = {"ca.pem": made[0], "link.pem": made[1], "link.key": secret}
-    return [written(folder / f"{name}-{file}", content) for file, content in files.items()]
+def made(folder, *programs):
+    """What the page's own commands of these programs make, in a folder."""
+    folder.mkdir()
+    for command in commands_of_the_page():
+        if command[0] in programs:
+            assert shutil.which(command[0]), f"{command[0]} is not installed"
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
 
 
-def written(path, content):
-    path.write_bytes(content)
-    return path
-
-
-def keys_of(folder, name):
-    """The private and the public key of a node."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    return written(folder / f"{name}.key", secret), written(folder / f"{name}.pub", public)
+def commands_of_the_page():
+    page = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    return [shlex.split(line) for line in "\n".join(blocks).splitlines() if line]
 
 
 def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal, machines, tmp_path):
     """Who does not trust the certificate of the SuperLink, and who has a key that nobody registered, never come in."""
     one = rehearsal()
     simulated = one.simulate()
-    authority, certificate, key = certificates(tmp_path, "ours")
-    other, _, _ = certificates(tmp_path, "others")
-    served = ("--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key)
+    ours, others = (made(tmp_path / name, "openssl", "ssh-keygen") for name in ("ours", "others"))
+    authority = ours / "ca.pem"
+    served = ("--ssl-ca-certfile", authority, "--ssl-certfile", ours / "link.pem", "--ssl-keyfile", ours / "link.key")
     at = machines((*served, "--enable-supernode-auth"), ("--root-certificates", authority))
     at.link()
     at.connect()
     for client in one.clients:
-        secret, public = keys_of(tmp_path, client)
-        at.flwr("supernode", "register", public, "here")
+        secret = made(tmp_path / f"keys of {client}", "ssh-keygen") / "node0.key"
+        at.flwr("supernode", "register", f"{secret}.pub", "here")
         at.node(client, one.config(client), "--auth-supernode-private-key", secret)
-    secret, _ = keys_of(tmp_path, "stranger")
+    secret = ours / "node0.key"
     at.node("stranger", one.config("0"), "--auth-supernode-private-key", secret)
-    at.trust = ["--root-certificates", other]
+    at.trust = ["--root-certificates", others / "ca.pem"]
     at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
     at.trust = ["--root-certificates", authority]
     at.run(one.app(), **one.settings(), clients_at_least=3)
