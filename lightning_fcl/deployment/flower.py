@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +37,7 @@ _FOR = "runs federations on real machines", "flower"
 
 _PATIENCE = 1.0  # seconds that others wait for an answer to come in
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -83,7 +85,7 @@ class GridLink:
         self._grid = grid
         self._limit = limit
         self._until: dict[str, float] = {}  # how long each message is good for
-        self._pulls: dict[str, Future[list[Message]]] = {}  # the looks for answers that have not ended yet
+        self._pulls: dict[str, Future[Iterable[Message]]] = {}  # the looks for answers that have not ended yet
 
     def nodes(self) -> Iterable[int]:
         found: Iterable[int] = self._grid.get_node_ids()
@@ -111,10 +113,10 @@ class GridLink:
         """
         for message in [*messages]:
             if message not in self._pulls:
-                self._pulls[message] = _in_thread(lambda message=message: [*self._grid.pull_messages([message])])
+                self._pulls[message] = _in_thread(self._grid.pull_messages, [message])
                 wait([self._pulls[message]], _PATIENCE)
             if self._pulls[message].done():
-                for answer in self._pulls.pop(message).result()[:1]:
+                for answer in islice(self._pulls.pop(message).result(), 1):
                     yield message, self._answer(answer)
 
     def _answer(self, message: Message) -> Parcel | Lost:
@@ -126,13 +128,13 @@ class GridLink:
             return Parcel({"refused": str(error)})
 
 
-def _in_thread(work: Callable[[], T]) -> Future[T]:
+def _in_thread(work: Callable[[A], T], argument: A) -> Future[T]:
     """Do something in a thread for which nobody waits at the end."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(work(argument))
         except BaseException as error:  # whoever asks for the result gets it
             future.set_exception(error)
 
