@@ -6,13 +6,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from lightning_fcl.deployment.decoding import Sealed, opened
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
@@ -20,7 +17,7 @@ from lightning_fcl.deployment.recipe import read_recipe
 from lightning_fcl.errors import require
 
 if TYPE_CHECKING:
-    from flwr.app import Array, Context, Message, RecordDict
+    from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
@@ -42,41 +39,19 @@ def record_of(parcel: Parcel) -> RecordDict:
     return record
 
 
-def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
+def sealed_of(record: RecordDict) -> Sealed:
+    """What Flower has brought, of which nothing has been read."""
     config = record.config_records.get("parcel")
     arrays: Mapping[str, Any] = record.array_records.get("arrays") or {}
     text = config.get("text") if config is not None else None
-    if not isinstance(text, str):
-        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
-    size = sum(max(len(array.data) - 256, 0) for array in arrays.values())
-    if size > limit:
-        raise RefusedError(
-            f"Expected at most {limit} bytes but got {size}. Raise `message-bytes` of the run's configuration if the "
-            "model is that large."
-        )
-    return Parcel.of_arrays(text, {name: _read(name, array) for name, array in arrays.items()})
-
-
-def _read(name: str, array: Array) -> NDArray[Any]:
-    """The numbers of an array, whose head may promise no more than there is."""
-    file = BytesIO(array.data)
-    try:
-        version = np.lib.format.read_magic(file)
-        head = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = head(file)
-        if dtype.hasobject or fortran:
-            raise ValueError(f"an array of {dtype}, stored by columns: {fortran}")
-        return np.frombuffer(array.data, dtype, offset=file.tell()).reshape(shape)
-    except (ValueError, KeyError) as error:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {error}.") from error
+    return Sealed(text, {name: array.data for name, array in arrays.items()})
 
 
 class GridLink:
     """The way to the nodes over Flower."""
 
-    def __init__(self, grid: Grid, limit: int) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._limit = limit
 
     def nodes(self) -> Iterable[int]:
         found: Iterable[int] = self._grid.get_node_ids()
@@ -84,7 +59,7 @@ class GridLink:
 
     def ask(
         self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Parcel]]:
+    ) -> Iterator[tuple[int, Sealed]]:
         began, ttl = time.monotonic(), seconds + longest + 60
         message_of = require("flwr.app", *_FOR).Message
         messages = [
@@ -95,19 +70,17 @@ class GridLink:
         while waiting:
             for message in self._grid.pull_messages(waiting):
                 waiting.discard(message.metadata.reply_to_message_id)
-                yield message.metadata.src_node_id, self._parcel(message)
+                yield message.metadata.src_node_id, self._sealed(message)
             spent = time.monotonic() - began
             if spent > seconds + longest or (spent > seconds and enough()):
                 return
             time.sleep(_POLL)
 
-    def _parcel(self, message: Message) -> Parcel:
-        try:
-            if message.has_error():
-                raise RefusedError(f"Expected an answer but Flower says: {message.error.reason}")
-            return parcel_of(message.content, self._limit)
-        except RefusedError as error:
-            return Parcel({"refused": str(error)})
+    @staticmethod
+    def _sealed(message: Message) -> Sealed:
+        if message.has_error():
+            return Sealed(failed=f"Expected an answer but Flower says: {message.error.reason}")
+        return sealed_of(message.content)
 
 
 def client_app(folder: Path) -> ClientApp:
@@ -128,7 +101,7 @@ def client_app(folder: Path) -> ClientApp:
     def answered(message: Message, context: Context) -> Parcel:
         try:
             client, data, memories = _own(context)
-            parcel = parcel_of(message.content, int(context.run_config.get("message-bytes", BYTES)))
+            parcel = opened(sealed_of(message.content), int(context.run_config.get("message-bytes", BYTES)))
         except RefusedError as error:
             return Parcel({"refused": str(error)})
         if (client, data) not in nodes:
@@ -170,7 +143,8 @@ def server_app(folder: Path) -> ServerApp:
 
     The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
     it goes on; ``data``, what it tests on, and the names of the ``clients``, if these are not the recipe's; and
-    ``clients-at-least``, ``round-seconds``, ``join-seconds`` and ``message-bytes``, which `Terms` explains.
+    ``clients-at-least``, ``round-seconds``, ``join-seconds``, ``message-bytes``, ``most-samples`` and
+    ``largest-update``, which `Terms` explains.
     """
     app: ServerApp = require("flwr.serverapp", *_FOR).ServerApp()
     sys.path.append(str(folder))
@@ -188,11 +162,13 @@ def server_app(folder: Path) -> ServerApp:
             float(said.get("round-seconds", 600.0)),
             float(said.get("join-seconds", 600.0)),
             int(said.get("message-bytes", BYTES)),
+            int(said.get("most-samples", Terms.most_samples)),
+            float(said.get("largest-update", Terms.largest_update)),
         )
         logging.getLogger("lightning_fcl").setLevel(logging.INFO)
         data = str(said.get("data", "")) or None
         out = Path(str(said.get("out", "runs/deployed")))
-        link = GridLink(grid, terms.message_bytes)
+        link = GridLink(grid)
         serve(folder / RECIPE, link, out, terms, data, _names(said.get("clients", "")))
 
     return app

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same
+from lightning_fcl.deployment.answers import greeting_of, normal
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.parcel import Parcel
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +25,8 @@ class Link(Protocol):
 
     def ask(
         self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Parcel]]:
-        """Send a parcel to each of some nodes, and yield their answers as they come.
+    ) -> Iterator[tuple[int, Sealed]]:
+        """Send a parcel to each of some nodes, and yield their answers as they come, of which it reads nothing.
 
         Args:
             parcels: For each node what it gets.
@@ -44,6 +46,7 @@ class Members:
         self._clients: dict[int, str] = {}
         self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
+        self.samples: dict[str, int] = {}  # how many each client says it has
         self._held = ""
 
     def reach(self, wanted: Iterable[str], needed: int, hello: Mapping[str, Any], held: str) -> dict[str, int]:
@@ -78,25 +81,23 @@ class Members:
             self._welcome(node, answer)
         return {client: node for node, client in self._clients.items()}
 
-    def _welcome(self, node: int, answer: Parcel) -> None:
-        client = str(answer.head.get("client", ""))
-        try:
-            if "refused" in answer.head:
-                raise RefusedError(str(answer.head["refused"]))
-            check_same(answer.head, self._recipe, f"client {client}")
-            if client in self._clients.values():
-                raise RefusedError(
-                    f"Expected one node for each client but got two for {client}. Give each its own `client` in the "
-                    "node config."
+    def _welcome(self, node: int, answer: Sealed) -> None:
+        greeting = greeting_of(answer, self._recipe)
+        client, fault = greeting.client, greeting.fault
+        for other, known in self._clients.items():
+            if not fault and normal(client) == normal(known):
+                fault = (
+                    f"Expected one node for each client but got two for {client}: node {other} is {known}. Give each "
+                    "its own `client` in the node config."
                 )
-        except RefusedError as error:
-            self._refused[node] = client, str(error)
-            log.warning("Refused node %d (client %s): %s", node, client or "unknown", error)
+        if fault:
+            self._refused[node] = client, fault
+            log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
             return
-        self._clients[node] = client
-        if answer.head.get("held") == self._held:
+        self._clients[node], self.samples[client] = client, greeting.samples
+        if greeting.held == self._held:
             self.alike.add(node)
-        log.info("Client %s is on node %d.", client, node)
+        log.info("Client %s, which says that it has %d samples, is on node %d.", client, greeting.samples, node)
 
     def why_not(self, client: str) -> str:
         """Why a client is not among those that are there."""

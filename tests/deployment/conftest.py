@@ -17,7 +17,8 @@ import yaml
 
 import lightning_fcl
 from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.decoding import opened
+from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
@@ -68,9 +69,8 @@ def over(base, more):
 class Wire:
     """Nodes in this process: what they are sent, and what they answer, goes through Flower's records."""
 
-    def __init__(self, nodes, limit=10**8):
+    def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))
-        self.limit = limit
         self.asked = []
 
     def nodes(self):
@@ -78,11 +78,11 @@ class Wire:
 
     def ask(self, parcels, seconds, longest, enough):
         for number in reversed(parcels):  # in no order that anything may hang on
-            parcel = parcel_of(record_of(parcels[number]))
+            parcel = opened(sealed_of(record_of(parcels[number])))
             self.asked.append((number, parcel))
             answer = self.reached[number].answer(parcel)
             if answer is not None:
-                yield number, parcel_of(record_of(answer), self.limit)
+                yield number, sealed_of(record_of(answer))
 
 
 class Rehearsal:
