@@ -209,6 +209,7 @@ class ContinualMetrics(Callback):
                 "diverged": list(happened.diverged),
                 "master": happened.master,
                 **_by_the_clock(happened),
+                **({"limits": dict(happened.limits)} if happened.limits else {}),
                 "seconds": now - self._started,
             }
         )

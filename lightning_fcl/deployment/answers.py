@@ -92,7 +92,9 @@ def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
     try:
         with refusing("a node"):
             check_bytes(sealed, 0, "an answer to hello")
-            head, _ = head_of(sealed, _TEXT)
+            head, types = head_of(sealed, _TEXT)
+            if types:
+                raise RefusedError(f"Expected an answer to hello without arrays but got {quoted(types)}.")
             if "client" in head or "refused" not in head:
                 client = name_of(head, "client")
             check_not_refused(head)
@@ -138,8 +140,12 @@ def normal(name: str) -> str:
     return normalize("NFKC", name)
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Refuse clients' names of which two may be taken for each other."""
+def by_normal(names: Iterable[str]) -> dict[str, str]:
+    """Clients' names, each by what it may be taken for: no two for the same.
+
+    Raises:
+        ValueError: If two may be taken for each other.
+    """
     first: dict[str, str] = {}
     for name in names:
         if (other := first.setdefault(normal(name), name)) != name:
@@ -147,6 +153,7 @@ def check_names(names: Iterable[str]) -> None:
                 f"Expected clients with names of their own but got {other!r} and {name!r}, which are one once Unicode "
                 "is normalised. Rename one."
             )
+    return first
 
 
 def upload_of(

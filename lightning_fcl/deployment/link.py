@@ -46,6 +46,7 @@ class Members:
         self._clients: dict[int, str] = {}
         self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
+        self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
         self.samples: dict[str, int] = {}  # how many each client says it has
         self._held = ""
 
@@ -84,12 +85,14 @@ class Members:
     def _welcome(self, node: int, answer: Sealed) -> None:
         greeting = greeting_of(answer, self._recipe)
         client, fault = greeting.client, greeting.fault
-        for other, known in self._clients.items():
-            if not fault and normal(client) == normal(known):
-                fault = (
-                    f"Expected one node for each client but got two for {client}: node {other} is {known}. Give each "
-                    "its own `client` in the node config."
-                )
+        known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
+        if not fault and client != known:
+            fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
+        if not fault and same:
+            fault = (
+                f"Expected one node for each client but got two for {client}: nodes {same[0]} and {node}. Give each "
+                "its own `client` in the node config."
+            )
         if fault:
             self._refused[node] = client, fault
             log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)

@@ -17,7 +17,7 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.answers import MOST, Limits, check_names, upload_of
+from lightning_fcl.deployment.answers import MOST, Limits, by_normal, upload_of
 from lightning_fcl.deployment.decoding import Sealed
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
@@ -117,12 +117,14 @@ class RemoteRound(Round):
 
     def gather(self) -> None:
         """Send the server's state to the clients of the round, and take in what they answer."""
-        check_names(self.stream.plan.clients)
+        self.members.names = by_normal(self.stream.plan.clients)
         drawn, self.skipped = self.federation.participation.draw(self.stream.plan, self.number)
         held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
         hello = {**self._head(), "kind": "hello", "held": sorted(held)}
         nodes = self.members.reach(drawn, needed, hello, digest(held))
         self.server.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
+        most = max((self._limits(client).most_samples for client in nodes), default=0)
+        self.server.record.limits = {"most_samples": most, "largest_update": self.terms.largest_update}
         parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
         self._receive({node: client for client, node in nodes.items()}, parcels, needed)
 
@@ -141,7 +143,7 @@ class RemoteRound(Round):
         for node, answer in self.link.ask(parcels, *seconds, lambda: len(usable) >= needed):
             client = clients[node]
             if client in usable:
-                self._drop(client, f"a second answer of node {node}, which does not count: the first does")
+                self._drop(client, f"a second answer of node {node}, which does not count")
                 continue
             silent.discard(client)
             if self._take(client, answer, parcels[node].head):
