@@ -264,6 +264,7 @@ def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> Non
             # Clients' models, with what is their own, and their samples never come here.
             callback.clients, callback.training = "none", False
     strategy.cohort_size = 1
+    strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
     strategy.server.compression = None  # uploads come as the server decodes them
     strategy.new_round = lambda federation: RemoteRound(federation, nodes)
     callbacks.append(nodes.identity)
