@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.deployment.answers import MOST, Limits, upload_of
+from lightning_fcl.deployment.changes import restored
 from lightning_fcl.deployment.flower import sealed_of
 from lightning_fcl.deployment.node import MODEL
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.evaluation.results import read_results
-from lightning_fcl.federation.aggregation import BUILT_IN
+from lightning_fcl.federation.aggregation import BUILT_IN, entries
 
 from .lies import HELLOS, KINDS, Message, numbers, saying
 
@@ -134,6 +136,8 @@ def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire
     (prepared.folder / "deployed").rename(prepared.folder / "first")
     sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
     assert rounds[0]["limits"] == {"most_samples": max(sizes), "largest_update": 1000.0}
+    report = (prepared.folder / "first" / "report.html").read_text()
+    assert "limits of an update" in report and f"{max(sizes):,}" in report
     with pytest.raises(RuntimeError, match="a whole number from 0 to 5 but got"):
         prepared.serve(wire(nodes), clients_at_least=3, most_samples=5)
     (prepared.folder / "deployed").rename(prepared.folder / "second")
@@ -223,3 +227,42 @@ def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(pr
     assert all(reason.isprintable() and len(reason) <= 500 for reason in reasons(caplog, 0))
     assert len(set(reasons(caplog, 0))) > 50
     assert len(may) < len(sent) / 2
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("rule", ["mean", "median", "TrimmedMean", "Krum"])
+def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, wire):
+    """What the server makes of two honest uploads and a large one lies between the honest ones; a mean does not."""
+    where = "lightning_fcl.federation.robust"
+    kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"byzantine": 1}}
+    chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule
+    settings = {"cohort_size": 1, "reductions": {"*": chosen}}
+    one = rehearsal(
+        {
+            "trainer": {
+                "max_epochs": 1,
+                "strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": settings},
+            }
+        }
+    )
+    one.simulate()
+    honest = {}
+
+    class Mixed(wire):
+        def ask(self, parcels, *waiting):
+            for number, parcel in parcels.items():
+                answer = self.reached[number].answer(parcel)
+                message = Message.of(answer)
+                if parcel.state:
+                    start = {n.removeprefix(MODEL): value for n, value in parcel.state.items()}
+                    honest[number] = restored(answer.state, start)
+                    message = numbers(lambda v: v * 100)(message) if number == 8 else message
+                yield number, sealed_of(message.record())
+
+    fit = one.serve(Mixed([one.node(client) for client in one.clients]), clients_at_least=3)
+    assert rounds_of(fit)[0]["dropped"] == {}
+    low, high = (
+        {name: compare(honest[7][name], honest[9][name]) for name in honest[7]} for compare in (torch.min, torch.max)
+    )
+    inside = [((low[n] <= value) & (value <= high[n])).all().item() for n, value in entries(fit.model).items()]
+    assert all(inside) is (rule != "mean")
