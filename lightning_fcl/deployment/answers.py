@@ -73,12 +73,14 @@ class Limits:
         most_samples: Samples that it may count as.
         most_rehearsed: Remembered samples that it may count as.
         largest_update: How far it may move the server's `mean` entries: so many times the larger of their norm and 1.
+        clients: How many are asked in the round.
     """
 
     message_bytes: int
     most_samples: int
     most_rehearsed: int
     largest_update: float
+    clients: int = 1
 
 
 def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
@@ -195,6 +197,7 @@ def upload_of(
         check_entries(upload, known, who, finite=False)  # the server drops whoever diverges
         mean = {name for name in known if reductions[name].name == "mean"}
         check_sizes(upload, start, mean, limits.largest_update, who)
+        check_room(upload, {n: v for n, v in known.items() if reductions[n].name == "sum"}, limits.clients, who)
         diverged = head.get("diverged") is True
         return Upload(samples, rehearsed, diverged, upload, sum(value.nbytes for value in state.values()))
 
@@ -260,3 +263,17 @@ def check_sizes(state: State, start: State, mean: set[str], largest: float, send
             f"Expected an update of {sender} of at most {largest:g} times the larger of the server's norm and 1 but it "
             f"is of {times:.3g} times. Lower its learning rate, or raise `largest-update` of the run's configuration."
         )
+
+
+def check_room(state: State, sums: State, clients: int, sender: str) -> None:
+    """Refuse whole or half precision numbers with which a sum of so many clients' might leave the range of its type."""
+    for name, total in sums.items():
+        if total.dtype in (torch.bool, torch.bfloat16) or total.is_complex() or total.dtype.itemsize > 2:
+            continue
+        info = torch.finfo(total.dtype) if total.is_floating_point() else torch.iinfo(total.dtype)
+        room = (info.max - total.detach().cpu().double().abs()) / clients
+        if bool((state[name].double().abs() > room).any()):
+            raise RefusedError(
+                f"Expected `{name}` of {sender} to leave room for the sum of {clients} clients in {total.dtype} but it "
+                "does not. Keep it in a wider type."
+            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import lightning.pytorch as L
@@ -36,6 +37,8 @@ from lightning_fcl.simulation.round import Round
 from lightning_fcl.simulation.strategy import FederatedStrategy
 
 log = logging.getLogger(__name__)
+
+_FAR_MORE = 100  # times the samples of the client in the middle
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,7 @@ class RemoteRound(Round):
         hello = {**self._head(), "kind": "hello", "held": sorted(held)}
         nodes = self.members.reach(drawn, needed, hello, digest(held))
         self.server.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
-        most = max((self._limits(client).most_samples for client in nodes), default=0)
-        self.server.record.limits = {"most_samples": most, "largest_update": self.terms.largest_update}
+        self._say_limits(nodes)
         parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
         self._receive({node: client for client, node in nodes.items()}, parcels, needed)
 
@@ -146,7 +148,7 @@ class RemoteRound(Round):
                 self._drop(client, f"a second answer of node {node}, which does not count")
                 continue
             silent.discard(client)
-            if self._take(client, answer, parcels[node].head):
+            if self._take(client, answer, parcels[node].head, len(parcels)):
                 usable.append(client)
         for client in sorted(silent):
             self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
@@ -181,11 +183,11 @@ class RemoteRound(Round):
         extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
         return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
 
-    def _take(self, client: str, answer: Sealed, sent: Mapping[str, Any]) -> bool:
-        """Take in a client's answer to what was sent; whether there was one that counts."""
+    def _take(self, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int) -> bool:
+        """Take in a client's answer to what was sent, one of so many; whether there was one that counts."""
         round, known = self.number, {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
         try:
-            upload = upload_of(answer, sent, client, known, self.server.reductions, self._limits(client))
+            upload = upload_of(answer, sent, client, known, self.server.reductions, self._limits(client, asked))
         except RefusedError as error:
             self._drop(client, str(error))
             return False
@@ -206,11 +208,26 @@ class RemoteRound(Round):
             self.server.record.diverged += [client] * upload.diverged
         return taken
 
-    def _limits(self, client: str) -> Limits:
+    def _limits(self, client: str, asked: int) -> Limits:
         terms = self.terms
         most = terms.most_samples or self.members.samples[client]
         rehearsed = most if self.server.client_weights == "trained" else MOST
-        return Limits(terms.message_bytes, most, rehearsed, terms.largest_update)
+        return Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
+
+    def _say_limits(self, clients: Collection[str]) -> None:
+        """Record what uploads may be, and name whoever says that it has far more samples than others."""
+        said, most = {client: self.members.samples[client] for client in clients}, self.terms.most_samples
+        usual = _FAR_MORE * median_low(said.values() or [0])
+        for client in [client for client, samples in said.items() if samples > usual and not most]:
+            log.warning(
+                "Client %s says that it has %d samples, more than %d times as many as others: it may count as so many. "
+                "Set `most-samples` of the run's configuration if it has not.",
+                client,
+                said[client],
+                _FAR_MORE,
+            )
+        largest = most or max(said.values(), default=0)
+        self.server.record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
 
     def _drop(self, client: str, why: str) -> None:
         self.server.record.dropped.setdefault(client, why)

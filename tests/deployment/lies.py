@@ -24,8 +24,12 @@ class Message:
 
     @classmethod
     def of(cls, parcel):
-        said = json.loads(parcel.text())
-        arrays = record_of(parcel).array_records["arrays"]
+        return cls.of_record(record_of(parcel))
+
+    @classmethod
+    def of_record(cls, record):
+        said = json.loads(record.config_records["parcel"]["text"])
+        arrays = record.array_records["arrays"]
         return cls(said["head"], said["types"], {name: array.data for name, array in arrays.items()})
 
     def record(self):

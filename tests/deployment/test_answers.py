@@ -1,6 +1,7 @@
 """A client's answer is read in one place: whatever is wrong with it is a refusal of that client alone, by name."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,17 @@ def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
     far = Parcel({**honest.head}, {"count": torch.tensor([2**62])})
     with pytest.raises(RefusedError, match="with which sums overflow"):
         read(Message.of(far))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
+def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
+    """Where not even one number more fits, whoever sends it is refused, and not the round."""
+    largest = float(torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max)
+    honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
+    read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, clients=3))
+    third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
+    with pytest.raises(RefusedError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
+        read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, clients=3))
 
 
 def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client():

@@ -14,7 +14,7 @@ from lightning_fcl.deployment.answers import MOST, Limits, upload_of
 from lightning_fcl.deployment.changes import restored
 from lightning_fcl.deployment.flower import sealed_of
 from lightning_fcl.deployment.node import MODEL
-from lightning_fcl.deployment.parcel import RefusedError
+from lightning_fcl.deployment.parcel import Parcel, RefusedError
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.federation.aggregation import BUILT_IN, entries
 
@@ -127,6 +127,21 @@ def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, w
     lies = lying(wire, lambda answer, *_: [saying(round=9)(answer), answer])
     fit = prepared.serve(lies(nodes), clients_at_least=3)
     assert same(prepared.simulated.model, fit.model)
+
+
+@pytest.mark.seconds
+def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wire, caplog):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    really = nodes[1].answer
+
+    def boasts(parcel):
+        answer = really(parcel)
+        return answer if parcel.state else Parcel({**answer.head, "samples": 10**6})
+
+    nodes[1].answer = boasts
+    prepared.serve(wire(nodes), clients_at_least=3)
+    named = "Client {} says that it has 1000000 samples, more than 100 times as many as others"
+    assert [named.format(client) in caplog.text for client in prepared.clients] == [False, True, False]
 
 
 @pytest.mark.seconds
