@@ -46,6 +46,7 @@ class Members:
         self._clients: dict[int, str] = {}
         self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
+        self._were: dict[int, str] = {}  # whose each node has been: a key that is registered is always one node
         self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
         self.samples: dict[str, int] = {}  # how many each client says it has
         self._held = ""
@@ -88,6 +89,8 @@ class Members:
         known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
         if not fault and client != known:
             fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
+        if not fault and self._were.get(node, client) != client:
+            fault = f"Expected node {node} to be client {self._were[node]}, as it has been, but it says {client}."
         if not fault and same:
             fault = (
                 f"Expected one node for each client but got two for {client}: nodes {same[0]} and {node}. Give each "
@@ -97,7 +100,8 @@ class Members:
             self._refused[node] = client, fault
             log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
             return
-        self._clients[node], self.samples[client] = client, greeting.samples
+        self._clients[node] = self._were[node] = client
+        self.samples[client] = greeting.samples
         if greeting.held == self._held:
             self.alike.add(node)
         log.info("Client %s, which says that it has %d samples, is on node %d.", client, greeting.samples, node)
