@@ -210,6 +210,7 @@ class ContinualMetrics(Callback):
                 "master": happened.master,
                 **({"claims": dict(happened.claims)} if happened.claims else {}),
                 **_by_the_clock(happened),
+                **({"limits": dict(happened.limits)} if happened.limits else {}),
                 "seconds": now - self._started,
             }
         )

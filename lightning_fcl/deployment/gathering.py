@@ -5,13 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_fcl.deployment.link import AGAIN_SECONDS, Link, Lost, Members
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.link import AGAIN_SECONDS, Link, Members
 from lightning_fcl.deployment.parcel import Parcel
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.05  # seconds between two looks for answers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A message that has no answer yet: to which client it went, on which node, and its head."""
+
+    client: str
+    node: int
+    head: Mapping[str, Any]
 
 
 class Gathering:
@@ -26,7 +38,7 @@ class Gathering:
         seconds: It waits so long for all of them,
         longest: and then until there are enough, but no longer than this.
         parcel: Makes what a client on a node gets.
-        take: Takes in a client's answer, and says whether it counts.
+        take: Takes in a client's answer to a head, and says whether it counts.
     """
 
     def __init__(
@@ -36,15 +48,18 @@ class Gathering:
         seconds: float,
         longest: float,
         parcel: Callable[[str, int], Parcel],
-        take: Callable[[str, Parcel], bool],
+        take: Callable[[str, Sealed, Mapping[str, Any]], bool],
     ) -> None:
         self._link, self._members = link, members
         self._seconds, self._longest = seconds, longest
         self._parcel, self._take = parcel, take
-        self._waiting: dict[str, tuple[str, int]] = {}  # messages without an answer: to which client, on which node
-        self._answered: set[str] = set()
+        self._waiting: dict[str, Asked] = {}
+        self._answered: dict[str, bool] = {}  # the clients, and whether an answer of theirs counts
         self._lost: dict[str, str] = {}
-        self.counted = 0
+
+    @property
+    def counted(self) -> int:
+        return sum(self._answered.values())
 
     def run(self, wanted: Sequence[str], needed: int) -> dict[str, str]:
         """Gather answers of some clients, until there are enough that count, or its time is over.
@@ -72,32 +87,33 @@ class Gathering:
         return {client: self._why_not(client) for client in wanted if client not in self._answered}
 
     def _send(self, nodes: Mapping[str, int]) -> None:
-        asked = self._answered | {client for client, _ in self._waiting.values()}
+        asked = self._answered.keys() | {one.client for one in self._waiting.values()}
         clients = {node: client for client, node in nodes.items() if client not in asked}
         if clients:
             parcels = {node: self._parcel(client, node) for node, client in clients.items()}
             sent = self._link.send(parcels, self._seconds + self._longest + 60)
-            self._waiting |= {message: (clients[node], node) for message, node in sent.items()}
+            self._waiting |= {message: Asked(clients[node], node, parcels[node].head) for message, node in sent.items()}
 
     def _listen(self) -> None:
-        for message, answer in self._link.answers([*self._waiting]) if self._waiting else ():
-            client, _ = self._waiting.pop(message)
-            if isinstance(answer, Lost):
-                self._lost[client] = answer.why
-                log.info("Client %s is lost: %s", client, answer.why)
+        asked = {**self._waiting}
+        for message, answer in self._link.answers([*asked]) if asked else ():
+            client, head = asked[message].client, asked[message].head
+            self._waiting.pop(message, None)
+            if answer.failed:
+                self._lost[client] = answer.failed
+                log.info("Client %s is lost: %s", client, answer.failed)
                 continue
-            self._answered.add(client)
-            self.counted += self._take(client, answer)
+            self._answered[client] = self._take(client, answer, head) or self._answered.get(client, False)
 
     def _give_up_gone(self, there: Mapping[str, int]) -> None:
         """Wait no longer for nodes that are gone: of an answer that was under way Flower says so minutes later."""
-        for message, (client, node) in [*self._waiting.items()]:
-            if there.get(client) != node:
+        for message, one in [*self._waiting.items()]:
+            if there.get(one.client) != one.node:
                 del self._waiting[message]
-                self._lost[client] = "its node has gone before it had answered"
-                log.info("Client %s is lost: %s.", client, self._lost[client])
+                self._lost[one.client] = "its node has gone before it had answered"
+                log.info("Client %s is lost: %s.", one.client, self._lost[one.client])
 
     def _why_not(self, client: str) -> str:
-        if client in {client for client, _ in self._waiting.values()}:
+        if client in {one.client for one in self._waiting.values()}:
             return f"no answer within {self._seconds:g} s"
         return self._lost.get(client) or self._members.why_not(client)

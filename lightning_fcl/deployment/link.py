@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same
+from lightning_fcl.deployment.answers import greeting_of, normal
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.parcel import Parcel
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +21,6 @@ AGAIN_SECONDS = 3.0
 """Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
 
 _LOOK = 0.2  # seconds between two looks at who is there
-
-
-@dataclass(frozen=True)
-class Lost:
-    """In place of an answer: there will be none, since the node is gone, or what has run there."""
-
-    why: str
 
 
 class Link(Protocol):
@@ -41,8 +36,11 @@ class Link(Protocol):
             The names of the messages, and to which node each goes; a node that is gone gets none.
         """
 
-    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Parcel | Lost]]:
-        """What has come by now in answer to some messages, each with the name of the message that it answers."""
+    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Sealed]]:
+        """What has come by now in answer to some messages, each with the name of the message that it answers.
+
+        Of one that cannot be answered any more it says so: it has ``failed``.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,9 @@ class Members:
         self._greetings: dict[str, int] = {}  # the messages that have no answer yet, and to which node they went
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
         self.claims: dict[str, list[str]] = {}  # of clients that several nodes say they are, these: first who is let in
+        self._were: dict[int, str] = {}  # whose each node has been: a key that is registered is always one node
+        self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
+        self.samples: dict[str, int] = {}  # how many each client says it has
 
     def begin_round(self, hello: Mapping[str, Any], held: str) -> None:
         """What nodes are asked in this round; all of them where something else never travels."""
@@ -112,7 +113,7 @@ class Members:
             self._welcome(self._greetings.pop(message), answer)
         for message, node in [*self._greetings.items()]:
             if now - self._asked[node] > HELLO_SECONDS:
-                self._welcome(self._greetings.pop(message), Lost(f"no answer within {HELLO_SECONDS:g} s"))
+                self._welcome(self._greetings.pop(message), Sealed(failed=f"no answer within {HELLO_SECONDS:g} s"))
         strange = connected - self._clients.keys() - {*self._greetings.values()}
         due = [node for node in sorted(strange) if now - self._asked.get(node, -AGAIN_SECONDS) >= AGAIN_SECONDS]
         if due:
@@ -125,33 +126,33 @@ class Members:
                 self.claims[client] = [str(one) for one in (node, *also)]
         return {client: node for node, client in self._clients.items()}
 
-    def _welcome(self, node: int, answer: Parcel | Lost) -> None:
-        before = self._refused.get(node, Refusal("", ""))
-        client = before.client if isinstance(answer, Lost) else str(answer.head.get("client", ""))
-        try:
-            if isinstance(answer, Lost):
-                raise RefusedError(answer.why)
-            if "refused" in answer.head:
-                raise RefusedError(str(answer.head["refused"]))
-            check_same(answer.head, self._recipe, f"client {client}")
-            if holders := [other for other, name in self._clients.items() if name == client]:
-                raise RefusedError(
-                    f"Expected one node for each client but got two for {client}: node {holders[0]} has it, and node "
-                    f"{node} says that it is {client}, too. Give each its own `client` in the node config. If it was "
-                    "started again, it is let in when the one before is no longer connected."
-                )
-        except RefusedError as error:
-            self._refused[node] = Refusal(client, str(error))
+    def _welcome(self, node: int, answer: Sealed) -> None:
+        greeting, before = greeting_of(answer, self._recipe), self._refused.get(node, Refusal("", ""))
+        client, fault = before.client if answer.failed else greeting.client, greeting.fault
+        known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
+        if not fault and client != known:
+            fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
+        if not fault and self._were.get(node, client) != client:
+            fault = f"Expected node {node} to be client {self._were[node]}, as it has been, but it says {client}."
+        if not fault and same:
+            fault = (
+                f"Expected one node for each client but got two for {client}: node {same[0]} has it, and node {node} "
+                f"says that it is {client}, too. Give each its own `client` in the node config. If it was started "
+                "again, it is let in when the one before is no longer connected."
+            )
+        if fault:
+            self._refused[node] = Refusal(client, fault)
             if self._refused[node] != before:
-                log.warning("Refused node %d (client %s): %s", node, client or "unknown", error)
+                log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
             return
         self._refused.pop(node, None)
-        self._clients[node] = client
-        if answer.head.get("held") == self._held:
+        self._clients[node] = self._were[node] = client
+        self.samples[client] = greeting.samples
+        if greeting.held == self._held:
             self.alike.add(node)
         else:
             self.alike.discard(node)
-        log.info("Client %s is on node %d.", client, node)
+        log.info("Client %s, which says that it has %d samples, is on node %d.", client, greeting.samples, node)
 
     def why_not(self, client: str) -> str:
         """Why a client is not among those that are there."""

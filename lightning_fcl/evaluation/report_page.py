@@ -170,6 +170,11 @@ def _others(results: Mapping[str, Any]) -> Section | None:
         ]
     ]
     grids = [Grid.of(["left out", "client", "why"], lines)] if lines else []
+    limits = next((entry["limits"] for entry in reversed(record["rounds"]) if "limits" in entry), None)
+    if limits:
+        most, largest = limits["most_samples"], limits["largest_update"]
+        kinds = [["samples that it counts as", f"{most:,}"], ["norm, by the server's or 1", f"{largest:,g}"]]
+        grids.append(Grid.of(["limits of an update", "at most"], kinds))
     found = [Chart(caption, spec) for caption, spec in drawn if spec]
     return Section("On the wire and inside", charts=found, grids=grids) if found or grids else None
 

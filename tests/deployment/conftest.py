@@ -17,7 +17,8 @@ import yaml
 
 import lightning_fcl
 from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.decoding import opened
+from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
@@ -68,9 +69,8 @@ def over(base, more):
 class Wire:
     """Nodes in this process: what they are sent, and what they answer, goes through Flower's records."""
 
-    def __init__(self, nodes, limit=10**8):
+    def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))
-        self.limit = limit
         self.sent = {}
         self.asked = []
 
@@ -88,11 +88,14 @@ class Wire:
             if given is None:  # it has been asked, and did not answer
                 continue
             self.sent[message] = number, None
-            parcel = parcel_of(record_of(given))
+            parcel = opened(sealed_of(record_of(given)))
             self.asked.append((number, parcel))
-            answer = self.reached[number].answer(parcel)
-            if answer is not None:
-                yield message, parcel_of(record_of(answer), self.limit)
+            yield from ((message, answer) for answer in self.replies(number, parcel))
+
+    def replies(self, number, parcel):
+        answer = self.reached[number].answer(parcel)
+        if answer is not None:
+            yield sealed_of(record_of(answer))
 
 
 class Rehearsal:

@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -23,6 +22,8 @@ REPLAY = {
         ]
     }
 }
+
+PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -101,37 +102,29 @@ def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     assert last["0"] and last["1"] and not last["2"]
 
 
-def made(folder, *programs):
-    """What the page's own commands of these programs make, in a folder."""
-    folder.mkdir()
-    for command in commands_of_the_page():
-        if command[0] in programs:
-            assert shutil.which(command[0]), f"{command[0]} is not installed"
-            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+def made(folder, program, node="0"):
+    """A folder with what a program of the page makes: certificates, or the keys of a node."""
+    folder.mkdir(exist_ok=True)
+    for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE):
+        subprocess.run(shlex.split(line.replace("node0", f"node{node}")), cwd=folder, check=True, capture_output=True)
     return folder
-
-
-def commands_of_the_page():
-    page = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
-    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    return [shlex.split(line) for line in "\n".join(blocks).splitlines() if line]
 
 
 def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal, machines, tmp_path):
     """Who does not trust the certificate of the SuperLink, and who has a key that nobody registered, never come in."""
     one = rehearsal()
     simulated = one.simulate()
-    ours, others = (made(tmp_path / name, "openssl", "ssh-keygen") for name in ("ours", "others"))
-    authority = ours / "ca.pem"
-    served = ("--ssl-ca-certfile", authority, "--ssl-certfile", ours / "link.pem", "--ssl-keyfile", ours / "link.key")
+    ours, others = (made(tmp_path / whose, "openssl") for whose in ("ours", "others"))
+    authority, certificate, key = (ours / name for name in ("ca.pem", "link.pem", "link.key"))
+    served = ("--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key)
     at = machines((*served, "--enable-supernode-auth"), ("--root-certificates", authority))
     at.link()
     at.connect()
     for client in one.clients:
-        secret = made(tmp_path / f"keys of {client}", "ssh-keygen") / "node0.key"
+        secret = made(tmp_path / "keys", "ssh-keygen", client) / f"node{client}.key"
         at.flwr("supernode", "register", f"{secret}.pub", "here")
         at.node(client, one.config(client), "--auth-supernode-private-key", secret)
-    secret = ours / "node0.key"
+    secret = made(tmp_path / "stranger", "ssh-keygen") / "node0.key"
     at.node("stranger", one.config("0"), "--auth-supernode-private-key", secret)
     at.trust = ["--root-certificates", others / "ca.pem"]
     at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
