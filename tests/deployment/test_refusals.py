@@ -26,9 +26,13 @@ def deployed(rehearsal):
     return one
 
 
-def dropped(fit):
+def of_first_round(fit):
     record = next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
-    return record["rounds"][0]["dropped"]
+    return record["rounds"][0]
+
+
+def dropped(fit):
+    return of_first_round(fit)["dropped"]
 
 
 def changed(node, change):
@@ -145,7 +149,9 @@ def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
 def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
-    found = dropped(deployed.serve(wire(nodes), clients_at_least=2))
+    fit = deployed.serve(wire(nodes), clients_at_least=2)
+    found, claims = dropped(fit), of_first_round(fit)["claims"]
+    assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
 
 
