@@ -208,7 +208,9 @@ class ContinualMetrics(Callback):
                 "missed": list(happened.missed),
                 "diverged": list(happened.diverged),
                 "master": happened.master,
+                **({"claims": dict(happened.claims)} if happened.claims else {}),
                 **_by_the_clock(happened),
+                **({"limits": dict(happened.limits)} if happened.limits else {}),
                 "seconds": now - self._started,
             }
         )

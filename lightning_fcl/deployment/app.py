@@ -68,6 +68,8 @@ clients-at-least = {terms.clients_at_least}  # a round needs the answers of so m
 round-seconds = {terms.round_seconds}  # after these it does not wait for the others
 join-seconds = {terms.join_seconds}  # so long the server waits for so many
 message-bytes = {bytes}  # a message may be so large
+most-samples = {terms.most_samples}  # a client counts as at most so many a round; 0: as many as it said at first
+largest-update = {terms.largest_update}  # it may move the model by so many times the larger of its norm and 1
 """
 
 

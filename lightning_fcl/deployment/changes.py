@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.federation.aggregation import State
 
-_MASK, _VALUES = "|changed", "|values"
+CHANGED, VALUES = "|changed", "|values"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,7 +31,7 @@ def changes(state: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
         values = value.flatten()[changed]
         mask = _packed(changed)
         less = values.nbytes + mask.nbytes < value.nbytes
-        found |= {name + _MASK: mask, name + _VALUES: values} if less else {name: value}
+        found |= {name + CHANGED: mask, name + VALUES: values} if less else {name: value}
     return found
 
 
@@ -39,13 +39,13 @@ def restored(sent: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> State:
     """The state of which `changes` has made what was sent."""
     found: State = {}
     for name, value in sent.items():
-        if name.endswith(_VALUES):
+        if name.endswith(VALUES):
             continue
-        if not name.endswith(_MASK):
+        if not name.endswith(CHANGED):
             found[name] = value
             continue
-        plain = name.removesuffix(_MASK)
-        known, values = start.get(plain), sent.get(plain + _VALUES)
+        plain = name.removesuffix(CHANGED)
+        known, values = start.get(plain), sent.get(plain + VALUES)
         if known is None or values is None:
             raise RefusedError(
                 f"Expected all that has changed of `{plain}`, which was sent to clients, but got a part."

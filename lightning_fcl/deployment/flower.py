@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from io import BytesIO
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from lightning_fcl.deployment.decoding import Sealed, opened, reason_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import split_file
 from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
@@ -20,7 +20,7 @@ from lightning_fcl.deployment.recipe import read_recipe
 from lightning_fcl.errors import require
 
 if TYPE_CHECKING:
-    from flwr.app import Array, Context, Message, RecordDict
+    from flwr.app import Context, Message, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
@@ -31,7 +31,10 @@ RECIPE = "recipe.yaml"
 
 _FOR = "runs federations on real machines", "flower"
 
-_POLL = 0.05  # seconds between two looks for answers
+_PATIENCE = 1.0  # seconds that others wait for an answer to come in
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 def record_of(parcel: Parcel) -> RecordDict:
@@ -42,72 +45,80 @@ def record_of(parcel: Parcel) -> RecordDict:
     return record
 
 
-def parcel_of(record: RecordDict, limit: int = BYTES) -> Parcel:
+def sealed_of(record: RecordDict) -> Sealed:
+    """What Flower has brought, of which nothing has been read."""
     config = record.config_records.get("parcel")
     arrays: Mapping[str, Any] = record.array_records.get("arrays") or {}
     text = config.get("text") if config is not None else None
-    if not isinstance(text, str):
-        raise RefusedError("Expected a message of lightning-fcl but got another app's.")
-    size = sum(max(len(array.data) - 256, 0) for array in arrays.values())
-    if size > limit:
-        raise RefusedError(
-            f"Expected at most {limit} bytes but got {size}. Raise `message-bytes` of the run's configuration if the "
-            "model is that large."
-        )
-    return Parcel.of_arrays(text, {name: _read(name, array) for name, array in arrays.items()})
-
-
-def _read(name: str, array: Array) -> NDArray[Any]:
-    """The numbers of an array, whose head may promise no more than there is."""
-    file = BytesIO(array.data)
-    try:
-        version = np.lib.format.read_magic(file)
-        head = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, fortran, dtype = head(file)
-        if dtype.hasobject or fortran:
-            raise ValueError(f"an array of {dtype}, stored by columns: {fortran}")
-        return np.frombuffer(array.data, dtype, offset=file.tell()).reshape(shape)
-    except (ValueError, KeyError) as error:
-        raise RefusedError(f"Expected `{name}` to be an array of numbers but got {error}.") from error
+    return Sealed(text, {name: array.data for name, array in arrays.items()})
 
 
 class GridLink:
     """The way to the nodes over Flower."""
 
-    def __init__(self, grid: Grid, limit: int) -> None:
+    def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._limit = limit
+        self._until: dict[str, float] = {}  # how long each message is good for
+        self._pulls: dict[str, Future[Iterable[Message]]] = {}  # the looks for answers that have not ended yet
 
     def nodes(self) -> Iterable[int]:
         found: Iterable[int] = self._grid.get_node_ids()
         return found
 
-    def ask(
-        self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Parcel]]:
-        began, ttl = time.monotonic(), seconds + longest + 60
+    def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
         message_of = require("flwr.app", *_FOR).Message
         messages = [
-            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=ttl)
+            message_of(record_of(parcel), node, "train" if parcel.state else "query", ttl=seconds)
             for node, parcel in parcels.items()
         ]
-        waiting = {number for number in self._grid.push_messages(messages) if number}
-        while waiting:
-            for message in self._grid.pull_messages(waiting):
-                waiting.discard(message.metadata.reply_to_message_id)
-                yield message.metadata.src_node_id, self._parcel(message)
-            spent = time.monotonic() - began
-            if spent > seconds + longest or (spent > seconds and enough()):
-                return
-            time.sleep(_POLL)
+        pushed = zip(self._grid.push_messages(messages), parcels, strict=False)  # none where they are too large
+        sent = {message: node for message, node in pushed if message}
+        now = time.monotonic()
+        self._until = {message: until for message, until in self._until.items() if until > now}
+        self._until |= dict.fromkeys(sent, now + seconds)
+        self._pulls = {message: pull for message, pull in self._pulls.items() if message in self._until}
+        return sent
 
-    def _parcel(self, message: Message) -> Parcel:
+    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Sealed]]:
+        """What has come by now in answer to some messages, each with the name of the message that it answers.
+
+        It looks for one at a time: whom an answer says it comes from, and what it answers, its sender has written. And
+        in a thread: where a sender is gone that has sent only a part, Flower waits minutes for the rest.
+        """
+        for message in [*messages]:
+            if message not in self._pulls:
+                self._pulls[message] = _in_thread(self._grid.pull_messages, [message])
+                wait([self._pulls[message]], _PATIENCE)
+            if self._pulls[message].done():
+                yield from ((message, answer) for answer in _found(self._pulls.pop(message)))
+
+
+def _found(pull: Future[Iterable[Message]]) -> list[Sealed]:
+    """The answer that a look has found, if there is one; what Flower cannot make a message of is none."""
+    try:
+        return [
+            Sealed(failed=reason_of(f"Expected an answer but Flower says: {message.error.reason}"))
+            if message.has_error()
+            else sealed_of(message.content)
+            for message in islice(pull.result(), 1)
+        ]
+    except Exception as error:  # whatever a node has sent ends no other's round
+        said = f"Expected an answer that can be read but got {type(error).__name__}: {error}"
+        return [Sealed(failed=reason_of(said))]
+
+
+def _in_thread(work: Callable[[A], T], argument: A) -> Future[T]:
+    """Do something in a thread for which nobody waits at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
         try:
-            if message.has_error():
-                raise RefusedError(f"Expected an answer but Flower says: {message.error.reason}")
-            return parcel_of(message.content, self._limit)
-        except RefusedError as error:
-            return Parcel({"refused": str(error)})
+            future.set_result(work(argument))
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def client_app(folder: Path) -> ClientApp:
@@ -128,7 +139,7 @@ def client_app(folder: Path) -> ClientApp:
     def answered(message: Message, context: Context) -> Parcel:
         try:
             client, data, memories = _own(context)
-            parcel = parcel_of(message.content, int(context.run_config.get("message-bytes", BYTES)))
+            parcel = opened(sealed_of(message.content), int(context.run_config.get("message-bytes", BYTES)))
         except RefusedError as error:
             return Parcel({"refused": str(error)})
         if (client, data) not in nodes:
@@ -170,7 +181,8 @@ def server_app(folder: Path) -> ServerApp:
 
     The run's configuration says what is what: ``out``, the folder of results and checkpoints, from the newest of which
     it goes on; ``data``, what it tests on, and the names of the ``clients``, if these are not the recipe's; and
-    ``clients-at-least``, ``round-seconds``, ``join-seconds`` and ``message-bytes``, which `Terms` explains.
+    ``clients-at-least``, ``round-seconds``, ``join-seconds``, ``message-bytes``, ``most-samples`` and
+    ``largest-update``, which `Terms` explains.
     """
     app: ServerApp = require("flwr.serverapp", *_FOR).ServerApp()
     sys.path.append(str(folder))
@@ -188,11 +200,13 @@ def server_app(folder: Path) -> ServerApp:
             float(said.get("round-seconds", 600.0)),
             float(said.get("join-seconds", 600.0)),
             int(said.get("message-bytes", BYTES)),
+            int(said.get("most-samples", Terms.most_samples)),
+            float(said.get("largest-update", Terms.largest_update)),
         )
         logging.getLogger("lightning_fcl").setLevel(logging.INFO)
         data = str(said.get("data", "")) or None
         out = Path(str(said.get("out", "runs/deployed")))
-        link = GridLink(grid, terms.message_bytes)
+        link = GridLink(grid)
         serve(folder / RECIPE, link, out, terms, data, _names(said.get("clients", "")))
 
     return app

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_same
+from lightning_fcl.deployment.answers import greeting_of, normal
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.parcel import Parcel
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 60.0
 """Seconds that a node has to say who it is."""
+
+AGAIN_SECONDS = 3.0
+"""Seconds after which a node that was refused, or a client that was lost in a round, is asked again."""
+
+_LOOK = 0.2  # seconds between two looks at who is there
 
 
 class Link(Protocol):
@@ -21,83 +29,131 @@ class Link(Protocol):
     def nodes(self) -> Iterable[int]:
         """The nodes that are connected now."""
 
-    def ask(
-        self, parcels: Mapping[int, Parcel], seconds: float, longest: float, enough: Callable[[], bool]
-    ) -> Iterator[tuple[int, Parcel]]:
-        """Send a parcel to each of some nodes, and yield their answers as they come.
+    def send(self, parcels: Mapping[int, Parcel], seconds: float) -> Mapping[str, int]:
+        """Send a parcel to each of some nodes, to be answered within so many seconds.
 
-        Args:
-            parcels: For each node what it gets.
-            seconds: It waits so long for all of them,
-            longest: and then until there is `enough`, but no longer than this.
-            enough: Whether what has come is enough.
+        Returns:
+            The names of the messages, and to which node each goes; a node that is gone gets none.
+        """
+
+    def answers(self, messages: Collection[str]) -> Iterator[tuple[str, Sealed]]:
+        """What has come by now in answer to some messages, each with the name of the message that it answers.
+
+        Of one that cannot be answered any more it says so: it has ``failed``.
         """
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A node that is not let in: the client that it says it is, "" where it has not said so, and why not."""
+
+    client: str
+    why: str
+
+
 class Members:
-    """Which client is on which node: a node is asked once who it is."""
+    """Which client is on which node: a node is asked who it is until it is let in.
+
+    Args:
+        link: The way to the nodes.
+        recipe: The recipe's fingerprint.
+        seconds: So long `reach` waits.
+    """
 
     def __init__(self, link: Link, recipe: str, seconds: float) -> None:
         self._link = link
         self._recipe = recipe
         self._seconds = seconds
+        self._hello, self._held = Parcel({}), ""
         self._clients: dict[int, str] = {}
-        self._refused: dict[int, tuple[str, str]] = {}  # the client that a node says it is, and why not
+        self._refused: dict[int, Refusal] = {}
+        self._asked: dict[int, float] = {}  # when each node was asked last who it is
+        self._greetings: dict[str, int] = {}  # the messages that have no answer yet, and to which node they went
         self.alike: set[int] = set()  # the nodes that have what never travels as the server has it
-        self._held = ""
+        self.claims: dict[str, list[str]] = {}  # of clients that several nodes say they are, these: first who is let in
+        self._were: dict[int, str] = {}  # whose each node has been: a key that is registered is always one node
+        self.names: dict[str, str] = {}  # the clients', each by what it may be taken for
+        self.samples: dict[str, int] = {}  # how many each client says it has
 
-    def reach(self, wanted: Iterable[str], needed: int, hello: Mapping[str, Any], held: str) -> dict[str, int]:
+    def begin_round(self, hello: Mapping[str, Any], held: str) -> None:
+        """What nodes are asked in this round; all of them where something else never travels."""
+        self._hello = Parcel(hello)
+        if held != self._held:
+            self._held, self._clients, self._refused, self._asked, self._greetings = held, {}, {}, {}, {}
+
+    def reach(self, wanted: Iterable[str], needed: int) -> dict[str, int]:
         """The nodes of clients that are there: as soon as there are enough, all that are."""
         wanted, ends, told = list(wanted), time.monotonic() + self._seconds, False
-        if held != self._held:
-            self._held, self._clients, self.alike = held, {}, set()
         while True:
-            there = self._present(hello)
+            there = self.meet()
             found = {client: there[client] for client in wanted if client in there}
-            if len(found) >= needed:
+            over = time.monotonic() > ends
+            if len(found) >= needed and (over or self._refused.keys() >= {*self._greetings.values()}):
                 return found
-            if not told:
-                log.info("Waiting for %d of the clients %s.", needed, ", ".join(wanted))
-                told = True
-            if time.monotonic() > ends:
-                reasons = "; ".join(dict.fromkeys(why for _, why in self._refused.values()))
+            if over:
+                reasons = "; ".join(dict.fromkeys(refusal.why for refusal in self._refused.values()))
                 raise RuntimeError(
                     f"Expected at least {needed} of the clients {', '.join(wanted)} within {self._seconds:g} s but got "
                     f"{', '.join(found) or 'none'}{f' ({reasons})' if reasons else ''}. Start their nodes, or lower "
                     "`clients-at-least` of the run's configuration."
                 )
-            time.sleep(0.2)
+            if len(found) < needed and not told:
+                log.info("Waiting for %d of the clients %s.", needed, ", ".join(wanted))
+                told = True
+            time.sleep(_LOOK)
 
-    def _present(self, hello: Mapping[str, Any]) -> dict[str, int]:
-        connected = set(self._link.nodes())
+    def meet(self) -> dict[str, int]:
+        """The clients that are there now, and their nodes; those that are new, or were refused, are asked."""
+        now, connected = time.monotonic(), set(self._link.nodes())
         self._clients = {node: client for node, client in self._clients.items() if node in connected}
-        self._refused = {node: why for node, why in self._refused.items() if node in connected}
-        new = connected - self._clients.keys() - self._refused.keys()
-        asked = {node: Parcel(hello) for node in sorted(new)}
-        for node, answer in self._link.ask(asked, HELLO_SECONDS, 0, lambda: True) if asked else ():
-            self._welcome(node, answer)
+        self._refused = {node: refusal for node, refusal in self._refused.items() if node in connected}
+        self._asked = {node: when for node, when in self._asked.items() if node in connected}
+        self._greetings = {message: node for message, node in self._greetings.items() if node in connected}
+        for message, answer in [*self._link.answers(self._greetings)] if self._greetings else ():
+            self._welcome(self._greetings.pop(message), answer)
+        for message, node in [*self._greetings.items()]:
+            if now - self._asked[node] > HELLO_SECONDS:
+                self._welcome(self._greetings.pop(message), Sealed(failed=f"no answer within {HELLO_SECONDS:g} s"))
+        strange = connected - self._clients.keys() - {*self._greetings.values()}
+        due = [node for node in sorted(strange) if now - self._asked.get(node, -AGAIN_SECONDS) >= AGAIN_SECONDS]
+        if due:
+            self._asked |= dict.fromkeys(due, now)
+            self._greetings |= self._link.send(dict.fromkeys(due, self._hello), HELLO_SECONDS)
+        self.claims = {}
+        for node, client in self._clients.items():
+            also = [other for other, refusal in self._refused.items() if refusal.client == client]
+            if also:
+                self.claims[client] = [str(one) for one in (node, *also)]
         return {client: node for node, client in self._clients.items()}
 
-    def _welcome(self, node: int, answer: Parcel) -> None:
-        client = str(answer.head.get("client", ""))
-        try:
-            if "refused" in answer.head:
-                raise RefusedError(str(answer.head["refused"]))
-            check_same(answer.head, self._recipe, f"client {client}")
-            if client in self._clients.values():
-                raise RefusedError(
-                    f"Expected one node for each client but got two for {client}. Give each its own `client` in the "
-                    "node config."
-                )
-        except RefusedError as error:
-            self._refused[node] = client, str(error)
-            log.warning("Refused node %d (client %s): %s", node, client or "unknown", error)
+    def _welcome(self, node: int, answer: Sealed) -> None:
+        greeting, before = greeting_of(answer, self._recipe), self._refused.get(node, Refusal("", ""))
+        client, fault = before.client if answer.failed else greeting.client, greeting.fault
+        known, same = self.names.get(normal(client), client), [n for n, c in self._clients.items() if c == client]
+        if not fault and client != known:
+            fault = f"Expected the name {known} but got {client}, which is the same once Unicode is normalised."
+        if not fault and self._were.get(node, client) != client:
+            fault = f"Expected node {node} to be client {self._were[node]}, as it has been, but it says {client}."
+        if not fault and same:
+            fault = (
+                f"Expected one node for each client but got two for {client}: node {same[0]} has it, and node {node} "
+                f"says that it is {client}, too. Give each its own `client` in the node config. If it was started "
+                "again, it is let in when the one before is no longer connected."
+            )
+        if fault:
+            self._refused[node] = Refusal(client, fault)
+            if self._refused[node] != before:
+                log.warning("Refused node %d (client %s): %s", node, client or "unknown", fault)
             return
-        self._clients[node] = client
-        if answer.head.get("held") == self._held:
+        self._refused.pop(node, None)
+        self._clients[node] = self._were[node] = client
+        self.samples[client] = greeting.samples
+        if greeting.held == self._held:
             self.alike.add(node)
-        log.info("Client %s is on node %d.", client, node)
+        else:
+            self.alike.discard(node)
+        log.info("Client %s, which says that it has %d samples, is on node %d.", client, greeting.samples, node)
 
     def why_not(self, client: str) -> str:
         """Why a client is not among those that are there."""
-        return next((why for who, why in self._refused.values() if who == client), "not connected")
+        return next((one.why for one in self._refused.values() if one.client == client), "not connected")

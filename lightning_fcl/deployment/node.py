@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import lightning.pytorch as L
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from lightning_fcl import __version__
 from lightning_fcl.data.client_round import ClientRounds
+from lightning_fcl.deployment.answers import BOUND, name_of, normal
+from lightning_fcl.deployment.decoding import reason_of
 from lightning_fcl.deployment.node_server import NodeServer
 from lightning_fcl.deployment.outline import Outline
 from lightning_fcl.deployment.own_data import read_data, take_data
-from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_same, check_size
+from lightning_fcl.deployment.parcel import Parcel, RefusedError, check_entries, check_same
 from lightning_fcl.deployment.recipe import build, fingerprint
-from lightning_fcl.evaluation.files import cache_folder, write_whole
+from lightning_fcl.evaluation.files import cache_folder, locked, write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import ClientStore
@@ -48,7 +51,8 @@ class Node:
 
     def answer(self, parcel: Parcel) -> Parcel:
         """The answer to a message; a refusal, where it is none of this federation, or training has failed."""
-        head = {"version": __version__, "recipe": self._print, "client": self.client}
+        head: dict[str, Any] = {"version": __version__, "recipe": self._print, "client": self.client}
+        head |= {name: parcel.head.get(name) for name in BOUND}
         try:
             check_same(parcel.head, self._print, "the server")
             answers = {"hello": self._hello, "train": self._train}
@@ -60,11 +64,12 @@ class Node:
             if not isinstance(error, RefusedError):
                 log.exception("Client %s could not answer.", self.client)
             said = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
-            return Parcel({**head, "refused": said})
+            return Parcel({**head, "refused": reason_of(said)})
 
     def _hello(self, parcel: Parcel) -> tuple[dict[str, Any], State]:
-        read_data(self._data)  # who has none says so now
-        return {"held": self._fit.held(parcel.head.get("held", []))}, {}
+        own_folder(self._folder, name_of(parcel.head, "federation"), self.client)
+        samples = len(read_data(self._data).samples)  # who has none says so now
+        return {"samples": samples, "held": self._fit.held(parcel.head.get("held", []))}, {}
 
     @property
     def _fit(self) -> LocalFit:
@@ -76,20 +81,30 @@ class Node:
         head, outline = parcel.head, Outline.of_plain(parcel.head["outline"])
         if outline.client != self.client:
             raise RefusedError(f"Expected a message for client {self.client} but got one for {outline.client}.")
-        check_size(parcel, int(head.get("message_bytes", BYTES)), "the server")
         fit, round = self._fit, int(head["round"])
         take_data(fit.parts.stream, read_data(self._data), outline)
         if self.client not in fit.parts.stream.plan.train[round]:
             return {"samples": 0}, {}
         own = own_folder(self._folder, str(head["federation"]), self.client)
-        return fit.round(parcel, memories(own, self.client, round))
+        own.mkdir(parents=True, exist_ok=True)
+        with locked(own / ".lock"):  # what a lost node has left behind may train still
+            return fit.round(parcel, memories(own, self.client, round))
 
 
 def own_folder(folder: Path, federation: str, client: str) -> Path:
+    """Where a client keeps what it remembers of a federation: no folder that another name may be taken for."""
     try:
-        return inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
+        own = inside(folder, *(quote(name, safe="", errors="surrogatepass") for name in (federation, client)))
     except ValueError as error:
         raise RefusedError(str(error)) from error
+    for parent, name in ((own.parent.parent, federation), (own.parent, client)):
+        for other in map(unquote, os.listdir(parent) if parent.exists() else ()):
+            if other != name and normal(other) == normal(name):
+                raise RefusedError(
+                    f"Expected a name of its own beside {other!r} but got {name!r}, which is the same once Unicode is "
+                    "normalised. Rename one."
+                )
+    return own
 
 
 def memories(folder: Path, client: str, round: int) -> Path:
@@ -105,9 +120,9 @@ def memories(folder: Path, client: str, round: int) -> Path:
             f"Expected a round from {begun} on, which is the last that client {client} has begun, but got {round}: the "
             "server has gone back further than one round. Start it from its newest checkpoint."
         )
-    if round == begun:
+    if round == begun or (begun >= 0 and client not in now):  # it was ended as it was about to keep the new ones
         now[client] = before[client]
-    else:
+    if round > begun:
         before[client] = now[client]
         write_whole(note, json.dumps({"round": round}))
     return folder / "now"

@@ -1,4 +1,4 @@
-"""What goes over the wire: plain values and arrays of numbers, checked before they are used."""
+"""What goes over the wire: plain values and arrays of numbers, as they are sent; `decoding` reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,24 +35,13 @@ class Parcel:
         return sum(value.nbytes for value in self.state.values())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The tensors as arrays; types that NumPy has not travel as their bytes, which `of_arrays` undoes."""
+        """The tensors as arrays; types that NumPy has not travel as their bytes."""
         return {name: _array(value) for name, value in self.state.items()}
 
     def text(self) -> str:
         """The head, and the types of the tensors, as JSON."""
         types = {name: str(value.dtype).removeprefix("torch.") for name, value in self.state.items()}
         return json.dumps({"head": dict(self.head), "types": types})
-
-    @classmethod
-    def of_arrays(cls, text: str, arrays: Mapping[str, NDArray[Any]]) -> Parcel:
-        try:
-            said = json.loads(text)
-            head, types = dict(said["head"]), dict(said["types"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RefusedError(f"Expected a message of lightning-fcl but got {text[:80]!r}.") from error
-        if types.keys() != arrays.keys():
-            raise RefusedError(f"Expected the arrays {sorted(types)[:5]} of the message but got {sorted(arrays)[:5]}.")
-        return cls(head, {name: _tensor(name, array, types[name]) for name, array in arrays.items()})
 
 
 def _array(value: Tensor) -> NDArray[Any]:
@@ -62,17 +50,6 @@ def _array(value: Tensor) -> NDArray[Any]:
         value = value.view(torch.int16)
     array: NDArray[Any] = value.numpy()
     return array
-
-
-def _tensor(name: str, array: NDArray[Any], dtype: object) -> Tensor:
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(kind, torch.dtype) or array.dtype.kind not in "biufc":
-        raise RefusedError(f"Expected `{name}` to be numbers but got {array.dtype}, called {dtype!r}.")
-    value = torch.from_numpy(np.array(array))  # a copy: what arrives may be read-only
-    value = value.view(torch.bfloat16) if kind == torch.bfloat16 and value.dtype == torch.int16 else value
-    if value.dtype != kind:
-        raise RefusedError(f"Expected `{name}` to be {dtype} but got {array.dtype}.")
-    return value
 
 
 def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
@@ -106,11 +83,3 @@ def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], send
             )
         if finite and not torch.isfinite(value).all() and torch.isfinite(wanted).all():
             raise RefusedError(f"Expected `{name}` of {sender} to be finite but some of its numbers are not.")
-
-
-def check_size(parcel: Parcel, limit: int, sender: str) -> None:
-    if parcel.nbytes > limit:
-        raise RefusedError(
-            f"Expected at most {limit} bytes of {sender} but got {parcel.nbytes}. Raise `message-bytes` of the run's "
-            "configuration if the model is that large."
-        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,12 +18,14 @@ from lightning_fcl import __version__
 from lightning_fcl.callbacks import ContinualMetrics
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.client_round import ClientRounds
-from lightning_fcl.deployment.changes import restored
+from lightning_fcl.deployment.answers import MOST, Limits, by_normal, upload_of
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.gathering import Gathering
 from lightning_fcl.deployment.link import Link, Members
 from lightning_fcl.deployment.node import MODEL, SERVER, digest
 from lightning_fcl.deployment.outline import outline_of
-from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError, check_entries, check_size
-from lightning_fcl.errors import at_least
+from lightning_fcl.deployment.parcel import BYTES, Parcel, RefusedError
+from lightning_fcl.errors import above, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.protocol import ListensToRounds
@@ -36,6 +39,8 @@ from lightning_fcl.simulation.strategy import FederatedStrategy
 
 log = logging.getLogger(__name__)
 
+_FAR_MORE = 100  # times the samples of the client in the middle
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -46,16 +51,22 @@ class Terms:
         round_seconds: Seconds after which a round no longer waits for the others.
         join_seconds: Seconds that a server waits for so many clients to be there, or to answer.
         message_bytes: Bytes that the tensors of a message may have.
+        most_samples: Samples that a client counts as in a round at most; 0: as many as it said when it joined.
+        largest_update: How far a client may move the model: so many times the larger of the norm of the server's
+            entries that are averaged and 1.
     """
 
     clients_at_least: int = 1
     round_seconds: float = 600.0
     join_seconds: float = 600.0
     message_bytes: int = BYTES
+    most_samples: int = 0
+    largest_update: float = 1000.0
 
     def __post_init__(self) -> None:
         at_least(1, clients_at_least=self.clients_at_least, message_bytes=self.message_bytes)
-        at_least(0, round_seconds=self.round_seconds, join_seconds=self.join_seconds)
+        at_least(0, round_seconds=self.round_seconds, join_seconds=self.join_seconds, most_samples=self.most_samples)
+        above(0, largest_update=self.largest_update)
 
 
 @dataclass
@@ -110,13 +121,28 @@ class RemoteRound(Round):
 
     def gather(self) -> None:
         """Send the server's state to the clients of the round, and take in what they answer."""
+        self.members.names = by_normal(self.stream.plan.clients)
         drawn, self.skipped = self.federation.participation.draw(self.stream.plan, self.number)
         held, needed = self._held(), min(self.terms.clients_at_least, len(drawn))
-        hello = {**self._head(), "kind": "hello", "held": sorted(held)}
-        nodes = self.members.reach(drawn, needed, hello, digest(held))
-        self.server.record.dropped |= {client: self.members.why_not(client) for client in drawn if client not in nodes}
-        parcels = {node: self._sent_to(client, node, held) for client, node in nodes.items()}
-        self._receive({node: client for client, node in nodes.items()}, parcels, needed)
+        self.members.begin_round({**self._head(), "kind": "hello", "held": sorted(held)}, digest(held))
+        seconds = self.terms.round_seconds, self.terms.join_seconds
+        gathering = Gathering(
+            self.link,
+            self.members,
+            *seconds,
+            lambda client, node: self._sent_to(client, node, held),
+            lambda client, answer, head: self._take(client, answer, head, len(drawn)),
+        )
+        for client, why in gathering.run(drawn, needed).items():
+            self._drop(client, why)
+        self._say_limits([client for client in drawn if client in self.members.samples])
+        self.server.record.claims = self.members.claims
+        if gathering.counted < needed:
+            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
+            raise RuntimeError(
+                f"Expected uploads of at least {needed} clients in round {self.number} but got {gathering.counted} "
+                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
+            )
 
     def _sent_to(self, client: str, node: int, held: State) -> Parcel:
         """What a client gets: the server's state, and what never travels where it has that otherwise."""
@@ -124,24 +150,6 @@ class RemoteRound(Round):
         parcel = Parcel({**self._head(), "kind": "train", "outline": outline_of(self.stream, client).plain()}, state)
         self.server.record.download(client, parcel.nbytes)
         return parcel
-
-    def _receive(self, clients: Mapping[int, str], parcels: Mapping[int, Parcel], needed: int) -> None:
-        """Take in answers, until all have come, or enough when the round's time is over."""
-        usable: list[str] = []
-        silent = set(clients.values())
-        seconds = self.terms.round_seconds, self.terms.join_seconds
-        for node, answer in self.link.ask(parcels, *seconds, lambda: len(usable) >= needed):
-            silent.discard(clients[node])
-            if self._take(clients[node], answer):
-                usable.append(clients[node])
-        for client in sorted(silent):
-            self._drop(client, f"no answer within {self.terms.round_seconds:g} s")
-        if len(usable) < needed:
-            reasons = "; ".join(f"{client}: {why}" for client, why in self.server.record.dropped.items())
-            raise RuntimeError(
-                f"Expected uploads of at least {needed} clients in round {self.number} but got {len(usable)} "
-                f"({reasons}). Start the server again when they are there: it goes on from its newest checkpoint."
-            )
 
     def end_undrawn(self, method: Declaration) -> None:
         """Nodes end their clients' experiences."""
@@ -153,7 +161,7 @@ class RemoteRound(Round):
             "federation": self.nodes.identity.name,
             "round": self.number,
             "max_epochs": self.federation.module.trainer.max_epochs,
-            "message_bytes": self.terms.message_bytes,
+            "message": uuid.uuid4().hex,
             "optimizer": [_plain(group) for o in self.federation.optimizers for group in o.param_groups],
         }
 
@@ -167,42 +175,57 @@ class RemoteRound(Round):
         extra = {name: state.pop(name) for name in list(state) if name in self.server.extra}
         return {**_named(MODEL, state), **_named(SERVER, {**self.server.extra, **extra})}
 
-    def _take(self, client: str, answer: Parcel) -> bool:
-        """Take in a client's answer; whether there was one that counts."""
-        head, who, round = answer.head, f"client {client}", self.number
+    def _take(self, client: str, answer: Sealed, sent: Mapping[str, Any], asked: int) -> bool:
+        """Take in a client's answer to what was sent, one of so many; whether there was one that counts."""
+        round, known = self.number, {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
+        if client in self.server.record.trained:
+            self._drop(client, "a second answer, which does not count")
+            return True
         try:
-            if "refused" in head:
-                raise RefusedError(str(head["refused"]))
-            samples, rehearsed = int(head["samples"]), int(head.get("rehearsed", 0))
-            if samples == 0:
-                self.skipped.append(client)
-                return True
-            if samples < 0 or rehearsed < 0:
-                raise RefusedError(f"Expected {who} to have trained on at least 1 sample but got {samples}.")
-            check_size(answer, self.terms.message_bytes, who)
-            known = {n: v for n, v in self.server.state.items() if self.server.reductions[n].up}
-            start = {name: self.server.reductions[name].start(value) for name, value in known.items()}
-            upload = restored(answer.state, start)
-            check_entries(upload, known, who, finite=False)  # the server drops whoever diverges
-        except (RefusedError, KeyError, TypeError, ValueError) as error:
+            upload = upload_of(answer, sent, client, known, self.server.reductions, self._limits(client, asked))
+        except RefusedError as error:
             self._drop(client, str(error))
             return False
+        if upload.samples == 0:
+            self.skipped.append(client)
+            return True
         part = ClientRounds(
             round,
             [client],
-            np.array([samples]),
+            np.array([upload.samples]),
             lambda name: self.stream.client_round(name, round),
-            np.array([rehearsed]),
+            np.array([upload.rehearsed]),
         )
-        state = {name: value[None].to(self.federation.module.device) for name, value in upload.items()}
+        state = {name: value[None].to(self.federation.module.device) for name, value in upload.state.items()}
         (taken,) = self.server.upload(part, state)
         if taken:
-            self.server.record.upload_bytes[client] = answer.nbytes
-            self.server.record.diverged += [client] * bool(head.get("diverged"))
+            self.server.record.upload_bytes[client] = upload.nbytes
+            self.server.record.diverged += [client] * upload.diverged
         return taken
 
+    def _limits(self, client: str, asked: int) -> Limits:
+        terms = self.terms
+        most = terms.most_samples or self.members.samples[client]
+        rehearsed = most if self.server.client_weights == "trained" else MOST
+        return Limits(terms.message_bytes, most, rehearsed, terms.largest_update, asked)
+
+    def _say_limits(self, clients: Collection[str]) -> None:
+        """Record what uploads may be, and name whoever says that it has far more samples than others."""
+        said, most = {client: self.members.samples[client] for client in clients}, self.terms.most_samples
+        usual = _FAR_MORE * median_low(said.values() or [0])
+        for client in [client for client, samples in said.items() if samples > usual and not most]:
+            log.warning(
+                "Client %s says that it has %d samples, more than %d times as many as others: it may count as so many. "
+                "Set `most-samples` of the run's configuration if it has not.",
+                client,
+                said[client],
+                _FAR_MORE,
+            )
+        largest = most or max(said.values(), default=0)
+        self.server.record.limits = {"most_samples": largest, "largest_update": self.terms.largest_update}
+
     def _drop(self, client: str, why: str) -> None:
-        self.server.record.dropped[client] = why
+        self.server.record.dropped.setdefault(client, why)
         log.warning("Round %d: nothing of client %s: %s", self.number, client, why)
 
 
@@ -253,6 +276,7 @@ def deploy(trainer: L.Trainer, strategy: FederatedStrategy, nodes: Nodes) -> Non
             # Clients' models, with what is their own, and their samples never come here.
             callback.clients, callback.training = "none", False
     strategy.cohort_size = 1
+    strategy.stops_unusable = False  # whoever sends nothing of use ends nothing
     strategy.server.compression = None  # uploads come as the server decodes them
     strategy.new_round = lambda federation: RemoteRound(federation, nodes)
     callbacks.append(nodes.identity)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import run_charts as charts
 from lightning_fcl.evaluation.against import near
 from lightning_fcl.evaluation.headline import ends_of_clients, headlines
@@ -162,9 +163,18 @@ def _others(results: Mapping[str, Any]) -> Section | None:
         for client, reason in [
             *entry.get("dropped", {}).items(),
             *((client, "its loss was not finite") for client in entry.get("diverged", [])),
+            *(
+                (client, f"nodes that say they are it: {listed(nodes)}")
+                for client, nodes in entry.get("claims", {}).items()
+            ),
         ]
     ]
     grids = [Grid.of(["left out", "client", "why"], lines)] if lines else []
+    limits = next((entry["limits"] for entry in reversed(record["rounds"]) if "limits" in entry), None)
+    if limits:
+        most, largest = limits["most_samples"], limits["largest_update"]
+        kinds = [["samples that it counts as", f"{most:,}"], ["norm, by the server's or 1", f"{largest:,g}"]]
+        grids.append(Grid.of(["limits of an update", "at most"], kinds))
     found = [Chart(caption, spec) for caption, spec in drawn if spec]
     return Section("On the wire and inside", charts=found, grids=grids) if found or grids else None
 

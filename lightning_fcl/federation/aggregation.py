@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fcl.errors import quoted
+from lightning_fcl.federation.faults import check_still_finite
 from lightning_fcl.federation.ranks import Ranks
 from lightning_fcl.federation.reductions import (
     Accumulator,
@@ -215,4 +216,5 @@ class Aggregator:
             state |= accumulator.result({name: server[name] for name in names})
         for name, mask in self._aside.items():
             state[name] = torch.where(mask.to(state[name].device), server[name], state[name])
+        check_still_finite(server, state)
         return state

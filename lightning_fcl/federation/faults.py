@@ -46,3 +46,10 @@ def check_finite(state: Mapping[str, Tensor], names: Sequence[str], when: str) -
     wrong = [name for name in wrong if not torch.isfinite(state[name]).all()]
     if wrong:
         raise ValueError(f"Expected a server state of finite numbers but {quoted(wrong)} is not finite {when}.")
+
+
+def check_still_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse what a round's uploads come to if it is not finite where the server was: before anybody keeps it."""
+    odd = [name for name, value in after.items() if value is not before[name] and not torch.isfinite(value.sum())]
+    when = "when a round's uploads have come together. Go on from the checkpoint before it, with other reductions"
+    check_finite(after, [name for name in odd if torch.isfinite(before[name]).all()], when)

@@ -26,6 +26,8 @@ class RoundRecord:
         master: In a swarm, the client that brought the uploads together.
         late: In a rehearsed deployment, clients whose uploads came too late, and were not trained for it.
         staleness: There, how many rounds ago clients had downloaded, where any.
+        claims: In a deployment, clients that several nodes say they are, and these nodes, first the one that is let in.
+        limits: In a deployment, what an upload may be at most: the samples that it counts as, and how far it may go.
         simulated_seconds: There, how long the round took; None: nobody has looked at a clock.
     """
 
@@ -39,6 +41,8 @@ class RoundRecord:
     master: str | None = None
     late: list[str] = field(default_factory=list)
     staleness: dict[str, int] = field(default_factory=dict)
+    claims: dict[str, list[str]] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
     simulated_seconds: float | None = None
 
     def upload(self, client: str, number: int) -> None:

@@ -17,7 +17,8 @@ import yaml
 
 import lightning_fcl
 from lightning_fcl.deployment.app import write_app
-from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.decoding import opened
+from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import write_split
 from lightning_fcl.deployment.recipe import read_recipe
@@ -68,21 +69,33 @@ def over(base, more):
 class Wire:
     """Nodes in this process: what they are sent, and what they answer, goes through Flower's records."""
 
-    def __init__(self, nodes, limit=10**8):
+    def __init__(self, nodes):
         self.reached = dict(enumerate(nodes, start=7))
-        self.limit = limit
+        self.sent = {}
         self.asked = []
 
     def nodes(self):
         return list(self.reached)
 
-    def ask(self, parcels, seconds, longest, enough):
-        for number in reversed(parcels):  # in no order that anything may hang on
-            parcel = parcel_of(record_of(parcels[number]))
+    def send(self, parcels, seconds):
+        new = {f"message {len(self.sent) + i}": number for i, number in enumerate(parcels)}
+        self.sent |= {message: (number, parcels[number]) for message, number in new.items()}
+        return new
+
+    def answers(self, messages):
+        for message in reversed(messages):  # in no order that anything may hang on
+            number, given = self.sent[message]
+            if given is None:  # it has been asked, and did not answer
+                continue
+            self.sent[message] = number, None
+            parcel = opened(sealed_of(record_of(given)))
             self.asked.append((number, parcel))
-            answer = self.reached[number].answer(parcel)
-            if answer is not None:
-                yield number, parcel_of(record_of(answer), self.limit)
+            yield from ((message, answer) for answer in self.replies(number, parcel))
+
+    def replies(self, number, parcel):
+        answer = self.reached[number].answer(parcel)
+        if answer is not None:
+            yield sealed_of(record_of(answer))
 
 
 class Rehearsal:
@@ -164,7 +177,7 @@ class Machines:
     """A SuperLink, SuperNodes and their residents as processes on loopback, all of which are ended."""
 
     def __init__(self, folder, words=("--insecure",), trust=("--insecure",)):
-        self.folder, self.trust, self.running = folder, list(trust), {}
+        self.folder, self.trust, self.running, self.ports = folder, list(trust), {}, {}
         self.words = list(words)
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
@@ -194,11 +207,25 @@ class Machines:
             return there.connect_ex(("127.0.0.1", self.port)) == 0
 
     def node(self, name, config, *more):
-        port = free_port()
+        """A SuperNode and the process that stays beside it."""
+        self.supernode(name, config, *more)
+        self.executor(name)
+
+    def supernode(self, name, config, *more):
+        port = self.ports.setdefault(name, free_port())
         own = ["--superlink", self.address, "--port", port, "--isolation", "process"]
         self.start(name, "flower-supernode", *self.trust, *own, "--node-config", config, *more)
-        at = ["--runtime-api-address", f"127.0.0.1:{port}"]
+
+    def executor(self, name):
+        at = ["--runtime-api-address", f"127.0.0.1:{self.ports[name]}"]
         self.start(f"{name}-stays", "lightning-fcl", "deploy", "executor", *at, "--insecure")
+
+    def beat(self, seconds):
+        """Let nodes say that they are there more often, and be taken for gone sooner, than Flower's 30 s lets them."""
+        (self.folder / "beats").mkdir()
+        patch = f"import flwr.common.constant as constant\n\nconstant.HEARTBEAT_DEFAULT_INTERVAL = {seconds}\n"
+        (self.folder / "beats" / "sitecustomize.py").write_text(patch)
+        self.environment["PYTHONPATH"] = f"{self.folder / 'beats'}:{self.environment['PYTHONPATH']}"
 
     def flwr(self, *words, check=True):
         command = [str(self.bin / "flwr"), *map(str, words)]

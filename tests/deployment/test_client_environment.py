@@ -6,8 +6,8 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 import lightning_fcl
@@ -22,22 +22,23 @@ sys.path += [INSTALLED, PACKAGE]
 import warnings
 warnings.filterwarnings("ignore")
 from pathlib import Path
-from lightning_fcl.deployment.flower import client_app, parcel_of, record_of
+from lightning_fcl.deployment.flower import client_app, record_of, sealed_of
+from lightning_fcl.deployment.decoding import opened
 from lightning_fcl.deployment.parcel import Parcel
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
-import numpy as np
+import torch
 
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # as Flower sets them in its process
 
 app = client_app(Path(HERE))
 config = {"client": "1", "data": DATA, "memories": HERE + "/device"}
 for file in sorted(Path(HERE).glob("sent-*")):
-    arrays = dict(np.load(Path(HERE) / f"{file.name.replace('sent', 'arrays')}.npz"))
-    parcel = Parcel.of_arrays(file.read_text(), arrays)
+    head, state = torch.load(file, weights_only=True)
+    parcel = Parcel(head, state)
     message = Message(record_of(parcel), 7, "train" if parcel.state else "query")
     reply = app(message, Context(1, 7, config, RecordDict(), {}))
-    answer = parcel_of(reply.content)
+    answer = opened(sealed_of(reply.content))
     sums = {name: str(value.sum().item()) for name, value in answer.state.items()}
     print(answer.head.get("refused", ""), sorted(answer.head), sums)
 print("loaded", sorted({name.partition(".")[0] for name in sys.modules} & (set(OTHERS) - {"lightning_fcl"})))
@@ -55,8 +56,7 @@ def test_a_node_answers_where_only_what_a_client_needs_is_installed(rehearsal, w
     one.serve(link, clients_at_least=3)
     sent = [parcel for number, parcel in link.asked if link.reached[number].client == "1"]
     for count, parcel in enumerate(sent):
-        (tmp_path / f"sent-{count}").write_text(parcel.text())
-        np.savez(tmp_path / f"arrays-{count}.npz", **parcel.arrays())
+        torch.save((dict(parcel.head), dict(parcel.state)), tmp_path / f"sent-{count}")
     installed, packages = tmp_path / "installed", Path(distribution("torch").locate_file(""))
     installed.mkdir()
     for name in brought_files([Requirement(line).name for line in NAMED]):

@@ -1,18 +1,17 @@
 """A SuperLink and SuperNodes as processes on loopback, with a process that stays beside each node."""
 
 import csv
-import datetime
-import ipaddress
 import json
+import re
+import shlex
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+import lightning_fcl
 from lightning_fcl.federation.aggregation import entries
 
 REPLAY = {
@@ -23,6 +22,8 @@ REPLAY = {
         ]
     }
 }
+
+PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -101,61 +102,31 @@ def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     assert last["0"] and last["1"] and not last["2"]
 
 
-def certificates(folder, name):
-    """An authority's certificate, and a certificate and key of loopback that it has signed."""
-    now, keys = datetime.datetime.now(datetime.UTC), [ec.generate_private_key(ec.SECP384R1()) for _ in range(2)]
-    names = [
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} {what}")]) for what in ("authority", "link")
-    ]
-    authority = x509.BasicConstraints(ca=True, path_length=None), True
-    loopback = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
-    made = []
-    for subject, key, extension in zip(names, keys, (authority, loopback), strict=True):
-        builder = x509.CertificateBuilder(names[0], subject, key.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
-            now + datetime.timedelta(days=1)
-        )
-        known = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        above = x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[0].public_key())
-        builder = (
-            builder.add_extension(extension[0], extension[1]).add_extension(known, False).add_extension(above, False)
-        )
-        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(Encoding.PEM))
-    secret = keys[1].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    files = {"ca.pem": made[0], "link.pem": made[1], "link.key": secret}
-    return [written(folder / f"{name}-{file}", content) for file, content in files.items()]
-
-
-def written(path, content):
-    path.write_bytes(content)
-    return path
-
-
-def keys_of(folder, name):
-    """The private and the public key of a node."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    return written(folder / f"{name}.key", secret), written(folder / f"{name}.pub", public)
+def made(folder, program, node="0"):
+    """A folder with what a program of the page makes: certificates, or the keys of a node."""
+    folder.mkdir(exist_ok=True)
+    for line in re.findall(rf"^{program} .*$", PAGE.read_text(), re.MULTILINE):
+        subprocess.run(shlex.split(line.replace("node0", f"node{node}")), cwd=folder, check=True, capture_output=True)
+    return folder
 
 
 def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal, machines, tmp_path):
     """Who does not trust the certificate of the SuperLink, and who has a key that nobody registered, never come in."""
     one = rehearsal()
     simulated = one.simulate()
-    authority, certificate, key = certificates(tmp_path, "ours")
-    other, _, _ = certificates(tmp_path, "others")
+    ours, others = (made(tmp_path / whose, "openssl") for whose in ("ours", "others"))
+    authority, certificate, key = (ours / name for name in ("ca.pem", "link.pem", "link.key"))
     served = ("--ssl-ca-certfile", authority, "--ssl-certfile", certificate, "--ssl-keyfile", key)
     at = machines((*served, "--enable-supernode-auth"), ("--root-certificates", authority))
     at.link()
     at.connect()
     for client in one.clients:
-        secret, public = keys_of(tmp_path, client)
-        at.flwr("supernode", "register", public, "here")
+        secret = made(tmp_path / "keys", "ssh-keygen", client) / f"node{client}.key"
+        at.flwr("supernode", "register", f"{secret}.pub", "here")
         at.node(client, one.config(client), "--auth-supernode-private-key", secret)
-    secret, _ = keys_of(tmp_path, "stranger")
+    secret = made(tmp_path / "stranger", "ssh-keygen") / "node0.key"
     at.node("stranger", one.config("0"), "--auth-supernode-private-key", secret)
-    at.trust = ["--root-certificates", other]
+    at.trust = ["--root-certificates", others / "ca.pem"]
     at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
     at.trust = ["--root-certificates", authority]
     at.run(one.app(), **one.settings(), clients_at_least=3)

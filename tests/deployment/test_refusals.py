@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 
 from lightning_fcl.callbacks import ContinualMetrics
-from lightning_fcl.deployment.flower import parcel_of, record_of
+from lightning_fcl.deployment.decoding import opened
+from lightning_fcl.deployment.flower import record_of, sealed_of
 from lightning_fcl.deployment.node import Node
 from lightning_fcl.deployment.own_data import read_data
 from lightning_fcl.deployment.parcel import Parcel, RefusedError
+from lightning_fcl.federation.aggregation import entries
 
 
 @pytest.fixture
@@ -24,9 +26,13 @@ def deployed(rehearsal):
     return one
 
 
-def dropped(fit):
+def of_first_round(fit):
     record = next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record
-    return record["rounds"][0]["dropped"]
+    return record["rounds"][0]
+
+
+def dropped(fit):
+    return of_first_round(fit)["dropped"]
 
 
 def changed(node, change):
@@ -36,27 +42,33 @@ def changed(node, change):
     return node
 
 
+def instead(parcel, value):
+    """An answer with another entry, sent whole."""
+    others = {name: sent for name, sent in parcel.state.items() if not name.startswith("model.1.bias")}
+    return Parcel(parcel.head, {**others, "model.1.bias": value})
+
+
 WRONG = {
     "one entry more": (
         lambda p: Parcel(p.head, {**p.state, "more": torch.zeros(1)}),
         "entries of this recipe's model but `more` is",
     ),
     "another shape": (
-        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(17)}),
+        lambda p: instead(p, torch.zeros(17)),
         r"Expected `model.1.bias` of client 1 to be torch.float32 of shape \(16,\)",
     ),
     "another type": (
-        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(16, dtype=torch.float64)}),
+        lambda p: instead(p, torch.zeros(16, dtype=torch.float64)),
         "but got torch.float64",
     ),
     "numbers that are not finite": (
-        lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.full((16,), torch.nan)}),
+        lambda p: instead(p, torch.full((16,), torch.nan)),
         "not finite: model.1.bias",
     ),
-    "no number of samples": (lambda p: Parcel({"client": "1"}, p.state), "samples"),
+    "no number of samples": (lambda p: Parcel({n: v for n, v in p.head.items() if n != "samples"}, p.state), "samples"),
     "a negative number of samples": (
         lambda p: Parcel({**p.head, "samples": -1}, p.state),
-        "at least 1 sample but got -1",
+        "Expected `samples` to be a whole number from 0 to [0-9]+ but got -1",
     ),
 }
 
@@ -74,14 +86,13 @@ def test_an_upload_that_is_not_the_recipes_is_left_out_by_name(case, deployed, w
 
 @pytest.mark.seconds
 def test_an_upload_larger_than_agreed_is_refused(deployed, wire):
-    large = changed(deployed.node("1"), lambda p: Parcel(p.head, {**p.state, "model.1.bias": torch.zeros(10**6)}))
-    found = dropped(
-        deployed.serve(wire([deployed.node("0"), large, deployed.node("2")]), clients_at_least=2, message_bytes=10**5)
-    )
-    assert found["1"].startswith("Expected at most 100000 bytes of client 1 but got")
+    large = changed(deployed.node("1"), lambda p: instead(p, torch.zeros(10**6)))
+    found = dropped(deployed.serve(wire([deployed.node("0"), large, deployed.node("2")]), clients_at_least=2))
+    size = sum(value.nbytes for value in entries(deployed.simulated.model).values())
+    assert found["1"].startswith(f"Expected at most {size} bytes of client 1 but got")
     sent = record_of(Parcel({}, {"w": torch.zeros(1000)}))
-    with pytest.raises(RefusedError, match="Expected at most 100 bytes but got"):
-        parcel_of(sent, 100)
+    with pytest.raises(RefusedError, match="Expected at most 100 bytes of a message but got"):
+        opened(sealed_of(sent), 100)
 
 
 def test_nothing_is_unpickled_and_no_array_is_larger_than_its_bytes():
@@ -97,7 +108,7 @@ def test_nothing_is_unpickled_and_no_array_is_larger_than_its_bytes():
     ):
         array.data = data
         with pytest.raises(RefusedError, match="Expected `w` to be an array of numbers"):
-            parcel_of(record)
+            opened(sealed_of(record))
 
 
 @pytest.mark.seconds
@@ -138,7 +149,9 @@ def test_weights_of_another_model_are_refused_by_a_node(deployed, wire):
 def test_a_node_without_its_data_and_two_nodes_for_a_client_are_refused(deployed, wire):
     lost = Node(deployed.recipe, "1", str(deployed.folder / "nowhere.npz"), deployed.folder / "m")
     nodes = [deployed.node("0"), lost, deployed.node("2"), deployed.node("2")]
-    found = dropped(deployed.serve(wire(nodes), clients_at_least=2))
+    fit = deployed.serve(wire(nodes), clients_at_least=2)
+    found, claims = dropped(fit), of_first_round(fit)["claims"]
+    assert claims.keys() == {"2"} and set(claims["2"]) == {"9", "10"}
     assert found.keys() == {"1"} and "there is no file" in found["1"] and "nowhere.npz" in found["1"]
 
 

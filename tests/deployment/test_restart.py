@@ -1,6 +1,9 @@
 """What goes on where it was: a server from its newest checkpoint, a node with its memory; who comes late, or leaves."""
 
+import sys
+
 import pytest
+import torch
 
 from lightning_fcl.callbacks import ContinualMetrics
 
@@ -35,9 +38,10 @@ def test_a_server_and_nodes_that_were_killed_in_a_round_go_on_as_if_nothing_had_
     number = len(one.clients)
 
     class Lost(wire):
-        def ask(self, parcels, *waiting):
-            for count, answer in enumerate(super().ask(parcels, *waiting)):
-                sent = parcels[answer[0]]
+        def answers(self, messages):
+            training = False
+            for count, answer in enumerate(super().answers(messages)):
+                _, sent = self.asked[-1]
                 training = sent.head["round"] == 2 and bool(sent.state)
                 if training and count == answered:
                     raise LostError
@@ -60,7 +64,7 @@ def test_a_node_that_stalls_does_not_stop_a_round_and_comes_back(rehearsal, wire
     nodes = [one.node(client) for client in one.clients]
     really = nodes[1].answer
     nodes[1].answer = lambda parcel: None if parcel.head["round"] == 1 and parcel.state else really(parcel)
-    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2))
+    rounds = rounds_of(one.serve(wire(nodes), clients_at_least=2, round_seconds=3))
     stalled = one.clients[1]
     assert [stalled in one["upload_bytes"] for one in rounds] == [True, False, True, True]
     assert "no answer within" in rounds[1]["dropped"][stalled]
@@ -90,6 +94,49 @@ def test_a_server_that_finds_too_few_clients_says_who_is_missing(rehearsal, wire
     one.simulate()
     with pytest.raises(RuntimeError, match="Expected at least 3 of the clients 0, 1, 2 within 1 s but got 0, 1"):
         one.serve(wire([one.node("0"), one.node("1")]), clients_at_least=3)
+
+
+BURSTS = """
+import torch
+
+from lightning_fcl.federation.reductions import Gather, Reduction
+
+sound = [100]
+
+
+class Bursts(Reduction):
+    name = "bursts"
+
+    def accumulator(self):
+        return Gather(mean)
+
+
+def mean(rows, server):
+    sound[0] -= 1
+    return {name: torch.stack(row).mean(dim=0) / (1 if sound[0] >= 0 else 0) for name, row in rows.items()}
+"""
+
+
+@pytest.mark.seconds
+def test_a_server_that_is_not_finite_is_not_written_over_its_last_good_checkpoint(
+    rehearsal, wire, same, tmp_path, monkeypatch
+):
+    """It goes on from there once its reduction is mended."""
+    (tmp_path / "bursts.py").write_text(BURSTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    bursts = {"cohort_size": 1, "reductions": {"*": {"class_path": "bursts.Bursts"}}}
+    one = rehearsal({"trainer": {"strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": bursts}}})
+    simulated, nodes = one.simulate(), [one.node(client) for client in one.clients]
+    sound = sys.modules["bursts"].sound
+    sound[0] = 2
+    with pytest.raises(ValueError, match=r"of finite numbers but .* is not finite when a round's uploads have come"):
+        one.serve(wire(nodes), clients_at_least=3)
+    assert all(torch.isfinite(value).all() for value in one.weights().values())
+    sound[0] = 100
+    link = wire(nodes)
+    deployed = one.serve(link, clients_at_least=3)
+    assert min(parcel.head["round"] for _, parcel in link.asked) == 2
+    assert same(simulated.model, deployed.model)
 
 
 @pytest.mark.seconds

@@ -179,13 +179,13 @@ def test_nothing_on_a_node_opens_the_data_of_others(rehearsal, wire, same):
     data, away = one.folder / "data", one.folder / "away"
 
     class Alone(wire):
-        def ask(self, parcels, *waiting):
+        def answers(self, messages):
             data.rename(away)
-            for number, parcel in parcels.items():
+            for message in messages:
                 data.mkdir()
-                client = one.clients[number - 7]
+                client = one.clients[self.sent[message][0] - 7]
                 shutil.copy(away / f"{client}.npz", data)
-                yield from super().ask({number: parcel}, *waiting)
+                yield from super().answers([message])
                 assert [path.name for path in data.iterdir()] == [f"{client}.npz"]
                 shutil.rmtree(data)
             away.rename(data)

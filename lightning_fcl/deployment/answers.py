@@ -1,0 +1,279 @@
+"""What a client may answer: to hello, and to a download. What is not so is refused, for that client alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unicodedata import normalize
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.deployment.changes import CHANGED, VALUES, restored
+from lightning_fcl.deployment.decoding import Sealed, array_of, check_bytes, head_of, refusing
+from lightning_fcl.deployment.parcel import RefusedError, check_entries, check_same
+from lightning_fcl.errors import quoted
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.reductions import Reduction
+
+MOST = 2**31 - 1
+"""A number of samples that nobody has."""
+
+BOUND = ("federation", "round", "message")
+"""What an answer repeats of the head of the message that it answers."""
+
+_TEXT = 20_000  # characters of a text, beside the types of its arrays
+_LONGEST = 230  # characters of a name, as a file's name has them
+_SQUARES = torch.finfo(torch.float32).max  # what those of an entry's change may sum up to
+_FURTHEST = {kind: float(torch.iinfo(kind).max >> 10) ** 2 for kind in (torch.int32, torch.int64)}
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a node says of itself.
+
+    Args:
+        samples: How many it has in all.
+        held: A digest of what never travels.
+        fault: Why it is not welcome.
+    """
+
+    client: str
+    samples: int = 0
+    held: object = ""
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's answer to a download.
+
+    Args:
+        samples: What it has trained on; 0: it has none in this round.
+        nbytes: Bytes of its arrays.
+    """
+
+    samples: int
+    rehearsed: int = 0
+    diverged: bool = False
+    state: State = field(default_factory=dict)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may send.
+
+    Args:
+        message_bytes: Bytes of its arrays.
+        most_samples: Samples that it may count as.
+        most_rehearsed: Remembered samples that it may count as.
+        largest_update: How far it may move the server's `mean` entries: so many times the larger of their norm and 1.
+        clients: How many are asked in the round.
+    """
+
+    message_bytes: int
+    most_samples: int
+    most_rehearsed: int
+    largest_update: float
+    clients: int = 1
+
+
+def greeting_of(sealed: Sealed, recipe: str) -> Greeting:
+    """What a node answers to hello: of whoever is not welcome, why.
+
+    Args:
+        sealed: Its message.
+        recipe: The fingerprint of the server's recipe.
+    """
+    client = ""
+    try:
+        with refusing("a node"):
+            check_bytes(sealed, 0, "an answer to hello")
+            head, types = head_of(sealed, _TEXT)
+            if types:
+                raise RefusedError(f"Expected an answer to hello without arrays but got {quoted(types)}.")
+            if "client" in head or "refused" not in head:
+                client = name_of(head, "client")
+            check_not_refused(head)
+            check_same(head, recipe, f"client {client}")
+            return Greeting(client, whole(head, "samples", 0, MOST), head.get("held"))
+    except RefusedError as error:
+        return Greeting(client, fault=str(error))
+
+
+def check_not_refused(head: Mapping[str, Any]) -> None:
+    if "refused" in head:
+        raise RefusedError(str(head["refused"]))
+
+
+def whole(head: Mapping[str, Any], name: str, least: int, most: int, mend: str = "") -> int:
+    """A whole number of a head, within limits."""
+    value = head.get(name)
+    if type(value) is not int or not least <= value <= most:
+        said = value if isinstance(value, int | float) and abs(value) < 1e30 else repr(value)[:40]
+        raise RefusedError(f"Expected `{name}` to be a whole number from {least} to {most} but got {said}.{mend}")
+    return value
+
+
+def name_of(head: Mapping[str, Any], what: str) -> str:
+    """A name of a head, which one file can have."""
+    name = head.get(what)
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or len(name) > _LONGEST
+        or not name.isprintable()
+        or len(quote(name, safe="")) > _LONGEST
+    ):
+        raise RefusedError(
+            f"Expected the name of a {what}, not `..`, of letters that are printed and at most {_LONGEST} as a file's "
+            f"name has them, but got {str(name)[:40]!r}. Name it otherwise."
+        )
+    return name
+
+
+def normal(name: str) -> str:
+    """A name as it may be taken for another: two that are equal so are one."""
+    return normalize("NFKC", name)
+
+
+def by_normal(names: Iterable[str]) -> dict[str, str]:
+    """Clients' names, each by what it may be taken for: no two for the same.
+
+    Raises:
+        ValueError: If two may be taken for each other.
+    """
+    first: dict[str, str] = {}
+    for name in names:
+        if (other := first.setdefault(normal(name), name)) != name:
+            raise ValueError(
+                f"Expected clients with names of their own but got {other!r} and {name!r}, which are one once Unicode "
+                "is normalised. Rename one."
+            )
+    return first
+
+
+def upload_of(
+    sealed: Sealed,
+    sent: Mapping[str, Any],
+    client: str,
+    known: State,
+    reductions: Mapping[str, Reduction],
+    limits: Limits,
+) -> Upload:
+    """What a client answers to a download.
+
+    Args:
+        sealed: Its message.
+        sent: The head of the download.
+        client: Who was asked.
+        known: The server's entries that clients send.
+        reductions: How they come together.
+        limits: What it may send.
+
+    Raises:
+        RefusedError: If it is no such answer, or a refusal.
+    """
+    who = f"client {client}"
+    with refusing(who):
+        size = min(limits.message_bytes, sum(value.nbytes for value in known.values()))
+        check_bytes(sealed, size, who)
+        head, types = head_of(sealed, _TEXT + sum(2 * len(json.dumps(name)) + 80 for name in known))
+        check_not_refused(head)
+        check_bound(head, sent, client)
+        samples = whole(head, "samples", 0, limits.most_samples, _MORE)
+        if samples == 0:
+            return Upload(0)
+        rehearsed = whole(head, "rehearsed", 0, limits.most_rehearsed, _MORE)
+        check_forms(types, known, who)
+        state = {name: array_of(name, data, types[name]) for name, data in sealed.arrays.items()}
+        start = {name: reductions[name].start(value).detach().cpu() for name, value in known.items()}
+        upload = restored(state, start)
+        check_entries(upload, known, who, finite=False)  # the server drops whoever diverges
+        mean = {name for name in known if reductions[name].name == "mean"}
+        check_sizes(upload, start, mean, limits.largest_update, who)
+        check_room(upload, {n: v for n, v in known.items() if reductions[n].name == "sum"}, limits.clients, who)
+        diverged = head.get("diverged") is True
+        return Upload(samples, rehearsed, diverged, upload, sum(value.nbytes for value in state.values()))
+
+
+_MORE = " Set `most-samples` of the run's configuration if it has more than it said when it joined."
+
+
+def check_bound(head: Mapping[str, Any], sent: Mapping[str, Any], client: str) -> None:
+    """Refuse an answer that is another client's, or to another message."""
+    for name, wanted in (("client", client), *((name, sent[name]) for name in BOUND)):
+        said = head.get(name)
+        if type(said) is not type(wanted) or said != wanted:
+            raise RefusedError(
+                f"Expected an answer of client {client} to this round's download, with `{name}` {wanted!r}, but got "
+                f"{str(said)[:40]!r}: it is old, or another's."
+            )
+
+
+def check_forms(types: Mapping[str, object], known: Mapping[str, Tensor], sender: str) -> None:
+    """Refuse arrays that are not each entry once, whole or what has changed of it, in its type."""
+    wanted: dict[str, torch.dtype] = {}
+    for name, value in known.items():
+        parts = {name + CHANGED: torch.uint8, name + VALUES: value.dtype}
+        wanted |= parts if parts.keys() & types.keys() else {name: value.dtype}
+    strange = sorted(types.keys() ^ wanted.keys())
+    if strange:
+        raise RefusedError(
+            f"Expected {sender} to send the {len(known)} entries of this recipe's model but {quoted(strange)} "
+            f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
+        )
+    for name, dtype in wanted.items():
+        if f"torch.{types[name]}" != str(dtype):
+            raise RefusedError(
+                f"Expected `{name}` of {sender} to be {dtype} but got torch.{str(types[name])[:40]}. Deploy one recipe "
+                "everywhere."
+            )
+
+
+def check_sizes(state: State, start: State, mean: set[str], largest: float, sender: str) -> None:
+    """Refuse an update so large that sums overflow, or that the server would be nothing but it.
+
+    Numbers that are not finite are left out: those of the server's are no fault of a client's.
+    """
+    moved = size = 0.0
+    for name, value in state.items():
+        begun = start[name]
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        sound = (value != begun) & torch.isfinite(begun) & torch.isfinite(value)
+        change = (value.to(wide) - begun.to(wide)).where(sound, 0).abs()
+        squares = float(change.square().sum())
+        most = _FURTHEST.get(value.dtype, _SQUARES)
+        if not squares <= most:
+            raise RefusedError(
+                f"Expected `{name}` of {sender} to be at most {math.sqrt(most):.2g} from the server's but it is "
+                f"{math.sqrt(squares):.2g}, with which sums overflow. Lower its learning rate."
+            )
+        if name in mean and value.is_floating_point():
+            moved += squares
+            size += float(begun.double().where(torch.isfinite(begun), 0).square().sum())
+    times = math.sqrt(moved) / max(math.sqrt(size), 1.0)
+    if not times <= largest:
+        raise RefusedError(
+            f"Expected an update of {sender} of at most {largest:g} times the larger of the server's norm and 1 but it "
+            f"is of {times:.3g} times. Lower its learning rate, or raise `largest-update` of the run's configuration."
+        )
+
+
+def check_room(state: State, sums: State, clients: int, sender: str) -> None:
+    """Refuse whole or half precision numbers with which a sum of so many clients' might leave the range of its type."""
+    for name, total in sums.items():
+        if total.dtype in (torch.bool, torch.bfloat16) or total.is_complex() or total.dtype.itemsize > 2:
+            continue
+        info = torch.finfo(total.dtype) if total.is_floating_point() else torch.iinfo(total.dtype)
+        room = (info.max - total.detach().cpu().double().abs()) / clients
+        if bool((state[name].double().abs() > room).any()):
+            raise RefusedError(
+                f"Expected `{name}` of {sender} to leave room for the sum of {clients} clients in {total.dtype} but it "
+                "does not. Keep it in a wider type."
+            )

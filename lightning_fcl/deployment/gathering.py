@@ -1,0 +1,119 @@
+"""The messages of a round: who is sent one, whose answer counts, and who is asked again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fcl.deployment.decoding import Sealed
+from lightning_fcl.deployment.link import AGAIN_SECONDS, Link, Members
+from lightning_fcl.deployment.parcel import Parcel
+
+log = logging.getLogger(__name__)
+
+_POLL = 0.05  # seconds between two looks for answers
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A message that has no answer yet: to which client it went, on which node, and its head."""
+
+    client: str
+    node: int
+    head: Mapping[str, Any]
+
+
+class Gathering:
+    """Sends clients their messages, and takes in their answers, as they come.
+
+    It waits for all that are there when it begins, but no longer than its time once it has enough. Where those that
+    are left are too few, it sends to whoever has come, or come back.
+
+    Args:
+        link: The way to the nodes.
+        members: Who is there.
+        seconds: It waits so long for all of them,
+        longest: and then until there are enough, but no longer than this.
+        parcel: Makes what a client on a node gets.
+        take: Takes in a client's answer to a head, and says whether it counts.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        members: Members,
+        seconds: float,
+        longest: float,
+        parcel: Callable[[str, int], Parcel],
+        take: Callable[[str, Sealed, Mapping[str, Any]], bool],
+    ) -> None:
+        self._link, self._members = link, members
+        self._seconds, self._longest = seconds, longest
+        self._parcel, self._take = parcel, take
+        self._waiting: dict[str, Asked] = {}
+        self._answered: dict[str, bool] = {}  # the clients, and whether an answer of theirs counts
+        self._lost: dict[str, str] = {}
+
+    @property
+    def counted(self) -> int:
+        return sum(self._answered.values())
+
+    def run(self, wanted: Sequence[str], needed: int) -> dict[str, str]:
+        """Gather answers of some clients, until there are enough that count, or its time is over.
+
+        Returns:
+            The clients that have not answered, and why.
+        """
+        self._send(self._members.reach(wanted, needed))
+        began = asked = time.monotonic()
+        while True:
+            self._listen()
+            now = time.monotonic()
+            late = now - began > self._seconds
+            if self.counted >= needed and (late or not self._waiting):
+                break
+            possible = len(wanted) - len(self._answered) + self.counted
+            if possible < needed or now - began > self._seconds + self._longest:
+                break
+            if now - asked >= AGAIN_SECONDS:
+                asked, there = now, self._members.meet()
+                self._give_up_gone(there)
+                if late or self.counted + len(self._waiting) < needed:
+                    self._send({client: there[client] for client in wanted if client in there})
+            time.sleep(_POLL)
+        return {client: self._why_not(client) for client in wanted if client not in self._answered}
+
+    def _send(self, nodes: Mapping[str, int]) -> None:
+        asked = self._answered.keys() | {one.client for one in self._waiting.values()}
+        clients = {node: client for client, node in nodes.items() if client not in asked}
+        if clients:
+            parcels = {node: self._parcel(client, node) for node, client in clients.items()}
+            sent = self._link.send(parcels, self._seconds + self._longest + 60)
+            self._waiting |= {message: Asked(clients[node], node, parcels[node].head) for message, node in sent.items()}
+
+    def _listen(self) -> None:
+        asked = {**self._waiting}
+        for message, answer in self._link.answers([*asked]) if asked else ():
+            client, head = asked[message].client, asked[message].head
+            self._waiting.pop(message, None)
+            if answer.failed:
+                self._lost[client] = answer.failed
+                log.info("Client %s is lost: %s", client, answer.failed)
+                continue
+            self._answered[client] = self._take(client, answer, head) or self._answered.get(client, False)
+
+    def _give_up_gone(self, there: Mapping[str, int]) -> None:
+        """Wait no longer for nodes that are gone: of an answer that was under way Flower says so minutes later."""
+        for message, one in [*self._waiting.items()]:
+            if there.get(one.client) != one.node:
+                del self._waiting[message]
+                self._lost[one.client] = "its node has gone before it had answered"
+                log.info("Client %s is lost: %s.", one.client, self._lost[one.client])
+
+    def _why_not(self, client: str) -> str:
+        if client in {one.client for one in self._waiting.values()}:
+            return f"no answer within {self._seconds:g} s"
+        return self._lost.get(client) or self._members.why_not(client)

@@ -1,0 +1,167 @@
+"""A client's answer is read in one place: whatever is wrong with it is a refusal of that client alone, by name."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl import __version__
+from lightning_fcl.deployment.answers import Limits, by_normal, greeting_of, upload_of
+from lightning_fcl.deployment.changes import changes
+from lightning_fcl.deployment.decoding import Sealed, array_of, reason_of
+from lightning_fcl.deployment.flower import sealed_of
+from lightning_fcl.deployment.node import own_folder
+from lightning_fcl.deployment.parcel import Parcel, RefusedError
+from lightning_fcl.federation.aggregation import BUILT_IN
+
+from .lies import HELLOS, KINDS, Message, numbers, saying
+
+BOUND = {"federation": "f" * 32, "round": 0, "message": "m" * 32}
+LIMITS = Limits(10**8, 12, 30, 1000.0)
+
+
+def server_state(**more):
+    torch.manual_seed(0)
+    shapes = {"1.weight": (16, 64), "1.bias": (16,), "3.weight": (10, 16), "3.bias": (10,)}
+    return {name: torch.randn(shape) / 4 for name, shape in shapes.items()} | more
+
+
+def answer_to(state, rule="mean", **head):
+    """An honest answer to a download, and how it is read."""
+    trained = {
+        n: (v + torch.randn(v.shape) / 50 if v.is_floating_point() else v + 1).to(v.dtype) for n, v in state.items()
+    }
+    said = {"client": "1", **BOUND, "samples": 12, "rehearsed": 30, "diverged": False, **head}
+    reductions = {name: BUILT_IN[rule] for name in state}
+
+    def read(message, limits=LIMITS):
+        return upload_of(sealed_of(message.record()), BOUND, "1", state, reductions, limits)
+
+    return Message.of(Parcel(said, changes(trained, state))), trained, read
+
+
+def test_an_honest_answer_is_read_to_the_bit():
+    kinds = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+    more = {str(kind): torch.ones(5, 3).to(kind) for kind in kinds} | {
+        "single": torch.tensor(2.0),
+        "no": torch.ones(0, 3),
+    }
+    message, trained, read = answer_to(server_state(**more))
+    upload = read(message)
+    assert (upload.samples, upload.rehearsed, upload.diverged) == (12, 30, False)
+    assert upload.state.keys() == trained.keys()
+    assert all(
+        torch.equal(value, trained[name]) and value.dtype == trained[name].dtype for name, value in upload.state.items()
+    )
+    assert read(saying(samples=0)(message)).samples == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lie_is_refused_by_name(kind):
+    change, message = KINDS[kind]
+    honest, _, read = answer_to(server_state())
+    with pytest.raises(RefusedError, match=message) as refused:
+        read(change(honest))
+    said = str(refused.value)
+    assert len(said) <= 500 and said.isprintable()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HELLOS if "is there" not in kind and "another's" not in kind])
+def test_a_hello_that_lies_is_not_welcome(kind):
+    change, message = HELLOS[kind]
+    honest = Message.of(Parcel({"client": "1", "version": __version__, "recipe": "r", "samples": 12, "held": ""}))
+    found = greeting_of(sealed_of(change(honest).record()), "r")
+    assert re.search(message, found.fault) and len(found.fault) <= 500 and found.fault.isprintable()
+
+
+def test_numbers_as_large_as_single_precision_has_them_are_left_to_nobody():
+    """Of no reduction: sums of squares, which Krum and server optimizers need, would overflow."""
+    for rule in ("mean", "sum", "sparse_mean", "median", "krum"):
+        honest, _, read = answer_to(server_state(), rule)
+        read(honest)
+        with pytest.raises(RefusedError, match="with which sums overflow"):
+            read(numbers(lambda v: np.full_like(v, 3e38))(honest))
+    honest, _, read = answer_to({"count": torch.tensor([5])})
+    read(honest)
+    far = Parcel({**honest.head}, {"count": torch.tensor([2**62])})
+    with pytest.raises(RefusedError, match="with which sums overflow"):
+        read(Message.of(far))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16])
+def test_a_sum_of_narrow_numbers_has_room_for_all(kind):
+    """Where not even one number more fits, whoever sends it is refused, and not the round."""
+    largest = float(torch.finfo(kind).max if kind.is_floating_point else torch.iinfo(kind).max)
+    honest, _, read = answer_to({"count": torch.tensor([3, 4]).to(kind)}, "sum")
+    read(Message.of(Parcel(honest.head, {"count": torch.tensor([0, 9]).to(kind)})), replace(LIMITS, clients=3))
+    third = torch.tensor([0, largest / 3 * 1.01], dtype=torch.float64).to(kind)
+    with pytest.raises(RefusedError, match=r"to leave room for the sum of 3 clients|with which sums overflow"):
+        read(Message.of(Parcel(honest.head, {"count": third})), replace(LIMITS, clients=3))
+
+
+def test_what_a_server_has_that_is_large_or_not_finite_is_no_fault_of_a_client():
+    masks = {
+        "mask": torch.tensor([0.0, -torch.inf, torch.nan]),
+        "lowest": torch.full((4,), torch.finfo(torch.float32).min),
+    }
+    state = server_state(**masks)
+    honest, _, read = answer_to({name: value for name, value in state.items() if name not in masks})
+    _, _, read = answer_to(state)
+    sent = Parcel(honest.head, changes({**state, "1.bias": state["1.bias"] + 1}, state))
+    found = read(Message.of(sent)).state
+    assert torch.equal(found["lowest"], masks["lowest"]) and torch.equal(found["1.bias"], state["1.bias"] + 1)
+
+
+def test_how_far_an_update_goes_is_measured_on_averaged_floating_point_entries():
+    honest, _, read = answer_to(server_state(steps=torch.tensor(0)))
+    large = numbers(lambda v: v * 100)(honest)
+    read(large, Limits(10**8, 12, 30, 1000.0))
+    with pytest.raises(RefusedError, match=r"at most 0\.5 times the larger of the server's norm and 1 but it is of 9"):
+        read(large, Limits(10**8, 12, 30, 0.5))
+    small = {"w": torch.zeros(4)}  # of a norm below 1
+    honest, _, read = answer_to(small)
+    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 0.4)})), Limits(10**8, 12, 30, 1.0))
+    _, _, read = answer_to(small, "sum")
+    read(Message.of(Parcel(honest.head, {"w": torch.full((4,), 1e6)})), Limits(10**8, 12, 30, 1.0))
+
+
+def test_whatever_fails_is_a_refusal(monkeypatch):
+    """Also what nobody has thought of: of the machine's memory, of recursion, of text."""
+    honest, _, read = answer_to(server_state())
+    for error in (
+        MemoryError(),
+        RecursionError("deep"),
+        OverflowError("long"),
+        UnicodeError("odd"),
+        KeyError("\ud800"),
+    ):
+        monkeypatch.setattr("lightning_fcl.deployment.answers.restored", lambda *_, e=error: (_ for _ in ()).throw(e))
+        with pytest.raises(RefusedError, match=f"can be read but got {type(error).__name__}"):
+            read(honest)
+
+
+def test_bits_that_are_neither_true_nor_false_are_refused():
+    data = Message.of(Parcel({}, {"w": torch.zeros(3, dtype=torch.bool)})).arrays["w"]
+    assert array_of("w", data, "bool").tolist() == [False] * 3
+    with pytest.raises(RefusedError, match="true or false"):
+        array_of("w", data[:-1] + b"\x02", "bool")
+
+
+def test_a_reason_is_a_line_that_can_be_kept():
+    assert reason_of("x" * 500) == "x" * 500
+    assert reason_of("x" * 501) == "x" * 497 + "..."
+    assert reason_of("a\nb\x00\ud800\u202e") == "a b   "
+    assert greeting_of(Sealed(failed="y" * 10**6), "").fault == reason_of("y" * 501)
+
+
+def test_names_that_are_one_once_unicode_is_normalised_are_refused(tmp_path):
+    assert by_normal(["a", "b"]) == {"a": "a", "b": "b"}
+    with pytest.raises(ValueError, match="Expected clients with names of their own"):
+        by_normal(["caf\u00e9", "cafe\u0301"])
+    own_folder(tmp_path, "f", "caf\u00e9").mkdir(parents=True)
+    assert own_folder(tmp_path, "f", "caf\u00e9").is_dir()
+    for names in (("f", "cafe\u0301"), ("\uff46", "caf\u00e9")):
+        with pytest.raises(RefusedError, match="the same once Unicode is normalised"):
+            own_folder(tmp_path, *names)

@@ -1,0 +1,346 @@
+"""Nodes that come, go, stall, come back and say that they are somebody else: with a clock that the test sets."""
+
+import logging
+import threading
+import time
+from itertools import count, pairwise
+
+import pytest
+from flwr.app import Message
+from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
+from flwr.supercore.task_identity import TaskIdentity
+
+from lightning_fcl import __version__
+from lightning_fcl.deployment import flower, gathering, link
+from lightning_fcl.deployment.decoding import Sealed, opened
+from lightning_fcl.deployment.flower import GridLink, record_of, sealed_of
+from lightning_fcl.deployment.gathering import Gathering
+from lightning_fcl.deployment.link import AGAIN_SECONDS, HELLO_SECONDS, Members
+from lightning_fcl.deployment.parcel import Parcel
+
+HELLO = {"kind": "hello"}
+
+
+def sealed(head):
+    return sealed_of(record_of(Parcel(head)))
+
+
+class Clock:
+    """Time that passes while one sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Air:
+    """A link to nodes, each a function of what it is sent and of the time; None: it does not answer yet."""
+
+    def __init__(self, clock):
+        self.clock, self.numbers, self.there, self.sent, self.log = clock, count(), {}, {}, []
+        self.answers_of_the_gone = Sealed(failed="it is gone")
+
+    def nodes(self):
+        return list(self.there)
+
+    def send(self, parcels, seconds):
+        new = {f"m{next(self.numbers)}": node for node in parcels if node in self.there}
+        self.sent |= {message: (node, parcels[node]) for message, node in new.items()}
+        self.log += [(self.clock.now - 100, node, parcels[node].head["kind"]) for node in new.values()]
+        return new
+
+    def answers(self, messages):
+        for message in list(messages):
+            node, parcel = self.sent[message]
+            answer = self.there[node](parcel, self.clock.now - 100) if node in self.there else self.answers_of_the_gone
+            if answer is not None:
+                yield message, answer
+
+    def asked(self, node, kind="hello"):
+        """When a node was sent a message of some kind."""
+        return [when for when, number, what in self.log if (number, what) == (node, kind)]
+
+
+def client(name):
+    """A node of a client that always answers."""
+    head = {"client": name, "version": __version__, "recipe": "r", "held": "", "samples": 9}
+    return lambda parcel, now: sealed(head)
+
+
+def changing(*parts):
+    """A node that answers as another one from some time on."""
+    return lambda parcel, now: next(node for since, node in reversed(parts) if now >= since)(parcel, now)
+
+
+def silent(parcel, now):
+    """A node that stalls."""
+
+
+def stalling(name):
+    """A node that stalls as it trains."""
+    return lambda parcel, now: client(name)(parcel, now) if parcel.head["kind"] == "hello" else None
+
+
+def refusing(parcel, now):
+    """A node without its data."""
+    return sealed({"client": "a", "refused": "there is no file"})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    one = Clock()
+    for module in (link, gathering):
+        monkeypatch.setattr(module, "time", one)
+    return one
+
+
+@pytest.fixture
+def air(clock):
+    return Air(clock)
+
+
+@pytest.fixture
+def members(air):
+    one = Members(air, "r", 200)
+    one.begin_round(HELLO, "")
+    return one
+
+
+@pytest.fixture
+def gather(air, members):
+    """Gathers answers of clients, within 20 s, or 100 s more; what was taken is in its `taken`."""
+
+    def run(wanted, needed, counts=lambda answer: True):
+        run.taken = []
+
+        def take(name, answer, head):
+            assert head == {"kind": "train", "for": name}
+            run.taken.append(name)
+            return counts(answer)
+
+        one = Gathering(air, members, 20, 100, lambda name, node: Parcel({"kind": "train", "for": name}), take)
+        run.left = one.run(wanted, needed)
+        return one.counted
+
+    return run
+
+
+def test_a_second_node_for_a_client_is_let_in_when_the_first_is_gone_and_both_are_named(air, members, caplog):
+    air.there = {7: client("a")}
+    assert members.reach(["a"], 1) == {"a": 7} and members.claims == {}
+    air.there[8] = client("a")
+    for _ in range(20):
+        assert members.reach(["a"], 1) == {"a": 7}
+        air.clock.sleep(1)
+    assert members.claims == {"a": ["7", "8"]}
+    assert "got two for a: node 7 has it, and node 8 says that it is a, too" in caplog.text
+    assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
+    del air.there[7]
+    since = air.clock.now
+    assert members.reach(["a"], 1) == {"a": 8} and air.clock.now - since <= AGAIN_SECONDS + 1
+    assert members.claims == {}
+
+
+def test_a_node_whose_data_come_late_is_asked_again_until_it_has_them(air, members, caplog):
+    air.there = {7: changing((0, refusing), (20, client("a")))}
+    assert members.reach(["a"], 1) == {"a": 7}
+    times = air.asked(7)
+    assert times[0] == 0 and 20 <= times[-1] <= 20 + AGAIN_SECONDS + 1
+    assert all(AGAIN_SECONDS <= later - one <= AGAIN_SECONDS + 1 for one, later in pairwise(times))
+    assert caplog.text.count("there is no file") == 1
+
+
+def test_a_node_that_does_not_say_who_it_is_is_waited_for_once(air, members):
+    air.there = {7: client("a"), 8: silent}
+    assert members.reach(["a", "b"], 1) == {"a": 7}
+    assert HELLO_SECONDS < air.clock.now - 100 < HELLO_SECONDS + 1
+    for _ in range(3):
+        since = air.clock.now
+        assert members.reach(["a", "b"], 1) == {"a": 7} and air.clock.now == since
+    air.there[8] = client("b")
+    assert members.reach(["a", "b"], 2) == {"a": 7, "b": 8}
+
+
+def test_too_few_clients_are_named_with_the_reasons_after_the_time(air, members):
+    air.there = {7: refusing, 8: client("b")}
+    with pytest.raises(
+        RuntimeError, match=r"at least 2 of the clients a, b within 200 s but got b \(there is no file\)"
+    ):
+        members.reach(["a", "b"], 2)
+    assert 200 < air.clock.now - 100 < 201
+
+
+def test_where_something_else_never_travels_all_are_asked_anew(air, members):
+    air.there = {7: client("a")}
+    members.reach(["a"], 1)
+    members.begin_round(HELLO, "other")
+    assert members.reach(["a"], 1) == {"a": 7} and len(air.asked(7)) == 2 and members.alike == set()
+
+
+def test_a_client_that_is_lost_and_comes_back_on_another_node_is_sent_the_round_again(air, gather):
+    """Its new node is there before Flower has noticed that the old one is gone."""
+    air.there = {7: stalling("a"), 8: client("b")}
+    waits = air.clock.sleep
+
+    def sleep(seconds):
+        waits(seconds)
+        now = air.clock.now - 100
+        if now > 2:
+            air.there.setdefault(9, client("a"))
+        if now > 40:
+            air.there.pop(7, None)
+
+    air.clock.sleep = sleep
+    assert gather(["a", "b"], 2) == 2 and gather.left == {}
+    assert gather.taken == ["b", "a"]
+    assert len(air.asked(7, "train")) == len(air.asked(9, "train")) == 1
+    assert 40 < air.asked(9, "train")[0] < 40 + 2 * AGAIN_SECONDS + 1
+
+
+def lost_in_training(name, until):
+    """A node whose client's process crashes as often as it trains."""
+
+    def node(parcel, now):
+        if parcel.head["kind"] == "train" and now < until:
+            return Sealed(failed="it has crashed")
+        return client(name)(parcel, now)
+
+    return node
+
+
+def test_a_client_whose_process_crashes_is_sent_the_round_again_on_the_same_node(air, gather):
+    air.there = {7: lost_in_training("a", 10), 8: client("b")}
+    assert gather(["a", "b"], 2) == 2 and gather.taken == ["b", "a"]
+    times = air.asked(7, "train")
+    assert len(times) > 1 and min(b - a for a, b in pairwise(times)) >= AGAIN_SECONDS
+
+
+def test_a_round_with_enough_does_not_wait_for_who_is_lost_and_no_longer_than_its_time_for_others(air, gather):
+    air.there = {7: lost_in_training("a", 1000), 8: client("b")}
+    assert gather(["a", "b", "c"], 1) == 1 and air.clock.now - 100 < 1
+    assert gather.left == {"a": "it has crashed", "c": "not connected"}
+    air.there[7] = stalling("a")
+    assert gather(["a", "b"], 1) == 1 and 20 < air.clock.now - 100 < 22
+    assert gather.left == {"a": "no answer within 20 s"} and gather.taken == ["b"]
+
+
+def test_a_round_with_too_few_ends_with_its_time(air, gather):
+    air.there = {7: lost_in_training("a", 1000), 8: client("b")}
+    assert gather(["a", "b"], 2) == 1 and 120 < air.clock.now - 100 < 121
+    assert gather.left == {"a": "it has crashed"}
+
+
+def test_who_comes_late_makes_up_for_who_stalls(air, gather):
+    air.there = {7: stalling("a"), 8: client("b")}
+    waits = air.clock.sleep
+
+    def sleep(seconds):
+        waits(seconds)
+        if air.clock.now - 100 > 5:
+            air.there.setdefault(9, client("c"))
+
+    air.clock.sleep = sleep
+    assert gather(["a", "b", "c"], 2) == 2 and gather.left == {"a": "no answer within 20 s"}
+    assert 20 < air.clock.now - 100 < 20 + 2 * AGAIN_SECONDS + 1
+
+
+def test_a_client_whose_answer_does_not_count_is_not_asked_again(air, gather):
+    air.there = {7: client("a"), 8: client("b")}
+    assert gather(["a", "b"], 2, lambda answer: opened(answer).head["client"] == "b") == 1 and air.clock.now - 100 < 1
+    assert sorted(gather.taken) == ["a", "b"] and gather.left == {}
+    assert len(air.asked(7, "train")) == 1
+
+
+class Grid:
+    """What Flower brings in answer to each message."""
+
+    def __init__(self, answers):
+        self.sent, self.answers = {}, answers
+
+    def push_messages(self, messages):
+        for number, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"id-{number}"
+            self.sent[f"id-{number}"] = message
+        return ["" if message.metadata.dst_node_id == 99 else name for name, message in self.sent.items()]
+
+    def pull_messages(self, names):
+        return [self.answers(self.sent[name]) for name in names if self.answers(self.sent[name]) is not None]
+
+
+@pytest.fixture
+def app(monkeypatch):
+    """Flower's server in this process."""
+    for name in ("run_id", "node_id", "task_id"):
+        monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+def answer_of(message, said, **forged):
+    reply = Message(record_of(Parcel({"said": said})), reply_to=message)
+    reply.metadata.__dict__.update({f"_{name}": value for name, value in forged.items()})
+    return reply
+
+
+def test_an_answer_is_that_of_the_message_it_answers_whatever_it_says_of_itself(app):
+    """Flower's report of a node that is gone comes from the SuperLink; what a node sends may say anything."""
+
+    def answers(message):
+        node = message.metadata.dst_node_id
+        if node == 7:
+            return create_message_error_unavailable_res_message(message.metadata, "node_unavail")
+        if node == 11:
+            raise ValueError("no message")  # as where its bytes are none
+        forged = {"reply_to_message_id": "id-0", "src_node_id": 7} if node == 8 else {}
+        return None if node == 10 else answer_of(message, f"I am {node}", **forged)
+
+    link = GridLink(Grid(answers))
+    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8, 9, 10, 11, 99)}, 60)
+    assert [*sent.values()] == [7, 8, 9, 10, 11]
+    found = {sent[message]: answer for message, answer in link.answers(sent)}
+    assert found.keys() == {7, 8, 9, 11}
+    assert "can be read but got ValueError: no message" in found[11].failed
+    assert "Node Unavailable" in found[7].failed
+    assert [opened(found[node]).head["said"] for node in (8, 9)] == ["I am 8", "I am 9"]
+
+
+def test_an_answer_of_which_only_a_part_has_come_holds_up_no_other(app, monkeypatch):
+    """Flower waits minutes for the rest where the sender was killed as it sent it."""
+    monkeypatch.setattr(flower, "_PATIENCE", 0.2)
+    rest = threading.Event()
+
+    def answers(message):
+        node = message.metadata.dst_node_id
+        assert node != 7 or rest.wait(60)
+        return answer_of(message, f"I am {node}")
+
+    link = GridLink(Grid(answers))
+    sent = link.send({node: Parcel({"kind": "hello"}) for node in (7, 8)}, 60)
+    assert [sent[message] for message, _ in link.answers(sent)] == [8]
+    left = [message for message, node in sent.items() if node == 7]
+    began = time.monotonic()
+    assert [*link.answers(left)] == [] and time.monotonic() - began < 0.2
+    rest.set()
+    while not (found := [*link.answers(left)]):
+        assert time.monotonic() - began < 60
+    [(message, answer)] = found
+    assert message == left[0] and opened(answer).head["said"] == "I am 7"
+
+
+def test_an_answer_on_its_way_from_a_node_that_is_gone_is_not_waited_for(air, gather):
+    """Its client is sent the round again, on its new node."""
+    air.there = {7: stalling("a"), 8: client("b")}
+    air.answers_of_the_gone = None  # Flower does not say so
+    waits = air.clock.sleep
+
+    def sleep(seconds):
+        waits(seconds)
+        if air.clock.now - 100 > 4 and air.there.pop(7, None):
+            air.there[9] = client("a")
+
+    air.clock.sleep = sleep
+    assert gather(["a", "b"], 2) == 2 and gather.left == {} and gather.taken == ["b", "a"]
+    assert air.clock.now - 100 < 4 + 2 * AGAIN_SECONDS + 1

@@ -1,0 +1,132 @@
+"""SuperNodes, executors and the SuperLink that are killed or stopped, and started again, at random moments."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from lightning_fcl.federation.aggregation import entries
+from lightning_fcl.federation.client_store import ClientStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+ROUNDS = 8
+RECIPE = {
+    "trainer": {
+        "callbacks": [
+            {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"max_size": 30}},
+            {"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"alpha": 0.2, "beta": 0.3}},
+        ]
+    },
+    "data": {
+        "scenario": {
+            "class_path": "ClassIncremental",
+            "init_args": {"experiences": 2, "rounds_per_experience": ROUNDS // 2},
+        }
+    },
+}
+BEAT = 10  # seconds: Flower's least; who has not been heard of for twice as long is gone
+
+
+@pytest.fixture
+def connected(rehearsal, machines):
+    """A rehearsal, its simulation, and a SuperLink with a SuperNode for each client."""
+    one, at = rehearsal(RECIPE), machines()
+    at.beat(BEAT)
+    simulated = one.simulate()
+    at.link()
+    for client in one.clients:
+        at.node(client, one.config(client))
+    return one, simulated, at
+
+
+def begun(one):
+    """The last round that each client has begun."""
+    notes = {
+        path.parent.name: json.loads(path.read_text()) for path in (one.folder / "memories").glob("*/*/round.json")
+    }
+    return {client: note["round"] for client, note in notes.items()}
+
+
+def ended(one):
+    return (one.folder / "deployed" / "files.json").exists()
+
+
+def memory(one, client):
+    """What a client has kept of this federation: there is no other one."""
+    [folder] = (one.folder / "memories").glob(f"*/{client}/now")
+    return ClientStore("disk", folder)[client]
+
+
+@pytest.fixture
+def moments(capsys):
+    """Random numbers whose seed is printed: set `LIGHTNING_FCL_SEED` to have them again."""
+    seed = int(os.environ.get("LIGHTNING_FCL_SEED") or random.SystemRandom().randrange(10**6))
+    with capsys.disabled():
+        print(f"\nLIGHTNING_FCL_SEED={seed}")
+    return random.Random(seed)
+
+
+def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_those_of_the_simulation(connected, moments):
+    one, simulated, at = connected
+    settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 60.0, "join_seconds": 120.0}
+
+    def supernode(client):
+        at.kill(client)
+        at.supernode(client, one.config(client))
+
+    def stall(client):
+        at.signal(client, signal.SIGSTOP)
+        time.sleep(2 * BEAT + 3)
+        at.signal(client, signal.SIGCONT)
+
+    def executor(client):
+        at.kill(f"{client}-stays")
+        at.executor(client)
+
+    def link(_):
+        at.kill("link")
+        at.link()
+        at.run(one.app(), **settings)
+
+    kills = [supernode, supernode, stall, executor, link]
+    moments.shuffle(kills)
+    rounds = sorted(moments.sample(range(2, ROUNDS - 1), len(kills)))
+    at.run(one.app(), **settings)
+    for kill, round in zip(kills, rounds, strict=True):
+        client, later = moments.choice(one.clients), moments.random()
+        at.wait_for(lambda client=client, round=round: begun(one).get(client, -1) >= round)
+        time.sleep(later)
+        kill(client)
+    assert not ended(one)
+    at.wait_for(lambda: ended(one))
+    weights = one.weights()
+    assert all(torch.equal(value, weights[name]) for name, value in entries(simulated.model).items())
+    for client in one.clients:
+        kept, remembered = memory(one, client), simulated.trainer.strategy.server.store[client]
+        assert kept.keys() == remembered.keys() and kept["Replay"]
+        for section, values in remembered.items():
+            assert all(torch.equal(value, kept[section][name]) for name, value in values.items())
+
+
+def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_on(connected, moments):
+    one, _, at = connected
+    at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=15.0)
+    lost = moments.choice(one.clients)
+    at.wait_for(lambda: begun(one).get(lost, -1) >= 1)
+    time.sleep(moments.random())
+    at.kill(lost)
+    at.supernode(lost, one.config(lost))
+    at.wait_for(lambda: ended(one))
+    rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
+    there = [lost in round["upload_bytes"] for round in rounds]
+    assert len(rounds) == ROUNDS and there[0] and not all(there)
+    assert any(there[there.index(False) :])
+    assert all(len(round["upload_bytes"]) >= 2 for round in rounds)
+    claimed = [round["claims"] for round in rounds if "claims" in round]  # none where it took so long to start
+    assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
+    assert begun(one)[lost] == ROUNDS - 1 and memory(one, lost)["Replay"]

@@ -1,0 +1,303 @@
+"""What one client sends, whatever it is, ends no round: the result is the honest clients' model, to the bit."""
+
+import json
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_fcl.callbacks import ContinualMetrics
+from lightning_fcl.deployment.answers import MOST, Limits, upload_of
+from lightning_fcl.deployment.changes import restored
+from lightning_fcl.deployment.flower import sealed_of
+from lightning_fcl.deployment.node import MODEL
+from lightning_fcl.deployment.parcel import Parcel, RefusedError
+from lightning_fcl.evaluation.results import read_results
+from lightning_fcl.federation.aggregation import BUILT_IN, entries
+
+from .lies import HELLOS, KINDS, Message, numbers, saying
+
+TWO_ROUNDS = {"trainer": {"max_epochs": 2}}
+
+
+@pytest.fixture
+def prepared(rehearsal):
+    one = rehearsal(TWO_ROUNDS)
+    one.simulate()
+    return one
+
+
+@pytest.fixture
+def honest(prepared, wire):
+    """The model of clients 0 and 2, and why client 1 is not among them."""
+    link = wire([prepared.node("0"), prepared.node("2")])
+    fit = prepared.serve(link, clients_at_least=2)
+    (prepared.folder / "deployed").rename(prepared.folder / "honest")
+    return fit.model
+
+
+def lying(wire, lies):
+    """A link on which client 1 answers each download by lies: a function of its honest answer, and its earlier ones."""
+
+    before = []
+
+    class Lying(wire):
+        def replies(self, number, parcel):
+            answer = Message.of(self.reached[number].answer(parcel))
+            if parcel.state and self.reached[number].client == "1":
+                yield from (sealed_of(message.record()) for message in lies(answer, before, parcel))
+                before.append(answer)
+            else:
+                yield sealed_of(answer.record())
+
+    return Lying
+
+
+def rounds_of(fit):
+    return next(one for one in fit.trainer.callbacks if isinstance(one, ContinualMetrics)).record["rounds"]
+
+
+def reasons(caplog, round):
+    beginning = f"Round {round}: nothing of client 1: "
+    said = [record.getMessage() for record in caplog.records]
+    return [line.removeprefix(beginning) for line in said if line.startswith(beginning)]
+
+
+@pytest.mark.seconds
+def test_each_kind_of_lie_is_named_and_changes_nothing(prepared, honest, wire, same, caplog):
+    """Numbers that are not finite, and answers of the round before, as well."""
+
+    def lies(answer, before, parcel):
+        yield from (change(answer) for change, _ in KINDS.values())
+        yield from before or [numbers(lambda v: v + np.inf)(answer)]
+
+    nodes = [prepared.node(client) for client in prepared.clients]
+    fit = prepared.serve(lying(wire, lies)(nodes), clients_at_least=2)
+    assert same(honest, fit.model)
+    wanted = [message for _, message in KINDS.values()]
+    for round, others in enumerate(([], ["it is old, or another's"])):
+        for message, reason in zip(wanted + others, reasons(caplog, round), strict=True):
+            assert re.search(message, reason), reason
+    assert "Round 0: dropped the upload of client 1 (not finite" in caplog.text
+    assert [list(one["dropped"]) for one in rounds_of(fit)] == [["1"], ["1"]]
+    assert len(json.dumps(read_results(prepared.folder / "deployed"))) < 10**5
+
+
+@pytest.mark.seconds
+def test_each_kind_of_hello_that_lies_is_named_and_changes_nothing(prepared, wire, same, caplog):
+    """From nodes that come when the true ones are there."""
+
+    class Late(wire):
+        def nodes(self):
+            liars = range(100, 100 + len(HELLOS)) if any(parcel.state for _, parcel in self.asked) else []
+            return [*self.reached, *liars]
+
+        def replies(self, number, parcel):
+            if number < 100:
+                yield from super().replies(number, parcel)
+            else:
+                change, _ = list(HELLOS.values())[number - 100]
+                yield sealed_of(change(Message.of(self.reached[8].answer(parcel))).record())
+
+    fit = prepared.serve(Late([prepared.node(client) for client in prepared.clients]), clients_at_least=3)
+    assert same(prepared.simulated.model, fit.model)
+    said = dict(re.findall(r"Refused node (\d+) \(client .*?\): (.*)", caplog.text))
+    assert len(said) == len(HELLOS)
+    for number, (_, message) in enumerate(HELLOS.values(), start=100):
+        assert re.search(message, said[str(number)]), said[str(number)]
+
+
+@pytest.mark.seconds
+def test_an_answer_that_comes_twice_counts_once(prepared, wire, same):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    fit = prepared.serve(lying(wire, lambda answer, *_: [answer, answer])(nodes), clients_at_least=3)
+    assert same(prepared.simulated.model, fit.model)
+    assert [one["dropped"]["1"] for one in rounds_of(fit)] == ["a second answer, which does not count"] * 2
+
+
+@pytest.mark.seconds
+def test_an_answer_that_does_not_count_leaves_room_for_one_that_does(prepared, wire, same):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    lies = lying(wire, lambda answer, *_: [saying(round=9)(answer), answer])
+    fit = prepared.serve(lies(nodes), clients_at_least=3)
+    assert same(prepared.simulated.model, fit.model)
+
+
+@pytest.mark.seconds
+def test_a_node_keeps_the_name_that_it_has_claimed(rehearsal, wire, caplog):
+    """It leaves for a moment, and comes back as another client, which is there no more."""
+    prepared = rehearsal({"trainer": {"max_epochs": 3}})
+    prepared.simulate()
+
+    class Changing(wire):
+        looks = 0
+
+        def nodes(self):
+            if any(parcel.state for _, parcel in self.asked):
+                self.looks += 1
+            if self.looks == 1:
+                return [7, 9]
+            if self.looks > 1:
+                self.reached = {7: self.reached[7], 8: prepared.node("2")}
+            return list(self.reached)
+
+    link = Changing([prepared.node(client) for client in prepared.clients])
+    rounds = rounds_of(prepared.serve(link, clients_at_least=1))
+    assert "Refused node 8 (client 2): Expected node 8 to be client 1, as it has been, but it says 2." in caplog.text
+    assert rounds[0]["dropped"] == {} and set(rounds[-1]["upload_bytes"]) == {"0"}
+
+
+@pytest.mark.seconds
+def test_who_says_that_it_has_far_more_samples_than_others_is_named(prepared, wire, caplog):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    really = nodes[1].answer
+
+    def boasts(parcel):
+        answer = really(parcel)
+        return answer if parcel.state else Parcel({**answer.head, "samples": 10**6})
+
+    nodes[1].answer = boasts
+    prepared.serve(wire(nodes), clients_at_least=3)
+    named = "Client {} says that it has 1000000 samples, more than 100 times as many as others"
+    assert [named.format(client) in caplog.text for client in prepared.clients] == [False, True, False]
+
+
+@pytest.mark.seconds
+def test_how_much_a_client_counts_and_moves_is_limited_by_the_run(prepared, wire):
+    nodes = [prepared.node(client) for client in prepared.clients]
+    rounds = rounds_of(prepared.serve(wire(nodes), clients_at_least=3))
+    (prepared.folder / "deployed").rename(prepared.folder / "first")
+    sizes = [len(np.load(prepared.folder / "data" / f"{client}.npz")["y"]) for client in prepared.clients]
+    assert rounds[0]["limits"] == {"most_samples": max(sizes), "largest_update": 1000.0}
+    report = (prepared.folder / "first" / "report.html").read_text()
+    assert "limits of an update" in report and f"{max(sizes):,}" in report
+    with pytest.raises(RuntimeError, match="a whole number from 0 to 5 but got"):
+        prepared.serve(wire(nodes), clients_at_least=3, most_samples=5)
+    (prepared.folder / "deployed").rename(prepared.folder / "second")
+    with pytest.raises(RuntimeError, match=r"at most 0\.001 times the larger of the server's norm and 1 but it is of"):
+        prepared.serve(wire(nodes), clients_at_least=3, largest_update=0.001)
+
+
+ODD = [None, True, -1, 0, 2**31, 1e308, "", "..", "\ud800", [], {}, [[]], "x" * 300, float("nan"), 10**25]
+
+
+def damaged(rng, data):
+    """Bytes with some others, some less or some more."""
+    data, place = bytearray(data or b"x"), rng.choice([rng.randrange(len(data or b"x")), rng.randrange(128)])
+    how, few = rng.randrange(3), rng.randrange(1, 9)
+    if how == 0:
+        data[place % len(data)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        del data[place : place + few]
+    else:
+        data[place:place] = rng.randbytes(few)
+    return bytes(data)
+
+
+def scribbled(rng, message):
+    """A message with a text of which some letters are others."""
+    written = list(json.dumps({"head": message.head, "types": message.types}))
+    for _ in range(rng.randrange(1, 4)):
+        written[rng.randrange(len(written))] = rng.choice('[]{}":,0-e\\x')
+    return replace(message, text="".join(written))
+
+
+def mutated(rng, message, others):
+    """A message of which something, or two things, are otherwise, at random."""
+    if rng.random() < 0.3:
+        message = rng.choice(list(KINDS.values()))[0](message)
+    for _ in range(rng.randrange(1, 3)):
+        arrays = message.arrays or {"w": b""}
+        name, other, word = rng.choice(list(arrays)), rng.choice(list(arrays)), rng.choice(list(message.head))
+        data, new = arrays[name], rng.choice(["", "..", "zz", f"{name}|values", f"{name}|changed"])
+        changes = (
+            lambda m, word=word: saying(**{word: rng.choice(ODD)})(m),
+            lambda m, name=name: replace(m, types={**m.types, name: rng.choice([*ODD, "float16", "bool", "uint8"])}),
+            lambda m, name=name, data=data: replace(m, arrays={**m.arrays, name: damaged(rng, data)}),
+            lambda m, other=other, data=data: replace(m, arrays={**m.arrays, other: data}),
+            lambda m, new=new, data=data: replace(m, arrays={**m.arrays, new: data}, types={**m.types, new: "float32"}),
+            lambda m: rng.choice(others),
+            lambda m: scribbled(rng, m),
+        )
+        message = rng.choice(changes)(message)
+    return message
+
+
+@pytest.mark.slow
+def test_two_thousand_messages_made_at_random_end_no_round_and_change_nothing(prepared, honest, wire, same, caplog):
+    """Read by the real decoder: each is refused by name, or could be an honest client's."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    rng, may, sent = random.Random(seed), [], []
+
+    def is_refused(message, parcel):
+        known = {n.removeprefix(MODEL): value for n, value in parcel.state.items() if n.startswith(MODEL)}
+        limits = Limits(10**8, 10**3, MOST, 1000.0)
+        try:
+            upload = upload_of(
+                sealed_of(message.record()), parcel.head, "1", known, dict.fromkeys(known, BUILT_IN["mean"]), limits
+            )
+        except RefusedError as error:
+            assert str(error).isprintable() and len(str(error)) <= 500
+            return True
+        assert type(upload.samples) is int and 0 <= upload.samples <= 10**3
+        assert all(known[name].shape == value.shape for name, value in upload.state.items())
+        return False
+
+    def lies(answer, before, parcel):
+        while len(sent) < 1000 * (parcel.head["round"] + 1):
+            message = mutated(rng, answer, before or [saying(client="0")(answer)])
+            if is_refused(message, parcel):
+                sent.append(message)
+                yield message
+            else:
+                may.append(message)
+
+    nodes = [prepared.node(client) for client in prepared.clients]
+    fit = prepared.serve(lying(wire, lies)(nodes), clients_at_least=2)
+    assert same(honest, fit.model)
+    assert len(reasons(caplog, 0)) == len(reasons(caplog, 1)) == 1000
+    assert all(reason.isprintable() and len(reason) <= 500 for reason in reasons(caplog, 0))
+    assert len(set(reasons(caplog, 0))) > 50
+    assert len(may) < len(sent) / 2
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("rule", ["mean", "median", "TrimmedMean", "Krum"])
+def test_reductions_that_outvote_a_liar_do_so_in_a_deployment(rule, rehearsal, wire):
+    """What the server makes of two honest uploads and a large one lies between the honest ones; a mean does not."""
+    where = "lightning_fcl.federation.robust"
+    kinds = {"TrimmedMean": {"trim": 0.34}, "Krum": {"byzantine": 1}}
+    chosen = {"class_path": f"{where}.{rule}", "init_args": kinds[rule]} if rule in kinds else rule
+    settings = {"cohort_size": 1, "reductions": {"*": chosen}}
+    one = rehearsal(
+        {
+            "trainer": {
+                "max_epochs": 1,
+                "strategy": {"class_path": "lightning_fcl.FederatedStrategy", "init_args": settings},
+            }
+        }
+    )
+    one.simulate()
+    honest = {}
+
+    class Mixed(wire):
+        def replies(self, number, parcel):
+            answer = self.reached[number].answer(parcel)
+            message = Message.of(answer)
+            if parcel.state:
+                start = {n.removeprefix(MODEL): value for n, value in parcel.state.items()}
+                honest[number] = restored(answer.state, start)
+                message = numbers(lambda v: v * 100)(message) if number == 8 else message
+            yield sealed_of(message.record())
+
+    fit = one.serve(Mixed([one.node(client) for client in one.clients]), clients_at_least=3)
+    assert rounds_of(fit)[0]["dropped"] == {}
+    low, high = (
+        {name: compare(honest[7][name], honest[9][name]) for name in honest[7]} for compare in (torch.min, torch.max)
+    )
+    inside = [((low[n] <= value) & (value <= high[n])).all().item() for n, value in entries(fit.model).items()]
+    assert all(inside) is (rule != "mean")
