@@ -253,7 +253,7 @@ class Machines:
         self.signal(name, signal.SIGKILL)
         self.running.pop(name).wait()
 
-    def wait_for(self, there, seconds=240):
+    def wait_for(self, there, seconds=600):
         ends = time.monotonic() + seconds
         while not (found := there()):
             assert time.monotonic() < ends, self.logs()
