@@ -90,11 +90,14 @@ def of_anything(
 ) -> Samples:
     """Samples of arrays, tensors or a map-style data set, checked; see `FederatedStream.from_arrays`."""
     in_memory = not isinstance(x, Dataset) and (hasattr(x, "__array__") or isinstance(x, list))
-    values = _tensor(x) if in_memory else torch.empty(0)
-    content: Tensor | Dataset[Any] = data_set(x, "for `x`") if not in_memory else values
-    if in_memory and y is None:
-        content = TensorDataset(values.float() if values.dtype == torch.float64 else values)
+    content: Tensor | Dataset[Any] = _tensor(x) if in_memory else data_set(x, "for `x`")
     size = len(content)  # type: ignore[arg-type]  # a map-style data set
+    # `Arrays` checks what it can be told: floating point samples, labels, owners and domains.
+    checked = np.zeros((size, 0), np.float32)
+    if isinstance(content, Tensor) and content.is_floating_point():
+        checked = content.float().numpy()
+    if isinstance(content, Tensor) and y is None:
+        content = TensorDataset(content.float() if content.dtype == torch.float64 else content)
     targets: NDArray[Any] = np.empty(0)
     names: tuple[str, ...] = ()
     if y is not None:
@@ -106,8 +109,6 @@ def of_anything(
     if len(targets) != size and not (isinstance(content, Dataset) and not len(targets)):
         raise ValueError(f"Expected a target for each of {size} samples but got {len(targets)}. Pass one for each.")
     owner, domain = _column("client", client), _column("group", group)
-    # `Arrays` checks what it can be told: floating point samples, labels, owners and domains.
-    checked = values.float().numpy() if values.is_floating_point() and in_memory else np.zeros((size, 0), np.float32)
     Arrays(checked, targets if names else np.zeros(size, dtype=np.int64), owner, names or ("",), None, domain)
     return Samples(content, targets, names, owner, domain, collate_fn=collate_fn)
 
@@ -122,7 +123,7 @@ def _names(data: Dataset[Any]) -> tuple[str, ...] | None:
 def _tensor(x: Any) -> Tensor:
     """Samples in memory as torch has them, those of half precision as single, which holds them."""
     values = x.detach().cpu() if isinstance(x, Tensor) else np.ascontiguousarray(x)
-    if isinstance(values, np.ndarray) and values.dtype.kind not in "biuf":
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "biufc":
         raise TypeError(
             f"Expected `x` to hold numbers but got {values.dtype} of shape {values.shape}. Convert it, for example "
             "with `x.astype(np.float32)`."
