@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import isfunction, ismethod
 from itertools import combinations, islice, product
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import lightning.pytorch as L
 import numpy as np
@@ -38,10 +38,14 @@ Parts = dict[str, tuple[Dataset[Any], Loading | None]]
 """The samples of ``"train"``, ``"validation"`` and ``"test"``, where there are such, and how a data module loads it."""
 
 
+def are_several(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
+    """Whether a stream's data are a dict or list of such, of clients or splits; a data set may be a list itself."""
+    return isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
+
+
 def modules_of(data: object) -> list[L.LightningDataModule]:
     """The data modules among a stream's data: that of all clients, or those of some."""
-    several = isinstance(data, Mapping | list | tuple)
-    parts: Any = data.values() if isinstance(data, Mapping) else data if several else [data]
+    parts = (data.values() if isinstance(data, Mapping) else data) if are_several(data) else [data]
     return [part for part in parts if isinstance(part, L.LightningDataModule)]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_fcl.data.batches import Collate
-from lightning_fcl.data.data_module import Parts, agreed, parts_of, refuse_shared
+from lightning_fcl.data.data_module import Parts, agreed, are_several, parts_of, refuse_shared
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.samples import PublicData, Samples, name_of, of_public
 from lightning_fcl.data.targets import as_array, labelled, numbered, place_of_target, targets_of
@@ -158,8 +158,8 @@ def samples_of(
         return _of_parts({"": parts_of(data, seed)}, classes, ())
     if names_clients(data):
         return _of_clients(data, classes, seed, left_open)
-    if splits := _splits(data, "`data`"):
-        return _of_parts({"": splits}, classes, ())
+    if _names_splits(data, "`data`"):
+        return _of_parts({"": _splits(data)}, classes, ())
     if not isinstance(data, str | PublicData | Arrays | Samples):
         return of_anything(data_set(data, "for `data`"), classes=classes)
     if classes is not None:
@@ -169,8 +169,7 @@ def samples_of(
 
 def names_clients(data: object) -> TypeGuard[Mapping[Any, object] | Sequence[object]]:
     """Whether data are those of each client, in a dict or a list: not the splits of one data set."""
-    several = isinstance(data, Mapping | list | tuple) and not isinstance(data, Dataset)
-    return several and not _splits(data, "`data`")
+    return are_several(data) and not _names_splits(data, "`data`")
 
 
 def _of_clients(
@@ -184,9 +183,10 @@ def _of_clients(
     for client, own in named.items():
         if isinstance(own, L.LightningDataModule):
             parts[client] = parts_of(own, seed)
+        elif _names_splits(own, whose := f"for client {client}"):
+            parts[client] = _splits(own)
         else:
-            whose = f"for client {client}"
-            parts[client] = _splits(own, whose) or {"train": (data_set(own, whose), None)}
+            parts[client] = {"train": (data_set(own, whose), None)}
     samples = _of_parts(parts, classes, left_open)
     whole: Parts = {
         part: (ConcatDataset([own[part][0] for own in parts.values() if part in own]), None)
@@ -200,17 +200,22 @@ def _of_clients(
     return replace(samples, owner=np.repeat(names, sizes))
 
 
-def _splits(data: Any, whose: str) -> Parts | None:
-    """The parts of what names them, as a `DatasetDict` of Hugging Face does; None: it names clients, or nothing."""
+def _names_splits(data: object, whose: str) -> TypeGuard[Mapping[str, object]]:
+    """Whether data are named by splits, as those of a `DatasetDict` of Hugging Face are; other names are clients'."""
     others = _SPLITS.keys() - {"train"}
     if not isinstance(data, Mapping) or "train" not in data or not (len(data) == 1 or others & data.keys()):
-        return None
+        return False
     parts = [_SPLITS.get(name) for name in data]
     if None in parts or len(set(parts)) < len(parts):
         raise ValueError(
             f"Expected {whose} to have the splits train, validation and test, or clients of other names, but got "
             f"{', '.join(map(str, data))}. Leave out what is neither, and join what is one."
         )
+    return True
+
+
+def _splits(data: Mapping[str, object]) -> Parts:
+    """The parts of data that are named by splits."""
     return {_SPLITS[name]: (data_set(part, f"for {name}"), None) for name, part in data.items()}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fcl.deployment.changes import CHANGED, VALUES, restored
 from lightning_fcl.deployment.decoding import Sealed, array_of, check_bytes, head_of, refusing
-from lightning_fcl.deployment.parcel import RefusedError, check_entries, check_same
+from lightning_fcl.deployment.parcel import RefusedError, check_entries, check_names, check_same
 from lightning_fcl.errors import quoted
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.reductions import Reduction
@@ -222,12 +222,7 @@ def check_forms(types: Mapping[str, object], known: Mapping[str, Tensor], sender
     for name, value in known.items():
         parts = {name + CHANGED: torch.uint8, name + VALUES: value.dtype}
         wanted |= parts if parts.keys() & types.keys() else {name: value.dtype}
-    strange = sorted(types.keys() ^ wanted.keys())
-    if strange:
-        raise RefusedError(
-            f"Expected {sender} to send the {len(known)} entries of this recipe's model but {quoted(strange)} "
-            f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
-        )
+    check_names(types, wanted, len(known), sender)
     for name, dtype in wanted.items():
         if f"torch.{types[name]}" != str(dtype):
             raise RefusedError(

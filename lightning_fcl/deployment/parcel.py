@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,14 +66,19 @@ def check_same(head: Mapping[str, Any], recipe: str, sender: str) -> None:
         )
 
 
-def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str, finite: bool = True) -> None:
-    """Refuse a state that is not of these entries."""
-    strange = sorted(state.keys() ^ known.keys())
+def check_names(sent: Iterable[str], wanted: Iterable[str], entries: int, sender: str) -> None:
+    """Refuse what is not sent under the names that are wanted of so many entries."""
+    strange = sorted({*sent} ^ {*wanted})
     if strange:
         raise RefusedError(
-            f"Expected {sender} to send the {len(known)} entries of this recipe's model but {quoted(strange)} "
+            f"Expected {sender} to send the {entries} entries of this recipe's model but {quoted(strange)} "
             f"{'is' if len(strange) == 1 else 'are'} missing or not among them. Deploy one recipe everywhere."
         )
+
+
+def check_entries(state: Mapping[str, Tensor], known: Mapping[str, Tensor], sender: str, finite: bool = True) -> None:
+    """Refuse a state that is not of these entries."""
+    check_names(state, known, len(known), sender)
     for name, value in state.items():
         wanted = known[name]
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
