@@ -144,6 +144,20 @@ class Rehearsal:
         """What the server's newest checkpoint holds."""
         return read_checkpoint(load, newest_checkpoint(self.folder / "deployed" / "checkpoints"))["state_dict"]
 
+    def ended(self):
+        """Whether the server is done: this file is written last."""
+        return (self.folder / "deployed" / "files.json").exists()
+
+    def begun(self, client):
+        """The last round that a client has begun; -1 before its first."""
+        notes = list((self.folder / "memories").glob(f"*/{client}/round.json"))
+        return json.loads(notes[0].read_text())["round"] if notes else -1
+
+    def holds(self, module):
+        """Whether the server's newest checkpoint holds a module's bits."""
+        weights = self.weights()
+        return all(torch.equal(value, weights[name]) for name, value in entries(module).items())
+
     def serve(self, link, data="server", **terms):
         where = str(self.folder / "data" / "server.npz") if data == "server" else None
         terms = Terms(**{"join_seconds": 1, "round_seconds": 30, **terms})
@@ -295,3 +309,20 @@ def machines(tmp_path):
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def connect(rehearsal, machines):
+    """Makes a rehearsal of a recipe, its simulation, and a SuperLink with a SuperNode for each client."""
+
+    def made(recipe, beat=None):
+        one, at = rehearsal(recipe), machines()
+        if beat is not None:
+            at.beat(beat)
+        simulated = one.simulate()
+        at.link()
+        for client in one.clients:
+            at.node(client, one.config(client))
+        return one, simulated, at
+
+    return made

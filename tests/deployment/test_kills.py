@@ -9,19 +9,15 @@ import time
 import pytest
 import torch
 
-from lightning_fcl.federation.aggregation import entries
 from lightning_fcl.federation.client_store import ClientStore
+
+from .recipes import REPLAY
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROUNDS = 8
 RECIPE = {
-    "trainer": {
-        "callbacks": [
-            {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"max_size": 30}},
-            {"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"alpha": 0.2, "beta": 0.3}},
-        ]
-    },
+    **REPLAY,
     "data": {
         "scenario": {
             "class_path": "ClassIncremental",
@@ -33,27 +29,8 @@ BEAT = 10  # seconds: Flower's least; who has not been heard of for twice as lon
 
 
 @pytest.fixture
-def connected(rehearsal, machines):
-    """A rehearsal, its simulation, and a SuperLink with a SuperNode for each client."""
-    one, at = rehearsal(RECIPE), machines()
-    at.beat(BEAT)
-    simulated = one.simulate()
-    at.link()
-    for client in one.clients:
-        at.node(client, one.config(client))
-    return one, simulated, at
-
-
-def begun(one):
-    """The last round that each client has begun."""
-    notes = {
-        path.parent.name: json.loads(path.read_text()) for path in (one.folder / "memories").glob("*/*/round.json")
-    }
-    return {client: note["round"] for client, note in notes.items()}
-
-
-def ended(one):
-    return (one.folder / "deployed" / "files.json").exists()
+def connected(connect):
+    return connect(RECIPE, BEAT)
 
 
 def memory(one, client):
@@ -99,13 +76,12 @@ def test_whoever_is_killed_at_random_moments_and_started_again_the_bits_are_thos
     at.run(one.app(), **settings)
     for kill, round in zip(kills, rounds, strict=True):
         client, later = moments.choice(one.clients), moments.random()
-        at.wait_for(lambda client=client, round=round: begun(one).get(client, -1) >= round)
+        at.wait_for(lambda client=client, round=round: one.begun(client) >= round)
         time.sleep(later)
         kill(client)
-    assert not ended(one)
-    at.wait_for(lambda: ended(one))
-    weights = one.weights()
-    assert all(torch.equal(value, weights[name]) for name, value in entries(simulated.model).items())
+    assert not one.ended()
+    at.wait_for(one.ended)
+    assert one.holds(simulated.model)
     for client in one.clients:
         kept, remembered = memory(one, client), simulated.trainer.strategy.server.store[client]
         assert kept.keys() == remembered.keys() and kept["Replay"]
@@ -117,11 +93,11 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     one, _, at = connected
     at.run(one.app(), **one.settings(), clients_at_least=2, round_seconds=15.0)
     lost = moments.choice(one.clients)
-    at.wait_for(lambda: begun(one).get(lost, -1) >= 1)
+    at.wait_for(lambda: one.begun(lost) >= 1)
     time.sleep(moments.random())
     at.kill(lost)
     at.supernode(lost, one.config(lost))
-    at.wait_for(lambda: ended(one))
+    at.wait_for(one.ended)
     rounds = json.loads((one.folder / "deployed" / "results.json").read_text())["record"]["rounds"]
     there = [lost in round["upload_bytes"] for round in rounds]
     assert len(rounds) == ROUNDS and there[0] and not all(there)
@@ -129,4 +105,4 @@ def test_who_is_killed_and_at_once_started_again_comes_back_while_the_others_go_
     assert all(len(round["upload_bytes"]) >= 2 for round in rounds)
     claimed = [round["claims"] for round in rounds if "claims" in round]  # none where it took so long to start
     assert all(claims.keys() == {lost} and len(claims[lost]) == 2 for claims in claimed)
-    assert begun(one)[lost] == ROUNDS - 1 and memory(one, lost)["Replay"]
+    assert one.begun(lost) == ROUNDS - 1 and memory(one, lost)["Replay"]

@@ -1,7 +1,6 @@
 """A SuperLink and SuperNodes as processes on loopback, with a process that stays beside each node."""
 
 import csv
-import json
 import re
 import shlex
 import signal
@@ -9,57 +8,26 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 import lightning_fcl
-from lightning_fcl.federation.aggregation import entries
 
-REPLAY = {
-    "trainer": {
-        "callbacks": [
-            {"class_path": "lightning_fcl.callbacks.Replay", "init_args": {"max_size": 30}},
-            {"class_path": "lightning_fcl.callbacks.FLwF2T", "init_args": {"alpha": 0.2, "beta": 0.3}},
-        ]
-    }
-}
+from .recipes import REPLAY
 
 PAGE = Path(lightning_fcl.__file__).parents[1] / "docs" / "deploy.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-def ended(one):
-    """Whether the server is done: this file is written last."""
-    return (one.folder / "deployed" / "files.json").exists()
-
-
-def begun(one, client, round):
-    """Whether a client has begun a round."""
-    notes = list((one.folder / "memories").glob(f"*/{client}/round.json"))
-    return bool(notes) and json.loads(notes[0].read_text())["round"] >= round
-
-
-def equal(module, state):
-    """Whether a module holds these bits."""
-    return all(torch.equal(value, state[name]) for name, value in entries(module).items())
-
-
 @pytest.fixture
-def connected(rehearsal, machines):
-    """A rehearsal, its simulation, and a SuperLink with a SuperNode for each client."""
-    one, at = rehearsal(REPLAY), machines()
-    simulated = one.simulate()
-    at.link()
-    for client in one.clients:
-        at.node(client, one.config(client))
-    return one, simulated, at
+def connected(connect):
+    return connect(REPLAY)
 
 
 def test_superlink_and_three_supernodes_end_in_the_bits_of_the_simulation(connected):
     one, simulated, at = connected
     at.run(one.app(), **one.settings(), clients_at_least=3)
-    at.wait_for(lambda: ended(one))
-    assert equal(simulated.model, one.weights())
+    at.wait_for(one.ended)
+    assert one.holds(simulated.model)
 
 
 def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
@@ -69,8 +37,8 @@ def test_flowers_own_simulation_runs_the_same_app(rehearsal, machines):
     at.link("--simulation")
     more = {"data_folder": str(one.folder / "data"), "memories": str(one.folder / "memories"), "clients_at_least": 3}
     at.run(one.app(), "options.num-supernodes = 3", **one.settings(), **more)
-    at.wait_for(lambda: ended(one))
-    assert equal(simulated.model, one.weights())
+    at.wait_for(one.ended)
+    assert one.holds(simulated.model)
 
 
 def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_bits(connected):
@@ -78,25 +46,25 @@ def test_a_supernode_and_the_superlink_killed_and_started_again_end_in_the_same_
     one, simulated, at = connected
     settings = {**one.settings(), "clients_at_least": 3, "round_seconds": 20.0, "join_seconds": 120.0}
     at.run(one.app(), **settings)
-    at.wait_for(lambda: begun(one, "1", 1))
+    at.wait_for(lambda: one.begun("1") >= 1)
     at.kill("link")
     for name in ("1", "1-stays"):
         at.kill(name)
-    assert not ended(one)
+    assert not one.ended()
     at.link()
     at.node("1", one.config("1"))
     at.run(one.app(), **settings)
-    at.wait_for(lambda: ended(one))
-    assert equal(simulated.model, one.weights())
+    at.wait_for(one.ended)
+    assert one.holds(simulated.model)
 
 
 def test_a_supernode_that_stalls_does_not_stop_the_round(connected):
     one, _, at = connected
     settings = {**one.settings(), "clients_at_least": 2, "round_seconds": 8.0}
     at.run(one.app(), **settings)
-    at.wait_for(lambda: begun(one, "2", 0))
+    at.wait_for(lambda: one.begun("2") >= 0)
     at.signal("2", signal.SIGSTOP)
-    at.wait_for(lambda: ended(one))
+    at.wait_for(one.ended)
     with (one.folder / "deployed" / "metrics.csv").open() as file:
         last = {row["model"]: row["upload_bytes"] for row in csv.DictReader(file) if row["round"] == "3"}
     assert last["0"] and last["1"] and not last["2"]
@@ -130,8 +98,8 @@ def test_nodes_that_are_known_train_behind_certificates_and_no_others(rehearsal,
     at.node("mistrusts", one.config("0"), "--auth-supernode-private-key", secret)
     at.trust = ["--root-certificates", authority]
     at.run(one.app(), **one.settings(), clients_at_least=3)
-    at.wait_for(lambda: ended(one))
-    assert equal(simulated.model, one.weights())
+    at.wait_for(one.ended)
+    assert one.holds(simulated.model)
     said = {name: (tmp_path / f"{name}.log").read_text().lower() for name in ("stranger", "mistrusts", "link")}
     assert "certificate" in said["mistrusts"] and "train message" not in said["mistrusts"]
     assert "train message" not in said["stranger"]
