@@ -56,8 +56,12 @@ def remedy(message: str) -> str:
         ours += ["FederatedStrategy", "TopK", "Quantize", "Swarm", *torch.optim.__all__]
         hint = did_you_mean(found[1], [*ours, *callbacks.__all__, *loggers.__all__])
         return f"Expected a class's path, as in lightning_fcl.callbacks.Replay, but got {found[1]}.{hint}"
-    if (found := _KIND.search(text)) and (told := other_lightning(resolve_name(found[1]))):
-        return told
+    if found := _KIND.search(text):
+        kind = resolve_name(found[1])
+        if not isinstance(kind, type):
+            return f"Expected a class but got {found[1]}, a {type(kind).__name__}. Name a class in `class_path`."
+        if told := other_lightning(kind):
+            return told
     if found := _OPTION.search(text):
         path, name = found.groups()
         known = list(inspect.signature(resolve_name(path)).parameters)
