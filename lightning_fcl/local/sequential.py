@@ -21,10 +21,11 @@ from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.local_training import Trained
 from lightning_fcl.federation.optimizer_state import group_values, optimizer_memory, restore_optimizer
-from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.methods.method import driver_of, section
+from lightning_fcl.methods.client import Client, section
+from lightning_fcl.methods.declaration import Declaration, Uploads, client_of
+from lightning_fcl.methods.method import driver_of
 from lightning_fcl.methods.random_layers import KeyedRandomness
-from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.randomness import Keys, keys_of, numbers
 
 
@@ -56,6 +57,7 @@ class SequentialTrainer:
         self._module, self._methods, self._optimizers, self._step = module, methods, optimizers, step
         self._keep_optimizer, self._seed = keep_optimizer, seed
         self._begun: list[list[dict[str, Any]]] = []  # the optimizers' groups, of a client that has kept none
+        self._clients: list[Client] = []  # the client that trains now, as each method sees it
         self.random: KeyedRandomness | None = None  # what a step, and its backward pass, draw by
 
     def begin(
@@ -75,9 +77,14 @@ class SequentialTrainer:
             optimizer.state.clear()
             restore_optimizer(optimizer, section(optimizers[0], str(number)))
         if self._methods:
-            active = [method.applies_to(client_round) for method in self._methods]
-            recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, [client_round], "recall"))
-            driver_of(self._module.trainer).begin(memories[0], state, active, recalls)
+            self._clients = [
+                client_of(method, self._module, memory, state, client_round)
+                for method, memory in zip(self._methods, memories[0], strict=True)
+            ]
+            recalled = Recalled(
+                self._methods, [self._clients], partial(client_keys, self._seed, [client_round], "recall")
+            )
+            driver_of(self._module.trainer).begin(self._clients, recalled)
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor | None:
         self.random = KeyedRandomness(step_keys(self._keys, self._steps)[0].to(self._module.device))
@@ -116,11 +123,11 @@ class SequentialTrainer:
                 f"{self._client_round.client} has made {quoted(new)}. Make it in `__init__` or in `configure_model`."
             )
         sent = own
-        for method in self._methods:
-            sent = method.upload(method.memory, sent) if method.applies_to(self._client_round) else sent
+        for method, client in zip(self._methods, self._clients, strict=True):
+            sent = method.upload(client, sent) if isinstance(method, Uploads) and client.active else sent
         return Trained(
             {name: value[None] for name, value in sent.items()},
-            [[method.memory for method in self._methods]],
+            [[client.memory for client in self._clients]],
             own,
             self._kept() if self._keep_optimizer else None,
             self._finite & driver_of(self._module.trainer).finite if self._methods else self._finite,

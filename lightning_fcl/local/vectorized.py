@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -21,11 +22,12 @@ from lightning_fcl.federation.optimizer_state import group_values, set_group_val
 from lightning_fcl.federation.protocol import Vectorizable
 from lightning_fcl.local.sequential import client_keys, step_keys
 from lightning_fcl.local.traced import TracedStep, is_traceable
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import compose
-from lightning_fcl.methods.declaration import Declaration, shapes_loss
+from lightning_fcl.methods.declaration import Declaration, Recalls, client_of, overrides, shapes_loss
 from lightning_fcl.methods.functional import Embedding, SampleLoss, teacher_of
 from lightning_fcl.methods.random_layers import KeyedRandomness, without_advancing
-from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.methods.step import Step
 
 
@@ -47,7 +49,7 @@ class VectorizedTrainer:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: L.LightningModule,
         methods: Sequence[Declaration],
         optimizer: Optimizer,
         clients_at_once: int,
@@ -104,15 +106,17 @@ class VectorizedTrainer:
         device = next(iter(self._params.values())).device
         applies = [[method.applies_to(part) for part in clients] for method in self._all_methods]
         shaping = [
-            any(on and shapes_loss(method, own[i]) for on, own in zip(applies[i], self._kept, strict=True))
+            any(on and shapes_loss(method, Client(own[i])) for on, own in zip(applies[i], self._kept, strict=True))
             for i, method in enumerate(self._all_methods)
         ]
         used = [i for i, shapes in enumerate(shaping) if shapes]
         self._methods = [self._all_methods[i] for i in used]
+        for i in used:
+            _check_alike(self._all_methods[i], clients, [own[i] for own in self._kept])
         self._memories = [stack_common([own[i] for own in self._kept]) for i in used]
         self._applies = [torch.tensor(applies[i], dtype=torch.float32, device=device) for i in used]
-        memories = [[own[i] for i in used] for own in self._kept] if used else []
-        self._recalls = Recalls(self._methods, memories, partial(client_keys, self._seed, clients, "recall"))
+        each = [[Client(own[i]) for i in used] for own in self._kept] if used else []
+        self._recalls = Recalled(self._methods, each, partial(client_keys, self._seed, clients, "recall"))
 
     def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> Tensor:
         assert weight is not None  # batches are stacked
@@ -246,7 +250,11 @@ class VectorizedTrainer:
                 replace(step, recalled=samples, recalled_weight=real)
                 for samples, real in zip(recalled, there, strict=True)
             ]
-            scale, extra = compose(self._methods, memories, steps, one * 0, applies)
+            alike = [
+                client_of(method, self._module, memory, received)
+                for method, memory in zip(self._methods, memories, strict=True)
+            ]
+            scale, extra = compose(self._methods, alike, steps, one * 0, applies)
         return output, one * scale, extra
 
     def _recalled(self, weight: Tensor) -> tuple[list[Mapping[str, Tensor]], list[Tensor]]:
@@ -296,10 +304,25 @@ def stack(rows: Sequence[Mapping[str, Tensor]]) -> State:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
+def _check_alike(method: Declaration, clients: Sequence[ClientRound], memories: Sequence[Memory]) -> None:
+    """Refuse memories of which a step would see what all clients have, and not what some have."""
+    if isinstance(method, Recalls) or overrides(method, "rehearse"):
+        return  # samples, of which each client may have another number
+    shapes = [{name: value.shape for name, value in memory.items()} for memory in memories]
+    for part, other in zip(clients, shapes, strict=True):
+        for name in sorted({*shapes[0], *other}):
+            if shapes[0].get(name) != other.get(name):
+                raise ValueError(
+                    f"Expected `{type(method).__name__}` to remember the same entries of each client, as several train "
+                    f"side by side, but `{name}` differs between client {clients[0].client} and client {part.client}. "
+                    "Let `on_download` fill in what is not there yet, or set `vectorizable = False`."
+                )
+
+
 def stack_common(rows: Sequence[Memory]) -> Memory:
     """Several clients' memories as one: the entries that all have, of equal shapes, every one of shape (clients, ...).
 
-    Remembered samples, of which each client may have another number, are brought to a step by `Declaration.recall`.
+    Remembered samples, of which each client may have another number, are brought to a step by `Recalls`.
     """
     common = [name for name in rows[0] if all(name in row and row[name].shape == rows[0][name].shape for row in rows)]
     return {name: torch.stack([row[name] for row in rows]) for name in common}

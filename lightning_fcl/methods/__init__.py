@@ -12,6 +12,9 @@ from lightning_fcl.door import lazy_names
 if TYPE_CHECKING:
     from lightning_fcl.methods.apfl import APFL as APFL
     from lightning_fcl.methods.bcn import BCN as BCN
+    from lightning_fcl.methods.client import Client as Client
+    from lightning_fcl.methods.client import remember as remember
+    from lightning_fcl.methods.client import section as section
     from lightning_fcl.methods.derpp import DERpp as DERpp
     from lightning_fcl.methods.distillation import FLwF as FLwF
     from lightning_fcl.methods.distillation import FLwF2T as FLwF2T
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
     from lightning_fcl.methods.lvt import LVTMethod as LVTMethod
     from lightning_fcl.methods.mean_output import MeanOutputLoss as MeanOutputLoss
     from lightning_fcl.methods.method import Method as Method
+    from lightning_fcl.methods.needs import Needs as Needs
     from lightning_fcl.methods.plasticity import IntrinsicPlasticity as IntrinsicPlasticity
+    from lightning_fcl.methods.projection import flatten as flatten
     from lightning_fcl.methods.replay import Replay as Replay
     from lightning_fcl.methods.step import Step as Step
     from lightning_fcl.methods.unlearning import Unlearning as Unlearning

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
@@ -23,9 +22,11 @@ from lightning_fcl.federation.optimizer_state import (
     set_group_values,
     with_parameters,
 )
-from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.functional import gradient_of, step_along
-from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import flatten
 from lightning_fcl.methods.step import stepped_by
 
@@ -57,8 +58,9 @@ class APFL(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs_sample_loss: ClassVar[bool] = True
-    needs_labels: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(
+        labels=True, loss=True, federation="with a single client there is no shared model to mix with. Remove `APFL`"
+    )
 
     alpha0: float = argument(0.5, between, 0, 1)
     alpha_lr: float | None = argument(None, at_least, 0)
@@ -71,38 +73,36 @@ class APFL(Method):
         self._optimizer: Optimizer | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        why = "with a single client there is no shared model to mix with. Remove `APFL`"
-        federation = need_federation(trainer, "APFL", why)
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"Expected `accumulate_grad_batches=1` for `APFL`, whose personal model steps with each batch, but got "
                 f"{trainer.accumulate_grad_batches}. Raise the stream's `batch_size` instead."
             )
         self._trainable = [name for name, p in pl_module.named_parameters() if p.requires_grad]
-        self._keeps = federation.strategy.keep_optimizer
+        federation = federation_of(trainer)
+        self._keeps = federation is not None and federation.strategy.keep_optimizer
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        if not self.applies_to(client_round):
+    def on_download(self, client: Client) -> Memory:
+        memory = client.memory
+        if not client.active:
             return memory
-        own = {**server, **section(memory, "v")}
+        own = {**client.server, **section(memory, "v")}
         begun = remember({name: own[name] for name in self._trainable}, "v")
         alpha = memory.get("alpha", torch.tensor(float(self.alpha0)))
         return {**memory, **begun, "alpha": alpha.clone()}
 
-    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
+    def begin(self, client: Client) -> None:
         self._personal, self._optimizer = {}, None
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if not self.active:
-            return
-        shared = stepped_by(optimizer, pl_module)
-        if not shared:
+        client, shared = self.client, stepped_by(optimizer, pl_module)
+        if not (client.active and shared):
             return
         if self._optimizer is None:
-            self._optimizer = self._begun(pl_module, optimizer)
+            self._optimizer = self._begun(client, optimizer)
         own = {name: self._personal[name].detach() for name in shared}
-        alpha = self.memory["alpha"]
-        gradient = gradient_of(pl_module, shared)(self.batch[0], self.batch[1], mix(own, shared, alpha))
+        alpha = client.memory["alpha"]
+        gradient = gradient_of(pl_module, shared)(client.batch[0], client.batch[1], mix(own, shared, alpha))
         if not torch.isfinite(gradient.sum()):
             return  # what a client keeps must stay of use; one that diverges is the federation's to refuse
         towards = flatten(own) - flatten(shared).detach()
@@ -111,24 +111,22 @@ class APFL(Method):
         rate = optimizer.param_groups[0]["lr"] if self.alpha_lr is None else self.alpha_lr
         alpha.sub_(rate * (towards @ gradient)).clamp_(0, 1)
 
-    def _begun(self, module: nn.Module, optimizer: Optimizer) -> Optimizer:
+    def _begun(self, client: Client, optimizer: Optimizer) -> Optimizer:
         """An optimizer like the client's own, for ``v``, which it changes in place in the memory."""
-        self._personal = {name: nn.Parameter(value) for name, value in section(self.memory, "v").items()}
-        named = dict(module.named_parameters())
+        self._personal = {name: nn.Parameter(value) for name, value in section(client.memory, "v").items()}
+        named = dict(client.module.named_parameters())
         own = with_parameters(optimizer, {id(named[name]): p for name, p in self._personal.items()})
-        restore_optimizer(own, section(self.memory, "optimizer"))
+        restore_optimizer(own, section(client.memory, "optimizer"))
         return own
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         if not self._keeps or self._optimizer is None:
-            return memory
-        return {**memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
+            return client.memory
+        return {**client.memory, **remember(optimizer_memory(self._optimizer), "optimizer")}
 
-    def personalize(self, memory: Memory, state: State) -> State:
-        own = {name: value.to(state[name].device) for name, value in section(memory, "v").items()}
-        return {**state, **mix(own, state, memory["alpha"])} if own else state
+    def personalize(self, client: Client, state: State) -> State:
+        own = {name: value.to(state[name].device) for name, value in section(client.memory, "v").items()}
+        return {**state, **mix(own, state, client.memory["alpha"])} if own else state
 
 
 @torch.no_grad()

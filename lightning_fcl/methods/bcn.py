@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import Episodic, past_tasks
 from lightning_fcl.methods.step import Step
 
@@ -86,11 +86,11 @@ class BCN(Episodic):
     inner_lr: float = argument(0.001, above, 0)
     batch_size: int = argument(128, at_least, 1)
 
-    def task_weight(self, memory: Memory) -> float:
-        return self.beta if past_tasks(memory) else 1.0
+    def task_weight(self, client: Client) -> float:
+        return self.beta if past_tasks(client.memory) else 1.0
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        tasks = past_tasks(memory)
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        tasks = past_tasks(client.memory)
         if not tasks:
             return 0.0
         x, y = self._drawn(tasks, step)

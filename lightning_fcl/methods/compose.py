@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_fcl.data.attached import callbacks_of
 from lightning_fcl.data.batches import joined
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
-from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Declaration, Predicts, SetsEpochs, TrainsParts, overrides
 from lightning_fcl.methods.step import Step
 
 
@@ -26,13 +26,14 @@ def methods_of(trainer: L.Trainer) -> list[Declaration]:
 
 def check_compatible(methods: Sequence[Declaration]) -> None:
     """Refuse methods that cannot work together."""
-    for function, does in (
-        ("task_weight", "weighs the task loss"),
-        ("project", "changes the gradient"),
-        ("predict", "predicts by a rule of its own"),
+    for does, found in (
+        ("weighs the task loss", [method for method in methods if overrides(method, "task_weight")]),
+        ("changes the gradient", [method for method in methods if overrides(method, "project")]),
+        ("predicts by a rule of its own", [method for method in methods if isinstance(method, Predicts)]),
+        ("trains parts of the module in stages", [method for method in methods if isinstance(method, TrainsParts)]),
     ):
-        names = [type(method).__name__ for method in methods if overrides(method, function)]
-        if len(set(names) if function == "project" else names) > 1:
+        names = [*dict.fromkeys(type(method).__name__ for method in found)]
+        if len(names) > 1:
             raise ValueError(f"Expected at most one method that {does} but got {' and '.join(names)}. Remove one.")
     names = [type(method).__name__ for method in methods]
     for name in names:
@@ -44,7 +45,7 @@ def check_compatible(methods: Sequence[Declaration]) -> None:
 
 def compose(
     methods: Sequence[Declaration],
-    memories: Sequence[Memory],
+    clients: Sequence[Client],
     steps: Sequence[Step],
     zero: Tensor,
     applies: Sequence[Tensor] | None = None,
@@ -55,8 +56,8 @@ def compose(
     """
     scale: Tensor | float = 1.0
     extra = zero
-    for i, (method, memory, step) in enumerate(zip(methods, memories, steps, strict=True)):
-        weight, penalty = method.task_weight(memory), method.penalty(memory, step)
+    for i, (method, client, step) in enumerate(zip(methods, clients, steps, strict=True)):
+        weight, penalty = method.task_weight(client), method.penalty(client, step)
         if applies is None:
             scale, extra = scale * weight, extra + penalty
         else:
@@ -64,28 +65,27 @@ def compose(
     return scale, extra
 
 
-def epochs_of(
-    methods: Sequence[Declaration], memory: Callable[[str, str], Memory], usual: int
-) -> int | Callable[[ClientRound], int]:
-    """A client's passes over its data in a round, as the first method says that has a say."""
-    saying = [method for method in methods if overrides(method, "local_epochs")]
+ClientOf = Callable[[Declaration, ClientRound], Client]
+"""A client as a method sees it before it trains in a round."""
 
-    def of(client_round: ClientRound) -> int:
-        said = (m.local_epochs(memory(client_round.client, m.section), client_round) for m in saying)
+
+def epochs_of(methods: Sequence[Declaration], client_of: ClientOf, usual: int) -> int | Callable[[ClientRound], int]:
+    """A client's passes over its data in a round, as the first method says that has a say."""
+    saying = [(method, method.local_epochs) for method in methods if isinstance(method, SetsEpochs)]
+
+    def of(part: ClientRound) -> int:
+        said = (local_epochs(client_of(method, part)) for method, local_epochs in saying)
         return next((epochs for epochs in said if epochs is not None), usual)
 
     return of if saying else usual
 
 
-def rehearsed_by(
-    methods: Sequence[Declaration], memory: Callable[[str, str], Memory]
-) -> Callable[[ClientRound], Any] | None:
+def rehearsed_by(methods: Sequence[Declaration], client_of: ClientOf) -> Callable[[ClientRound], Any] | None:
     """A client's remembered samples, nested as its batches are; None where no method has any."""
     rehearsing = [method for method in methods if overrides(method, "rehearse")]
 
-    def of(client_round: ClientRound) -> Any:
-        mine = [method for method in rehearsing if method.applies_to(client_round)]
-        remembered = [method.rehearse(memory(client_round.client, method.section)) for method in mine]
+    def of(part: ClientRound) -> Any:
+        remembered = [method.rehearse(client_of(method, part)) for method in rehearsing if method.applies_to(part)]
         parts = [samples for samples in remembered if samples is not None]
         return joined(parts) if parts else []
 
@@ -95,16 +95,16 @@ def rehearsed_by(
 @contextmanager
 def predicting(module: L.LightningModule) -> Iterator[None]:
     """Let a module predict by the rule of a method of its Trainer, if one has a rule, in place of its own output."""
-    ruling = [method for method in methods_of(module.trainer) if overrides(method, "predict")]
+    ruling = [(method, method.predict) for method in methods_of(module.trainer) if isinstance(method, Predicts)]
     if not ruling:
         yield
         return
-    method, federation = ruling[0], federation_of(module.trainer)
+    (method, predict), federation = ruling[0], federation_of(module.trainer)
     server = federation.server.kept_for(method.section) if federation is not None else method.server_entries
     server = server or method.server_state(module)
 
     def rule(hooked: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return method.predict(server, module, args[0], output)
+        return predict(server, module, args[0], output)
 
     handle = module.register_forward_hook(rule)
     try:

@@ -1,10 +1,10 @@
-"""What a federated or continual method declares: functions of their arguments, and what it needs around it."""
+"""What a federated or continual method declares: functions of a client, and what it needs around it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as L
 import torch
@@ -16,23 +16,26 @@ from lightning_fcl.data.orders import window
 from lightning_fcl.errors import check_fields
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import GradientOf
-from lightning_fcl.methods.step import Part, Running, Step, is_labelled
+from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.step import Pattern, Step, is_labelled
 from lightning_fcl.randomness import Keys
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 Clients = Literal["all", "unbalanced"] | Sequence[str]
 
 
 @dataclass(eq=False, init=False)
 class Declaration:
-    """A method as pure functions: they get what a client remembers, and give what it remembers or does then.
+    """A method as functions of a client: what it remembers then, or what becomes of its step or state.
 
     Subclass `Method`, which Lightning takes for a callback. The functions run in a plain Trainer (a round is an epoch,
     the server's model is the model at its start), in a federation one client at a time, and vectorised over a cohort of
-    clients. What the functions leave in the method itself, `attach` forgets.
+    clients. What one client's training leaves in the method itself, `begin` forgets.
+
+    A method may have further functions, each of which is looked for: `SetsEpochs`, `TrainsParts`, `Recalls`, `Uploads`,
+    `Personalizes` and `Predicts`.
 
     A subclass is a dataclass whose fields are its arguments, checked as `lightning_fcl.errors.argument` declares them,
     or has a constructor of its own.
@@ -42,42 +45,26 @@ class Declaration:
             the round is not balanced over all classes (the ``/FT`` rows of Usmanova et al. 2021: the others fine-tune).
     """
 
+    needs: ClassVar[Needs] = Needs()
+    """What it cannot work without. Samples always where it overrides `rehearse` or `project` or recalls."""
+
     vectorizable: ClassVar[bool] = True
-    """Whether clients that use the method can train side by side; never where it overrides `project` or `upload`."""
-
-    needs_sample_loss: ClassVar[bool] = False
-    """Whether the module must state the loss of samples apart from its training step."""
-
-    needs_samples: ClassVar[bool] = False
-    """Whether `end_round` looks at the round's samples; always where it overrides `rehearse`, `recall` or `project`."""
-
-    needs_labels: ClassVar[bool] = False
-    """Whether batches must be pairs ``[x, y]``; always where it needs samples."""
-
-    needs_logits: ClassVar[bool] = False
-    """Whether the module's output must be logits of classes."""
-
-    takes_dicts: ClassVar[bool] = False
-    """Whether batches may also be dicts of tensors, in a federation."""
+    """Whether clients that use the method can train side by side; never where it overrides `project` or uploads."""
 
     ends_undrawn: ClassVar[bool] = False
     """Whether `end_round` also runs for clients that were not drawn for the last round of their experience."""
 
     clients: Clients = field(default="all", kw_only=True)
 
-    recall_size: int = field(default=0, init=False, repr=False)
-    """Remembered samples that are drawn for each step, with replacement. See `recall`."""
-
     reductions: ClassVar[Rules] = {}
-    """How the entries of `server_state` come together."""
+    """How the entries of `server_state` come together: by name or shell-style pattern; others by their mean."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        projects = overrides(cls, "project")
-        cls.vectorizable = cls.vectorizable and not (projects or overrides(cls, "upload"))
-        cls.needs_sample_loss = cls.needs_sample_loss or projects
-        cls.needs_samples = cls.needs_samples or projects or overrides(cls, "rehearse") or overrides(cls, "recall")
-        cls.needs_labels = cls.needs_labels or cls.needs_samples
+        projects, needs = overrides(cls, "project"), cls.needs
+        samples = needs.samples or projects or overrides(cls, "rehearse") or hasattr(cls, "recall")
+        cls.needs = replace(needs, samples=samples, labels=needs.labels or samples, loss=needs.loss or projects)
+        cls.vectorizable = cls.vectorizable and not (projects or hasattr(cls, "upload"))
 
     def __init__(self, clients: Clients = "all") -> None:
         self.clients = clients
@@ -90,48 +77,33 @@ class Declaration:
             self.clients = [str(client) for client in self.clients]
         elif self.clients not in ("all", "unbalanced"):
             raise ValueError(f'Expected `clients` to be "all", "unbalanced" or a list of ids but got `{self.clients}`.')
-        self.memory: Memory = {}  # of the client that trains now
+        self.memory: Memory = {}  # of a plain Trainer's only client
         self.fits = 0  # experiences of a plain Trainer
         self.server_entries: State = {}  # what the server keeps for the method, in a plain Trainer
-        self.running: Running | None = None
+        self._client: Client | None = None
 
     # A client's round: download, local training, end.
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        """The client's memory at the start of a round, after the download of ``server``."""
-        return memory
+    def on_download(self, client: Client) -> Memory:
+        """What the client remembers at the start of a round, when it has received ``client.server``."""
+        return client.memory
 
-    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        """Another client trains now, its state in the module: forget what the last one has left in the method.
+    def begin(self, client: Client) -> None:
+        """The client trains now, its state in the module: forget what the last one has left in the method."""
 
-        What is changed in ``memory`` in place lasts; ``active`` tells whether the client uses the method.
-        """
-
-    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        """Passes over the client's data in this round; None: as many as the strategy says."""
-        return None
-
-    def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        """The part of the module that learns in a local epoch, from 0; None: all of it.
-
-        The rest is frozen to the bit: its parameters get no gradient, its layers keep their statistics. In a federation
-        only.
-        """
-        return None
-
-    def task_weight(self, memory: Memory) -> float:
+    def task_weight(self, client: Client) -> float:
         """Factor of the task loss."""
         return 1.0
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         """What is added to the weighted task loss, a scalar."""
         return 0.0
 
-    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
         """What becomes of the gradient of a step, before it is clipped; ``gradient`` itself for no change.
 
         Args:
-            memory: The client's memory.
+            client: The client.
             gradient: The gradient of the methods' loss on the batches of the step, of all trainable parameters that
                 have one, as one vector.
             gradient_of: ``gradient_of(x, y)`` is the gradient of the mean task loss on other samples, see `GradientOf`,
@@ -140,21 +112,22 @@ class Declaration:
         """
         return gradient
 
-    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
         """Remembered samples ``(x, y)``, or dicts as batches are, to train on together with the round's data."""
         return None
 
-    def mix(self, memory: Memory, batch: Batch, batch_idx: int, key: Keys) -> None:
-        """Join remembered samples to a batch ``[x, y]``, in place, in a plain Trainer, whose epochs are not planned.
+    def mix(self, client: Client, batch_idx: int, key: Keys) -> None:
+        """Join remembered samples to ``client.batch``, in place, in a plain Trainer, whose epochs are not planned.
 
         As many as the batch has, at random: each is there once before any is there again. See `window`.
         """
+        batch = client.batch
         if not (isinstance(batch, list) and is_labelled(batch)):
             raise TypeError(
                 f"Expected a batch `[x, y]`, as the default collate function makes it, for `{type(self).__name__}` but "
                 f"got {type(batch).__name__}. Return a pair from your dataset."
             )
-        remembered = self.rehearse(memory)
+        remembered = self.rehearse(client)
         if not isinstance(remembered, tuple):
             return
         number = len(remembered[1])
@@ -163,61 +136,32 @@ class Declaration:
         for position, value in enumerate(remembered):
             batch[position] = torch.cat([batch[position], value[picked].to(batch[position].device)])
 
-    def recall(self, memory: Memory) -> Mapping[str, Tensor]:
-        """Remembered samples by name, each of shape (n, ...), of which `recall_size` are drawn for every step.
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        """What the client remembers after its local training.
 
-        The step's `Step.recalled` has them. Empty where nothing is remembered yet.
-        """
-        return {}
-
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        """The client's memory after its local training.
-
-        With `ends_undrawn` also that of a client whose experience ends with a round that it was not drawn for:
-        ``client_round.drawn`` tells.
+        With `ends_undrawn` also of a client whose experience ends with a round that it was not drawn for:
+        ``client.part.drawn`` tells.
 
         Args:
-            memory: The client's memory.
+            client: The client.
             own: The state that its training has left; of a client that was not drawn, the server's after the round,
                 with the client's own entries.
             data: The client's samples of the round, stacked; None where the method does not need them.
-            client_round: The client's part in the round.
-            generator: Draws whatever is random.
         """
-        return memory
-
-    def upload(self, memory: Memory, own: State) -> State:
-        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
-
-        The client's state is in the module. A method that overrides it trains one client at a time.
-        """
-        return own
-
-    def personalize(self, memory: Memory, state: State) -> State:
-        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
-        return state
+        return client.memory
 
     # What the method keeps on the server.
 
     def server_state(self, module: L.LightningModule) -> State:
-        """What the server keeps for the method before the first round, by name; `reductions` has a rule for each.
+        """What the server keeps for the method before the first round, by name; see `reductions`.
 
-        Clients receive these entries as ``server["<class name>.<name>"]``.
+        Clients receive it as ``client.shared``.
         """
         return {}
 
-    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
         """What a client uploads to the entries of `server_state`: by name, each of an entry's shape."""
         return {}
-
-    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
-        """Scores of classes by a rule of the method's own, shape (batch, classes); ``output`` itself for no rule.
-
-        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``.
-        """
-        return output
 
     # Who uses it.
 
@@ -245,31 +189,94 @@ class Declaration:
         return {name: value for name, value in given.items() if isinstance(value, plain)}
 
     @property
-    def module(self) -> L.LightningModule:
-        """The module that the Trainer trains, for functions that take losses or gradients of it."""
-        return self._now.module
-
-    @property
-    def federation(self) -> Federation | None:
-        """The federation that the method runs in; None in a plain Trainer."""
-        return self._now.federation
-
-    @property
-    def active(self) -> bool:
-        """Whether the client that trains now uses the method."""
-        return self._now.active
-
-    @property
-    def batch(self) -> Any:
-        """The batch at hand."""
-        return self._now.batch
-
-    @property
-    def _now(self) -> Running:
-        if self.running is None:
+    def client(self) -> Client:
+        """The client that trains now, for Lightning's hooks."""
+        if self._client is None:
             name = type(self).__name__
-            raise RuntimeError(f"Expected a Trainer to have set up `{name}` but none has. Give it to one, and fit.")
-        return self.running
+            raise RuntimeError(
+                f"Expected a client that trains with `{name}` but none does. Give it to a Trainer, and fit."
+            )
+        return self._client
+
+    @client.setter
+    def client(self, client: Client | None) -> None:
+        self._client = client
+
+
+@runtime_checkable
+class SetsEpochs(Protocol):
+    """A method that says how long clients train."""
+
+    def local_epochs(self, client: Client) -> int | None:
+        """Passes over the client's data in this round; None: as many as the strategy says."""
+
+
+@runtime_checkable
+class TrainsParts(Protocol):
+    """A method that trains a part of the module at a time."""
+
+    def trains(self, client: Client) -> Pattern | None:
+        """The entries that learn in ``client.local_epoch``; None: all.
+
+        The rest is frozen to the bit: its parameters get no gradient, its layers keep their statistics.
+        """
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """A method that draws remembered samples for every step."""
+
+    recall_size: int
+    """How many are drawn, with replacement."""
+
+    def recall(self, client: Client) -> Mapping[str, Tensor]:
+        """Those it draws from, by name, each of shape (n, ...); empty where nothing is remembered yet.
+
+        `Step.recalled` has those that were drawn.
+        """
+
+
+@runtime_checkable
+class Uploads(Protocol):
+    """A method whose clients send something else than what they have trained."""
+
+    def upload(self, client: Client, own: State) -> State:
+        """What a client uploads in place of the state ``own`` that its local training ended with, which it keeps.
+
+        The client's state is in the module. Clients train one at a time.
+        """
+
+
+@runtime_checkable
+class Personalizes(Protocol):
+    """A method whose clients predict with a model of their own."""
+
+    def personalize(self, client: Client, state: State) -> State:
+        """The state that a client predicts with; ``state``, what it would begin a round with, for no change."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """A method that predicts by a rule of its own."""
+
+    def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
+        """Scores of classes, shape (batch, classes); ``output`` itself for no rule.
+
+        The module is in evaluation mode, with the state that predicts; ``output`` is what it makes of ``x``, ``server``
+        what the server keeps for the method.
+        """
+
+
+def client_of(
+    method: Declaration,
+    module: L.LightningModule,
+    memory: Memory,
+    server: State | None = None,
+    part: ClientRound | None = None,
+) -> Client:
+    """A client as a method sees it, while a Trainer trains the module."""
+    active = part is None or method.applies_to(part)
+    return Client(memory, server, part, module, federation_of(module.trainer), active, method.section)
 
 
 def overrides(method: Declaration | type[Declaration], function: str) -> bool:
@@ -279,6 +286,6 @@ def overrides(method: Declaration | type[Declaration], function: str) -> bool:
     return own is not getattr(Declaration, function)
 
 
-def shapes_loss(method: Declaration, memory: Memory) -> bool:
+def shapes_loss(method: Declaration, client: Client) -> bool:
     """Whether a method changes the loss at all."""
-    return overrides(method, "penalty") or method.task_weight(memory) != 1
+    return overrides(method, "penalty") or method.task_weight(client) != 1

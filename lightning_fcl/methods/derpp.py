@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import predictions
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 
@@ -47,7 +48,7 @@ class DERpp(Method):
         32
     """
 
-    needs_sample_loss: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(loss=True)
 
     max_size: int = argument(200, at_least, 1)
     alpha: float = argument(0.1, at_least, 0)
@@ -58,10 +59,10 @@ class DERpp(Method):
         super().__post_init__()
         self.recall_size = 2 * self.batch_size
 
-    def recall(self, memory: Memory) -> Mapping[str, Tensor]:
-        return {name: memory[name] for name in ("x", "y", "logits") if name in memory}
+    def recall(self, client: Client) -> Mapping[str, Tensor]:
+        return {name: client.memory[name] for name in ("x", "y", "logits") if name in client.memory}
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if not step.recalled:
             return 0.0
         (first, second), (_, y), (logits, _) = (step.recalled[name].chunk(2) for name in ("x", "y", "logits"))
@@ -69,13 +70,11 @@ class DERpp(Method):
         distance = F.mse_loss(output, logits.to(output.device))
         return step.recalled_weight * (self.alpha * distance + self.beta * step.loss_of(second, y))
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = labelled(data)
-        lots = torch.rand(len(y), generator=generator).to(x.device)
-        new = {"x": x, "y": y, "logits": predictions(self.module, own, x).to(x.device), "lot": lots}
-        if memory:
-            new = {name: torch.cat([memory[name].to(x.device), value]) for name, value in new.items()}
+        lots = torch.rand(len(y), generator=client.generator).to(x.device)
+        new = {"x": x, "y": y, "logits": predictions(client.module, own, x).to(x.device), "lot": lots}
+        if client.memory:
+            new = {name: torch.cat([client.memory[name].to(x.device), value]) for name, value in new.items()}
         kept = new["lot"].argsort(descending=True, stable=True)[: self.max_size]
         return {name: value[kept] for name, value in new.items()}

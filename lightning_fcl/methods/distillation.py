@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, between, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.method import Method, padded, remember, section, with_classes
+from lightning_fcl.methods.client import Client, remember, section
+from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 
@@ -47,11 +48,11 @@ class FLwF2T(Method):
         ValueError: If an argument is outside its range.
 
     Example:
-        >>> FLwF2T(alpha=0.001, beta=0.7).task_weight({})
+        >>> FLwF2T(alpha=0.001, beta=0.7).task_weight(Client())
         0.001
     """
 
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(logits=True)
 
     alpha: float = argument(0.001, between, 0, 1)
     beta: float = 0.7
@@ -67,24 +68,22 @@ class FLwF2T(Method):
                 f"beta={self.beta}. The server model's weight is 1 - alpha - beta."
             )
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        return memory or (remember(server, "own") if self.previous == "kept" else {})
+    def on_download(self, client: Client) -> Memory:
+        return client.memory or (remember(client.server, "own") if self.previous == "kept" else {})
 
-    def task_weight(self, memory: Memory) -> float:
+    def task_weight(self, client: Client) -> float:
         return self.alpha
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         terms: Tensor | float = 0.0
         share = 1 if self.mean_over == "batch" else step.output.shape[-1]
-        for weight, teacher in ((self.beta, section(memory, "own")), (1 - self.alpha - self.beta, step.server)):
+        for weight, teacher in ((self.beta, section(client.memory, "own")), (1 - self.alpha - self.beta, step.server)):
             if teacher and weight > 1e-9:
                 logits = step.predict(teacher, step.x)
                 terms = terms + weight / share * step.mean(distillation_loss(step.output, logits, self.temperature))
         return terms
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
         return remember(own, "own") if self.previous == "kept" else {}
 
 
@@ -129,39 +128,40 @@ class LwF(Method):
         ValueError: If ``strength`` or ``temperature`` is outside its range.
 
     Example:
-        >>> LwF(strength=0.0).task_weight({})
+        >>> LwF(strength=0.0).task_weight(Client())
         1.0
     """
 
-    needs_labels: ClassVar[bool] = True
-    """They tell the classes that were seen."""
-
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
+    """Labels tell the classes that were seen."""
 
     strength: float = argument(1.0, at_least, 0)
     temperature: float = argument(2.0, above, 0)
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, client: Client) -> Memory:
+        memory = client.memory
         if not memory:
-            nothing = torch.zeros(max(client_round.num_classes, 1), dtype=torch.bool)
-            memory = {"experience": torch.tensor(client_round.experience), "seen": nothing, "old": nothing}
-            memory |= remember(server, "latest") | remember(server, "teacher")
-        if client_round.experience > int(memory["experience"]):
-            memory = {**memory, "experience": torch.tensor(client_round.experience), "old": memory["seen"]}
+            nothing = torch.zeros(max(client.part.num_classes, 1), dtype=torch.bool)
+            memory = {"experience": torch.tensor(client.part.experience), "seen": nothing, "old": nothing}
+            memory |= remember(client.server, "latest") | remember(client.server, "teacher")
+        if client.part.experience > int(memory["experience"]):
+            memory = {**memory, "experience": torch.tensor(client.part.experience), "old": memory["seen"]}
             memory |= remember(section(memory, "latest"), "teacher")
         return memory
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0:
             return 0.0
-        old = padded(memory["old"], step.output.shape[-1]).to(step.output.device)
-        teacher = step.predict(section(memory, "teacher"), step.x)
+        old = padded(client.memory["old"], step.output.shape[-1]).to(step.output.device)
+        teacher = step.predict(section(client.memory, "teacher"), step.x)
         # A large negative number, not -inf: without old classes the loss is then finite, and weighs nothing.
         student, teacher = (torch.where(old, logits, -1e4) for logits in (step.output, teacher))
         loss = step.mean(distillation_loss(student, teacher, self.temperature))
         return self.strength * loss * old.any()
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        return {**memory, "seen": with_classes(memory["seen"], client_round.labels), **remember(own, "latest")}
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        return {
+            **client.memory,
+            "seen": with_classes(client.memory["seen"], client.part.labels),
+            **remember(own, "latest"),
+        }

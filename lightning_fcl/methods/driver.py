@@ -20,16 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.data.client_round import ClientRound
-from lightning_fcl.federation.aggregation import Aggregator, State, declare, entries
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.aggregation import Aggregator, declare, entries
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.record import DIVERGED
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of, predicting
-from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
-from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, states_loss, teacher_of
+from lightning_fcl.methods.declaration import Declaration, TrainsParts, overrides, shapes_loss
+from lightning_fcl.methods.functional import features_of, gradient_of, loss_of, output_of, teacher_of
+from lightning_fcl.methods.needs import check_needs
 from lightning_fcl.methods.projection import flatten, unflatten
-from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.methods.step import Freezer, Running, Step, is_labelled, stepped_by
+from lightning_fcl.methods.recalls import Recalled
+from lightning_fcl.methods.step import Freezer, Step, is_labelled, stepped_by
 from lightning_fcl.methods.trial import why_no_logits, why_not_logits
 from lightning_fcl.randomness import Keys, global_seed, keys_of
 
@@ -47,32 +48,29 @@ class MethodDriver(Callback):
 
     def __init__(self, methods: Sequence[Declaration]) -> None:
         self.methods = list(methods)
-        self.server: State = {}
         self.finite = torch.tensor(True)  # whether the methods' loss was, in every step of the client's round
         self._federation: Federation | None = None
-        self._recalls = Recalls()
+        self._recalls = Recalled()
         self._freezer = Freezer()
         self._rule = ExitStack()
         self._seen: list[tuple[Any, Tensor]] = []  # the batches of a plain Trainer's epoch
-        self._unfinished: list[tuple[Declaration, Memory, ClientRound]] = []  # of an epoch that may have been the last
+        self._unfinished: list[tuple[Declaration, Client]] = []  # of an epoch that may have been the last
         self._hook: RemovableHandle | None = None
         self._call: tuple[Any, Tensor] | None = None
-        self._batch: Any = None
+        self._clients: list[Client] = []  # the client that trains now, as each method sees it
 
     # The fit.
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.methods, self._federation = methods_of(trainer), federation_of(trainer)
-        for method in self.methods:
-            method.running = Running(pl_module, self._federation)
         if stage != "fit":
             return
-        for method in self.methods:
-            _check_surroundings(method, trainer, pl_module)
         check_compatible(self.methods)
+        for method in self.methods:
+            check_needs(method, trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stream, needing = stream_of(trainer), [method for method in self.methods if method.needs_logits]
+        stream, needing = stream_of(trainer), [method for method in self.methods if method.needs.logits]
         if stream is None or not needing:
             return
         first = next((rows for current in stream.plan.train for rows in current.values() if len(rows)), None)
@@ -84,9 +82,9 @@ class MethodDriver(Callback):
             _refuse_output(needing[0], pl_module, why)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._batch = None
+        self._clients = []
         for method in self.methods:
-            method.running = None
+            method.client = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._leave(pl_module)
@@ -115,20 +113,12 @@ class MethodDriver(Callback):
 
     # A client's round.
 
-    def begin(
-        self,
-        memories: Sequence[Memory],
-        server: State,
-        active: Sequence[bool],
-        recalls: Recalls | None = None,
-    ) -> None:
-        """Another client trains now, its state in the module."""
-        self.server, self._recalls, self.finite = server, recalls or Recalls(), torch.tensor(True)
-        for method, memory, applies in zip(self.methods, memories, active, strict=True):
-            method.memory = memory
-            if method.running is not None:
-                method.running.active = applies
-            method.attach(memory, server, applies)
+    def begin(self, clients: Sequence[Client], recalls: Recalled | None = None) -> None:
+        """Another client trains now, as each method sees it, its state in the module."""
+        self._clients, self._recalls, self.finite = [*clients], recalls or Recalled(), torch.tensor(True)
+        for method, client in zip(self.methods, clients, strict=True):
+            method.client = client
+            method.begin(client)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._federation is not None:
@@ -138,34 +128,41 @@ class MethodDriver(Callback):
         for method in self.methods:
             method.server_entries = method.server_entries or method.server_state(pl_module)
             server |= {f"{method.section}.{name}": value for name, value in method.server_entries.items()}
-        rounds = [self._client_round(trainer, method) for method in self.methods]
-        memories = [m.on_download(m.memory, server, at) for m, at in zip(self.methods, rounds, strict=True)]
-        recalls = Recalls(self.methods, [memories], lambda section: keys_of(trainer.current_epoch, ["local"], section))
-        self.begin(memories, server, [True] * len(memories), recalls)
+        clients = []
+        for method in self.methods:
+            at = self._client_round(trainer, method)
+            client = Client(method.memory, server, at, pl_module, section=method.section)
+            method.memory = client.memory = method.on_download(client)
+            clients.append(client)
+        recalls = Recalled(self.methods, [clients], lambda section: keys_of(trainer.current_epoch, ["local"], section))
+        self.begin(clients, recalls)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         for method in self.methods:
             _check_labels(method, batch)
-        if self._federation is not None:
-            parts = [m.trains(m.memory, self._federation.round.local_epoch) for m in self.methods if _is_active(m)]
-            self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
-        else:
+        epoch = self._federation.round.local_epoch if self._federation is not None else 0
+        for client in self._clients:
+            client.batch, client.local_epoch = batch, epoch
+        if self._federation is None:
             if is_labelled(batch):
                 # Only some methods look at the samples again.
-                keeps = any(method.needs_samples for method in self.methods)
+                keeps = any(method.needs.samples for method in self.methods)
                 self._seen.append((batch[0] if keeps else None, batch[1]))
-            for method in self.methods:
+            for method, client in self._active():
                 if overrides(method, "rehearse"):
-                    method.mix(method.memory, batch, batch_idx, _key_of(trainer, method))
-        self._batch = batch
-        for method in self.methods:
-            if method.running is not None:
-                method.running.batch = batch
+                    method.mix(client, batch_idx, _key_of(trainer, method))
+        parts = [method.trains(client) for method, client in self._active() if isinstance(method, TrainsParts)]
+        self._freezer.train(pl_module, next((part for part in parts if part is not None), None))
         if self._hook is None:
             self._hook = pl_module.register_forward_hook(self._watch)
         self._call = None
+
+    def _active(self) -> list[tuple[Declaration, Client]]:
+        """The methods that the client uses that trains now, and it as they see it."""
+        each = zip(self.methods, self._clients, strict=True) if self._clients else ()
+        return [(method, client) for method, client in each if client.active]
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and args:
@@ -174,40 +171,43 @@ class MethodDriver(Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         if self._federation is not None and self._federation.round.client_round is None:
             return  # several clients side by side, whose trainer does so
-        active = [method for method in self.methods if _is_active(method)]
-        if not any(shapes_loss(method, method.memory) for method in active):
+        active = self._active()
+        if not any(shapes_loss(method, client) for method, client in active):
             return
+        methods, clients = [method for method, _ in active], [client for _, client in active]
         called, self._call = self._call, None
         x, output = called or (None, loss)
-        for method in active if called else ():  # batches that are no pairs tell no earlier what the output is
-            if method.needs_logits and (why := why_not_logits(output)):
+        for method in methods if called else ():  # batches that are no pairs tell no earlier what the output is
+            if method.needs.logits and (why := why_not_logits(output)):
                 _refuse_output(method, pl_module, why)
         step = Step(
             {name: p for name, p in pl_module.named_parameters() if p.requires_grad},
-            self.server,
+            clients[0].server,
             x,
             output,
             teacher_of(pl_module),
             output_of(pl_module),
             features_of(pl_module),
             loss_of(pl_module),
-            y=self._batch[1] if is_labelled(self._batch) else None,
+            y=clients[0].batch[1] if is_labelled(clients[0].batch) else None,
         )
-        steps = [self._recalls.step(method, step) for method in active]
+        steps = [self._recalls.step(method, step) for method in methods]
         if called is None:  # most penalties on parameters do not ask for it
             message = f"Expected `{type(pl_module).__name__}.training_step` to call `self(x)`, whose output `%s` needs"
             steps = [
                 step.without_batch(f"{message % type(method).__name__}, but it did not.")
-                for method, step in zip(active, steps, strict=True)
+                for method, step in zip(methods, steps, strict=True)
             ]
         zero = torch.zeros((), device=loss.device)
-        weight, extra = compose(active, [method.memory for method in active], steps, zero)
+        weight, extra = compose(methods, clients, steps, zero)
         loss.add_((weight - 1.0) * loss.clone() + extra / trainer.accumulate_grad_batches)
         self.finite = self.finite.to(loss.device) & loss.detach().isfinite()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        for method in self.methods:
-            if not (overrides(method, "project") and _is_active(method)):
+        for client in self._clients:
+            client.steps += 1
+        for method, client in self._active():
+            if not overrides(method, "project"):
                 continue
             params = stepped_by(optimizer, pl_module)
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -216,7 +216,7 @@ class MethodDriver(Callback):
             gradient = flatten(gradients)
             if not torch.isfinite(gradient.sum()):
                 continue  # a client that diverges is the federation's to refuse
-            projected = method.project(method.memory, gradient, gradient_of(pl_module, params))
+            projected = method.project(client, gradient, gradient_of(pl_module, params))
             if projected is not gradient:
                 for name, value in unflatten(projected, gradients).items():
                     gradients[name].copy_(value)
@@ -234,27 +234,27 @@ class MethodDriver(Callback):
         if not self.finite:
             log.warning("Epoch %d: the loss with the methods' part was not finite. %s", trainer.current_epoch, DIVERGED)
         self._unfinished = []
-        for method in self.methods:
-            memory, at = method.memory, self._client_round(trainer, method)
+        for method, began in zip(self.methods, self._clients, strict=True):
+            at, data = self._client_round(trainer, method), self._data(method)
+            client = Client(began.memory, began.server, at, pl_module, section=method.section)
+            client.steps = began.steps
             if method.server_entries and overrides(method, "contribute"):
                 sums = Aggregator(declare(method.server_entries, method.reductions))
-                sent = method.contribute(memory, entries(pl_module), self._data(method), at)
+                sent = method.contribute(client, entries(pl_module), data)
                 sums.add_all({name: value[None] for name, value in sent.items()}, weights=[1.0], numbers=[0])
                 method.server_entries = sums.result(method.server_entries)
-            method.memory = self._ended(pl_module, method, memory, at)
+            method.memory = method.end_round(client, entries(pl_module), data)
             if not (at.last_round or stream_of(trainer) is not None):
-                self._unfinished.append((method, memory, at))
-
-    def _ended(self, module: L.LightningModule, method: Declaration, memory: Memory, at: ClientRound) -> Memory:
-        generator = torch.Generator().manual_seed(at.round)
-        return method.end_round(memory, entries(module), self._data(method), at, generator)
+                self._unfinished.append((method, client))
 
     def _data(self, method: Declaration) -> list[Tensor] | None:
-        return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs_samples else None
+        return [torch.cat(column) for column in zip(*self._seen, strict=True)] if method.needs.samples else None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for method, memory, at in self._unfinished:
-            method.memory = self._ended(pl_module, method, memory, replace(at, last_round=True))
+        for method, client in self._unfinished:
+            last = replace(client.part, last_round=True)
+            ended = Client(client.memory, client.server, last, pl_module, section=method.section)
+            method.memory = method.end_round(ended, entries(pl_module), self._data(method))
         self._unfinished = []
 
     def _client_round(self, trainer: L.Trainer, method: Declaration) -> ClientRound:
@@ -266,10 +266,6 @@ class MethodDriver(Callback):
         return ClientRound("local", trainer.current_epoch, method.fits, labels, last_round=last, samples=len(labels))
 
 
-def _is_active(method: Declaration) -> bool:
-    return method.running is not None and method.running.active
-
-
 def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:
     """What the remembered samples depend on that a plain Trainer's epoch joins to its batches."""
     stream = stream_of(trainer)
@@ -278,7 +274,7 @@ def _key_of(trainer: L.Trainer, method: Declaration) -> Keys:
 
 
 def _check_labels(method: Declaration, batch: Batch) -> None:
-    if method.needs_labels and not is_labelled(batch) and not (method.takes_dicts and isinstance(batch, dict)):
+    if method.needs.labels and not is_labelled(batch) and not (method.needs.dicts and isinstance(batch, dict)):
         length = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise TypeError(
             f"Expected batches `[x, y]` for `{type(method).__name__}` but got a {type(batch).__name__}{length}. "
@@ -292,13 +288,3 @@ def _refuse_output(method: Declaration, module: L.LightningModule, why: str) -> 
         f"classes by them, but {why}. Let `{type(module).__name__}.forward` give one for each class, or leave "
         f"`{type(method).__name__}` out."
     )
-
-
-def _check_surroundings(method: Declaration, trainer: L.Trainer, module: L.LightningModule) -> None:
-    if str(trainer.precision).startswith("16") and trainer.scaler is not None:
-        raise ValueError(
-            f"Expected a Trainer without loss scaling for `{type(method).__name__}` but got "
-            f'`precision="{trainer.precision}"`. Use "bf16-mixed" or "32-true".'
-        )
-    if method.needs_sample_loss:
-        states_loss(module, f" for `{type(method).__name__}`")

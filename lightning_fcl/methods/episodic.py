@@ -14,7 +14,9 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +35,18 @@ def memory_size(**arguments: int | float) -> None:
 class Episodic(Method):
     """What GEM, A-GEM and BCN share: a client remembers samples of each of its tasks. See `GEM` for which."""
 
-    needs_samples: ClassVar[bool] = True
-    needs_sample_loss: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
     ends_undrawn: ClassVar[bool] = True
 
     max_size: int | float = argument(0.1, memory_size)  # jsonargparse takes the first type that fits
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        return at_task(memory, client_round)
+    def on_download(self, client: Client) -> Memory:
+        return at_task(client.memory, client.part)
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if not client_round.drawn and knows_task(memory, client_round.experience):
-            return memory
-        return remember_task(memory, data, client_round, self.max_size, generator)
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        if not client.part.drawn and knows_task(client.memory, client.part.experience):
+            return client.memory
+        return remember_task(client.memory, data, client.part, self.max_size, client.generator)
 
 
 def past_tasks(memory: Memory) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -12,16 +12,20 @@ from torch import nn
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import Rules, State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, need_federation
+from lightning_fcl.federation.protocol import EmbedsInputs, HasClasses, federation_of
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome, no_sums
 from lightning_fcl.models.ridge import accumulate, solve, square
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
 
 
 @dataclass(eq=False)
@@ -52,7 +56,9 @@ class Fed3R(Method):
         {'A': (4, 6), 'B': (21,)}
     """
 
-    needs_samples: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(
+        samples=True, federation="no server adds up. Use the strategy, with one client if need be"
+    )
     reductions: ClassVar[Rules] = {"A": SumOfSome(), "B": SumOfSome()}
 
     beta: float = argument(1.0, at_least, 0)
@@ -61,7 +67,6 @@ class Fed3R(Method):
     _counted: float = field(default=0.0, init=False, repr=False)  # samples in the sums when the round began
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        need_federation(trainer, "Fed3R", "no server adds up. Use the strategy, with one client if need be")
         last_layer(pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -79,25 +84,24 @@ class Fed3R(Method):
     def server_state(self, module: L.LightningModule) -> State:
         return {**_no_sums(module), **self._base}
 
-    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        if client_round.experience <= int(memory.get("experience", -1)):
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if client.part.experience <= int(client.memory.get("experience", -1)):
             return {}
-        return self._sums(self.module, own, data)
+        return self._sums(client.module, own, data)
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        federation = self.federation
-        if federation is not None and client_round.client in federation.server.record.missed:
-            return memory
-        return {"experience": torch.tensor(client_round.experience)}
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        federation = client.federation
+        if federation is not None and client.part.client in federation.server.record.missed:
+            return client.memory
+        return {"experience": torch.tensor(client.part.experience)}
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._counted = self._samples
+        federation = federation_of(trainer)
+        self._counted = self._samples(federation) if federation is not None else 0.0
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = self.federation
-        if federation is None or self._samples == self._counted:
+        federation = federation_of(trainer)
+        if federation is None or self._samples(federation) == self._counted:
             return
         sums, layer = federation.server.kept_for(self.section), last_layer(pl_module)
         weight = solve(sums["A"], square(sums["B"], sums["A"].shape[1]), self.beta) / self.temperature
@@ -105,11 +109,9 @@ class Fed3R(Method):
             layer.weight.copy_(weight[:, :-1])
             layer.bias.copy_(weight[:, -1])
 
-    @property
-    def _samples(self) -> float:
+    def _samples(self, federation: Federation) -> float:
         """How many samples are in the sums: the square of the column of ones."""
-        federation = self.federation
-        return float(federation.server.kept_for(self.section)["B"][-1]) if federation is not None else 0.0
+        return float(federation.server.kept_for(self.section)["B"][-1])
 
     @staticmethod
     def _sums(module: L.LightningModule, state: State, data: Batch) -> State:

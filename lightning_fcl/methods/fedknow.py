@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import FedViT
 from lightning_fcl.methods.functional import GradientOf, as_input, evaluating, states_loss, teacher_of
-from lightning_fcl.methods.method import remember, section
 
 _BATCH = 32  # samples of a step of tuning
 
@@ -59,19 +59,19 @@ class FedKNOW(FedViT):
         super().__post_init__()
         self._networks: dict[int, State] = {}
 
-    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        super().attach(memory, server, active)
+    def begin(self, client: Client) -> None:
+        super().begin(client)
         self._networks = {}
 
-    def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
-        x, y = labelled(data)
-        weights = _layers(self.module, self.head)
+    def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
+        (x, y), part = labelled(data), client.part
+        weights = _layers(client.module, self.head)
         if not weights:
             raise ValueError(
                 f"Expected a body with linear or convolutional layers for `{type(self).__name__}` but "
-                f"`{type(self.module).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
+                f"`{type(client.module).__name__}` has none outside of `head={self.head}`. Use `FedViT`."
             )
-        number, owners, kept = client_round.experience + 1, section(memory, "owner"), section(memory, "kept")
+        number, owners, kept = part.experience + 1, section(memory, "owner"), section(memory, "kept")
         for name in weights:
             owner = owners.get(name, torch.zeros_like(own[name], dtype=torch.int16)).to(own[name].device)
             owners[name] = owner = torch.where(owner == number, 0, owner)
@@ -80,17 +80,13 @@ class FedKNOW(FedViT):
             kept[name] = torch.where(new, own[name], kept.get(name, torch.zeros_like(own[name])).to(own[name].device))
         small = {name: value for name, value in own.items() if name not in weights}
         memory = {name: value for name, value in memory.items() if not name.startswith(("owner.", "kept."))}
-        memory |= (
-            remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{client_round.experience}")
-        )
-        memory[f"block{client_round.experience}"] = torch.tensor(
-            client_round.task_classes or range(client_round.num_classes), dtype=torch.long
-        )
-        memory["present"] = torch.tensor(client_round.experience)
-        return memory | remember(self._tuned(memory, client_round.experience, x, y), "kept")
+        memory |= remember(owners, "owner") | remember(kept, "kept") | remember(small, f"small{part.experience}")
+        classes = part.task_classes or range(part.num_classes)
+        memory[f"block{part.experience}"] = torch.tensor(classes, dtype=torch.long)
+        memory["present"] = torch.tensor(part.experience)
+        return memory | remember(self._tuned(client.module, memory, part.experience, x, y), "kept")
 
-    def _tuned(self, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
-        module = self.module
+    def _tuned(self, module: L.LightningModule, memory: Memory, task: int, x: Tensor, y: Tensor) -> State:
         network, owners, kept = kept_network(memory, task), section(memory, "owner"), section(memory, "kept")
         leaves = {name: network[name].requires_grad_() for name in kept}
         optimizer = torch.optim.Adam(leaves.values(), lr=self.tune_rate)
@@ -109,12 +105,12 @@ class FedKNOW(FedViT):
         numbers = sorted(int(name.removeprefix("block")) for name in memory if name.startswith("block"))
         return [number for number in numbers if number != int(memory["present"])]
 
-    def restore(self, memory: Memory, task: int, gradient_of: GradientOf) -> Tensor:
+    def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
         """The gradient of distillation from a past task's network on the present batch, shape (p,)."""
         if task not in self._networks:
-            self._networks[task] = kept_network(memory, task)
-        x, classes = labelled(self.batch)[0], memory[f"block{task}"]
-        teacher = teacher_of(self.module)(self._networks[task], x)[:, classes.to(x.device)]
+            self._networks[task] = kept_network(client.memory, task)
+        x, classes = labelled(client.batch)[0], client.memory[f"block{task}"]
+        teacher = teacher_of(client.module)(self._networks[task], x)[:, classes.to(x.device)]
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return distillation_loss(output[:, classes.to(output.device)], target, self.temperature)

@@ -8,14 +8,14 @@ import lightning.pytorch as L
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.functional import Embedding, embeddings
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import ClassSums, class_means, class_sums, nearest_mean, no_sums
 from lightning_fcl.methods.step import Step
 
@@ -48,7 +48,7 @@ class FedProto(Method):
         torch.Size([4, 6])
     """
 
-    needs_samples: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(samples=True)
     reductions: ClassVar[Rules] = {"sums": ClassSums()}
 
     def __init__(
@@ -63,14 +63,14 @@ class FedProto(Method):
     def server_state(self, module: L.LightningModule) -> State:
         return {"sums": no_sums(module)}
 
-    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
         x, y = labelled(data)
-        return {"sums": class_sums(self.module, embeddings(self.module, own, x), y)}
+        return {"sums": class_sums(client.module, embeddings(client.module, own, x), y)}
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.strength == 0 or step.y is None:
             return 0.0
-        means, known = class_means(step.server[f"{self.section}.sums"])
+        means, known = class_means(client.shared["sums"])
         distance = (step.features(step.x) - means[step.y]).square().mean(dim=1)
         return self.strength * step.mean(distance * known[step.y])
 

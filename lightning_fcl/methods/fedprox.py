@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import argument, at_least
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.step import Step
 
@@ -39,7 +39,7 @@ class FedProx(Method):
     mu: float = argument(0.1, at_least, 0)
     part: str = "*"
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if self.mu == 0:
             return 0.0
         params = {name: value for name, value in step.params.items() if fnmatchcase(name, self.part)}

@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import lightning.pytorch as L
-
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
-from lightning_fcl.federation.aggregation import reductions_of
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import need_federation
-from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import overrides
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.step import Part
+from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.step import Pattern
 
 
 @dataclass(eq=False)
@@ -40,42 +34,14 @@ class FedRep(Method):
     """
 
     vectorizable: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
 
     head_epochs: int = argument(2, at_least, 1)
     body_epochs: int = argument(4, at_least, 1)
     head: str = "model.head.*"
 
-    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        return self.head_epochs + self.body_epochs if self.applies_to(client_round) else None
+    def local_epochs(self, client: Client) -> int | None:
+        return self.head_epochs + self.body_epochs if client.active else None
 
-    def trains(self, memory: Memory, local_epoch: int) -> Part | None:
-        return Part(self.head, inverse=local_epoch >= self.head_epochs)
-
-    def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        check_stages(self, trainer, pl_module, self.head)
-
-
-def check_stages(method: Method, trainer: L.Trainer, module: L.LightningModule, head: str) -> None:
-    """Refuse a Trainer in which a method cannot train head and body in stages."""
-    why = "it has no local epochs, and no clients that share a body"
-    federation = need_federation(trainer, type(method).__name__, why)
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    chosen = sorted(name for name in trainable if name in Part(head))
-    if not chosen or len(chosen) == len(trainable):
-        raise ValueError(
-            f"Expected `head` to match some of the trainable parameters but `{head}` matches {len(chosen)} of "
-            f"{len(trainable)}: {', '.join(sorted(trainable)[:3])}, ..."
-        )
-    staged = [type(other).__name__ for other in methods_of(trainer) if overrides(other, "trains")]
-    if len(staged) > 1:
-        raise ValueError(
-            f"Expected at most one method that trains head and body in stages but got {' and '.join(staged)}. "
-            "Remove one."
-        )
-    reductions = reductions_of(module, federation.strategy.rules)
-    for name in chosen:
-        if not reductions[name].own:
-            raise ValueError(
-                f'Expected the head to stay with the clients but {name} has the reduction "{reductions[name].name}". '
-                f'Give the strategy `reductions={{"{head}": "none"}}`.'
-            )
+    def trains(self, client: Client) -> Pattern | None:
+        return self.head if client.local_epoch < self.head_epochs else f"!{self.head}"

@@ -18,12 +18,14 @@ from lightning_fcl.data.orders import Batching, plan_batches
 from lightning_fcl.errors import argument, at_least, one_of, share
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory, own_entries
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.episodic import at_task, labelled, with_task
-from lightning_fcl.methods.fedrep import check_stages
 from lightning_fcl.methods.functional import GradientOf, gradient_of, predictions, states_loss, step_along
-from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.projection import Kind, most_dissimilar, project
-from lightning_fcl.methods.step import Part
+from lightning_fcl.methods.step import Pattern
 from lightning_fcl.randomness import keys_of, start_randomness
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class FedViT(Method):
     """
 
     vectorizable: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(federation="it has no local epochs, and no clients that share a body", head=True)
     ends_undrawn: ClassVar[bool] = True
 
     rho: float = argument(0.1, share)
@@ -92,14 +95,14 @@ class FedViT(Method):
 
     # What a subclass does otherwise: which knowledge is kept of a task, and how it becomes a gradient.
 
-    def extract(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> Memory:
+    def extract(self, client: Client, memory: Memory, own: State, data: Batch) -> Memory:
         """The memory with the knowledge of the task that has ended."""
         x, y = labelled(data)
-        task = self.module
+        task = client.module
         with torch.no_grad():
             loss = states_loss(task).sample_loss(predictions(task, own, x), y.to(task.device))
         kept = lowest_loss(loss, y, self.rho)
-        return with_task(memory, x[kept], y[kept], client_round.experience)
+        return with_task(memory, x[kept], y[kept], client.part.experience)
 
     def known(self, memory: Memory) -> list[int]:
         """Numbers of the past tasks of which there is knowledge, ascending."""
@@ -107,21 +110,19 @@ class FedViT(Method):
             return []
         return [number for number in torch.unique(memory["task"]).tolist() if number != int(memory["present"])]
 
-    def restore(self, memory: Memory, task: int, gradient_of: GradientOf) -> Tensor:
+    def restore(self, client: Client, task: int, gradient_of: GradientOf) -> Tensor:
         """The gradient of a past task at the present parameters, shape (p,)."""
-        rows = memory["task"] == task
-        return gradient_of(memory["x"][rows], memory["y"][rows])
+        rows = client.memory["task"] == task
+        return gradient_of(client.memory["x"][rows], client.memory["y"][rows])
 
     # What it makes of them.
 
-    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        epoch = self._local_epoch
-        first = self._integration
-        if first <= epoch < first + self.head_epochs:
-            return gradient  # the head's
-        if epoch < first:
-            return project(gradient_of(*labelled(self.batch), state=self._before), gradient[None], self.margin)
-        tasks = self.known(memory)
+    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        if self.trains(client) == self.head:
+            return gradient
+        if client.local_epoch < self._integration:
+            return project(gradient_of(*labelled(client.batch), state=self._before), gradient[None], self.margin)
+        tasks = self.known(client.memory)
         if not tasks:
             return gradient
         anew = self._steps % self.select_every == 0 or len(tasks) <= self.k
@@ -130,7 +131,7 @@ class FedViT(Method):
             self._rows = gradient.new_empty(len(chosen), len(gradient))
         constraints = self._rows[: len(chosen)]
         for row, task in zip(constraints, chosen, strict=True):
-            row.copy_(self.restore(memory, task, gradient_of))
+            row.copy_(self.restore(client, task, gradient_of))
         self._steps += 1
         if len(chosen) > self.k:
             picked = most_dissimilar(gradient, constraints, self.k, self.distance)
@@ -140,14 +141,14 @@ class FedViT(Method):
 
     # When it does so.
 
-    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        if not self.applies_to(client_round):
+    def local_epochs(self, client: Client) -> int | None:
+        if not client.active:
             return None
-        return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(memory, client_round)
+        return self.head_epochs + self.body_epochs + self.integration_epochs * self._goes_on(client.memory, client.part)
 
-    def trains(self, memory: Memory, local_epoch: int) -> Part | None:
+    def trains(self, client: Client) -> Pattern | None:
         first = self._integration
-        return Part(self.head, inverse=not first <= local_epoch < first + self.head_epochs)
+        return self.head if first <= client.local_epoch < first + self.head_epochs else f"!{self.head}"
 
     @property
     def _integration(self) -> int:
@@ -156,44 +157,37 @@ class FedViT(Method):
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainable = {name for name, p in pl_module.named_parameters() if p.requires_grad}
-        check_stages(self, trainer, pl_module, self.head)
-
-    @property
-    def _local_epoch(self) -> int:
-        federation = self.federation
-        return federation.round.local_epoch if federation is not None else 0
 
     def _goes_on(self, memory: Memory, client_round: ClientRound) -> bool:
         return self.integration_epochs > 0 and "at" in memory and int(memory["at"]) == client_round.experience
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        present = at_task(memory, client_round)
-        return present if self._goes_on(memory, client_round) else _without_body(present)
+    def on_download(self, client: Client) -> Memory:
+        present = at_task(client.memory, client.part)
+        return present if self._goes_on(client.memory, client.part) else _without_body(present)
 
-    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        self._before = {**server, **section(memory, "body")} if "at" in memory else None
+    def begin(self, client: Client) -> None:
+        self._before = {**client.server, **section(client.memory, "body")} if "at" in client.memory else None
         self._steps, self._chosen, self._rows = 0, [], None
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if not client_round.drawn:
-            memory = self.on_download(memory, own, client_round)
-            return self.extract(memory if self.integrate_last else _without_body(memory), own, data, client_round)
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        if not client.part.drawn:
+            memory = self.on_download(client)
+            return self.extract(client, memory if self.integrate_last else _without_body(memory), own, data)
         memory = _without_body(memory)
-        if client_round.last_round:
-            memory = self.extract(memory, own, data, client_round)
-        if not self.integration_epochs or (client_round.last_round and not self.integrate_last):
+        if client.part.last_round:
+            memory = self.extract(client, memory, own, data)
+        if not self.integration_epochs or (client.part.last_round and not self.integrate_last):
             return memory
         body = {name: value for name, value in own.items() if not fnmatchcase(name, self.head)}
-        return {**memory, **remember(body, "body"), "at": torch.tensor(client_round.experience)}
+        return {**memory, **remember(body, "body"), "at": torch.tensor(client.part.experience)}
 
-    def personalize(self, memory: Memory, state: State) -> State:
-        body = {name: value.to(state[name].device) for name, value in section(memory, "last").items()}
+    def personalize(self, client: Client, state: State) -> State:
+        body = {name: value.to(state[name].device) for name, value in section(client.memory, "last").items()}
         return {**state, **body} if body else state
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = self.federation
+        federation = federation_of(trainer)
         if federation is None or not (self.integrate_last and self.integration_epochs):
             return
         received = {name: value.detach().clone() for name, value in entries(pl_module).items()}
@@ -214,7 +208,11 @@ class FedViT(Method):
 
     def _integrated(self, federation: Federation, client_round: ClientRound, state: State, body: State) -> State:
         """The body after integration of a client's data; the module holds the client's state afterwards."""
-        module, before, at = self.module, {**state, **body}, (client_round.client, client_round.round, "integration")
+        module, before, at = (
+            federation.module,
+            {**state, **body},
+            (client_round.client, client_round.round, "integration"),
+        )
         (optimizer,) = federation.optimizers
         load_entries(module, state)
         optimizer.state.clear()

@@ -16,11 +16,13 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
 from lightning_fcl.federation.aggregation import State, reductions_of
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import need_federation, ranks_of
+from lightning_fcl.federation.protocol import federation_of, ranks_of
 from lightning_fcl.federation.ranks import together
 from lightning_fcl.federation.record import RoundRecord
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.replay import Replay
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models.decomposed import Decomposed, prune
@@ -78,6 +80,7 @@ class FedWEIT(Method):
     """
 
     vectorizable: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(federation="there is nobody whose weights could be attended to")
     ends_undrawn: ClassVar[bool] = True
 
     l1: float = argument(1e-3, at_least, 0)
@@ -98,48 +101,39 @@ class FedWEIT(Method):
         self._arriving: dict[str, Memory] = {}  # in this round
         self._gates: list[Tensor] = []
 
-    @property
-    def _model(self) -> Any:
-        return decomposed_of(self.module)
-
     def _place(self, memory: Memory) -> int:
         """Which of the network's tasks has the mask and the adaptive of the client's present one."""
         return int(memory["tasks"]) - 1 if self.per_task else 0
 
-    @property
-    def _record(self) -> RoundRecord:
-        assert self.federation is not None  # as `prepare` has it
-        return self.federation.server.record
-
     # The client.
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        if (
-            not self.applies_to(client_round)
-            or int(memory.get("experience", torch.tensor(-1))) == client_round.experience
-        ):
+    def on_download(self, client: Client) -> Memory:
+        memory, part = client.memory, client.part
+        if not client.active or _learns(memory, part):
             return memory
-        model, past = self._model, int(memory.get("tasks", torch.tensor(0)))
-        new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(client_round.experience)}
-        new["classes"] = torch.tensor(client_round.task_classes)
+        model, past = decomposed_of(client.module), int(memory.get("tasks", torch.tensor(0)))
+        new: Memory = {"tasks": torch.tensor(past + 1), "experience": torch.tensor(part.experience)}
+        new["classes"] = torch.tensor(part.task_classes)
         for i in range(past):
             if not self.per_task and i < past - 1:
                 new[f"target.{i}"] = memory[f"target.{i}"]
                 continue
-            mask, adaptive = (server[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive"))
+            mask, adaptive = (client.server[f"model.tasks.{i * self.per_task}.{name}"] for name in ("mask", "adaptive"))
             new[f"target.{i}"] = memory["base"].to(adaptive) * model.gate(mask) + adaptive
-        others = [client for client in sorted(self.knowledge) if client != client_round.client]
+        others = [other for other in sorted(self.knowledge) if other != part.client]
         if self.kb_size is not None:
             others = [others[i] for i in sorted(torch.randperm(len(others))[: self.kb_size].tolist())]
-        for j, client in enumerate(others):
-            new |= {f"kb.{j}.{name}": value for name, value in self.knowledge[client].items()}
-            self._record.download(client_round.client, _message_bytes(self.knowledge[client], model.size))
+        for j, other in enumerate(others):
+            new |= {f"kb.{j}.{name}": value for name, value in self.knowledge[other].items()}
+            _record(client).download(part.client, _message_bytes(self.knowledge[other], model.size))
         return new
 
-    def attach(self, memory: Memory, server: State, active: bool = True) -> None:
-        if not active:
+    def begin(self, client: Client) -> None:
+        memory = client.memory
+        if not client.active:
             return
-        model, place = self._model, self._place(memory)
+        model: Any = decomposed_of(client.module)
+        place = self._place(memory)
         sources = sum(1 for name in memory if name.startswith("kb.")) // 2
         model.receive([unpack(memory[f"kb.{j}.values"], memory[f"kb.{j}.bits"], model.size) for j in range(sources)])
         if model.begun <= place or (not self.per_task and "base" not in memory):  # in the first round of a task
@@ -152,8 +146,9 @@ class FedWEIT(Method):
         with torch.no_grad():
             self._gates = [model.gate(task.mask) for task in model.tasks[:place]] if self.l2 else []
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
-        model, place, past = self._model, self._place(memory), int(memory["tasks"]) - 1
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        model: Any = decomposed_of(client.module)
+        place, past = self._place(client.memory), int(client.memory["tasks"]) - 1
         own = model.tasks[place]
         total: Tensor = self.l1 * own.adaptive.abs().sum() + self.mask_l1 * own.mask.abs().sum()
         base: Tensor = model.base()
@@ -164,36 +159,36 @@ class FedWEIT(Method):
         gates = self._gates if self.per_task or not self.l2 else [model.gate(own.mask)] * past
         for i, gate in enumerate(gates):
             adaptive = model.tasks[i if self.per_task else 0].adaptive
-            total = total + self.l2 * drift(base, gate, adaptive, memory[f"target.{i}"])
+            total = total + self.l2 * drift(base, gate, adaptive, client.memory[f"target.{i}"])
         return total
 
-    def upload(self, memory: Memory, own: State) -> State:
-        model = self._model
+    def upload(self, client: Client, own: State) -> State:
+        model = decomposed_of(client.module)
         model.settle()
-        masks = torch.split(own[f"model.tasks.{self._place(memory)}.mask"], model.units)
+        masks = torch.split(own[f"model.tasks.{self._place(client.memory)}.mask"], model.units)
         sent = dict(own)
         for name, mask in zip((f"model.net.{name}" for name in model.names), masks, strict=True):
             sent[name] = own[name] * kept_units(mask, self.sparsity).view(-1, *[1] * (own[name].dim() - 1))
         return sent
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if not self.applies_to(client_round):
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        if not client.active:
             return memory
-        if not client_round.drawn:
-            if memory and int(memory["experience"]) == client_round.experience:
-                self._publish(memory, own, client_round)
+        if not client.part.drawn:
+            if _learns(memory, client.part):
+                self._publish(client, own)
             return memory
-        self._publish(memory, own, client_round)
-        return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in self._model.names])}
+        self._publish(client, own)
+        names = decomposed_of(client.module).names
+        return {**memory, "base": torch.cat([own[f"model.net.{name}"].flatten() for name in names])}
 
-    def _publish(self, memory: Memory, own: State, client_round: ClientRound) -> None:
-        record = self._record
-        if client_round.last_round and client_round.client not in record.missed:
-            adaptive = own[f"model.tasks.{self._place(memory)}.adaptive"].detach()
-            self._arriving[client_round.client] = pack(prune(adaptive, self._model.threshold))
-            record.upload(client_round.client, _message_bytes(self._arriving[client_round.client], self._model.size))
+    def _publish(self, client: Client, own: State) -> None:
+        record, part, model = _record(client), client.part, decomposed_of(client.module)
+        if part.last_round and part.client not in record.missed:
+            adaptive = own[f"model.tasks.{self._place(client.memory)}.adaptive"].detach()
+            self._arriving[part.client] = pack(prune(adaptive, model.threshold))
+            record.upload(part.client, _message_bytes(self._arriving[part.client], model.size))
 
     # The server.
 
@@ -219,7 +214,8 @@ class FedWEIT(Method):
                 f"Expected no other method than `Replay` beside `FedWEIT`, whose parameters begin with each task, but "
                 f"got {', '.join(others)}. Remove it."
             )
-        federation = need_federation(trainer, "FedWEIT", "there is nobody whose weights could be attended to")
+        federation = federation_of(trainer)
+        assert federation is not None  # as it needs one
         model = decomposed_of(pl_module)
         if not (isinstance(pl_module, Classifier) and pl_module.task_incremental):
             raise ValueError("Expected a `Classifier` with `task_incremental=True` for `FedWEIT`. Set it.")
@@ -248,6 +244,16 @@ class FedWEIT(Method):
         if isinstance(pl_module, Classifier) and isinstance(pl_module.model, Decomposed):
             pl_module.model.receive([])
         self._gates = []
+
+
+def _learns(memory: Memory, part: ClientRound) -> bool:
+    """Whether a client has begun with the task of its part."""
+    return "experience" in memory and int(memory["experience"]) == part.experience
+
+
+def _record(client: Client) -> RoundRecord:
+    assert client.federation is not None  # as it needs one
+    return client.federation.server.record
 
 
 def decomposed_of(module: L.LightningModule) -> Decomposed:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fcl.errors import argument, at_least
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import Episodic, past_tasks
 from lightning_fcl.methods.functional import GradientOf
 from lightning_fcl.methods.projection import agem, project
@@ -39,8 +39,8 @@ class GEM(Episodic):
 
     margin: float = argument(0.5, at_least, 0)
 
-    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        tasks = past_tasks(memory)
+    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        tasks = past_tasks(client.memory)
         if not tasks:
             return gradient
         constraints = gradient.new_empty(len(tasks), len(gradient))
@@ -71,8 +71,8 @@ class AGEM(Episodic):
 
     batch_size: int | None = argument(None, at_least, 1)
 
-    def project(self, memory: Memory, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
-        tasks = past_tasks(memory)
+    def project(self, client: Client, gradient: Tensor, gradient_of: GradientOf) -> Tensor:
+        tasks = past_tasks(client.memory)
         if not tasks:
             return gradient
         x, y = (torch.cat(column) for column in zip(*tasks, strict=True))

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Clients
 from lightning_fcl.methods.distillation import LwF
 from lightning_fcl.methods.episodic import labelled
@@ -74,20 +74,19 @@ class ICaRL(LwF):
         at_least(1, max_size=max_size)
         self.max_size = max_size
 
-    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | None:
-        return (memory["x"], memory["y"]) if "x" in memory else None
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | None:
+        return (client.memory["x"], client.memory["y"]) if "x" in client.memory else None
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if client_round.drawn:
-            memory = super().end_round(memory, own, data, client_round, generator)
-        return memory | self._exemplars(memory, own, data) if memory and client_round.last_round else memory
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        if client.part.drawn:
+            memory = super().end_round(client, own, data)
+        return memory | self._exemplars(client, own, data) if memory and client.part.last_round else memory
 
-    def _exemplars(self, memory: Memory, own: State, data: Batch) -> Memory:
+    def _exemplars(self, client: Client, own: State, data: Batch) -> Memory:
         x, y = labelled(data)
-        features = F.normalize(embeddings(self.module, own, x)).to(x.device)
-        old = tuple(part.to(x.device) for part in self.rehearse(memory) or (x[:0], y[:0]))
+        features = F.normalize(embeddings(client.module, own, x)).to(x.device)
+        old = tuple(part.to(x.device) for part in self.rehearse(client) or (x[:0], y[:0]))
         classes, chosen = torch.unique(torch.cat([old[1], y])), [(x[:0], y[:0])]
         for label in classes:
             new, size = (y == label).nonzero()[:, 0], self.max_size // len(classes)
@@ -99,9 +98,9 @@ class ICaRL(LwF):
     def server_state(self, module: L.LightningModule) -> State:
         return {"sums": no_sums(module)}
 
-    def contribute(self, memory: Memory, own: State, data: Batch, client_round: ClientRound) -> State:
-        x, y = self._exemplars(memory, own, data).values()
-        return {"sums": class_sums(self.module, F.normalize(embeddings(self.module, own, x)), y)}
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        x, y = self._exemplars(client, own, data).values()
+        return {"sums": class_sums(client.module, F.normalize(embeddings(client.module, own, x)), y)}
 
     def predict(self, server: State, module: L.LightningModule, x: Tensor, output: Tensor) -> Tensor:
         means, known = class_means(server["sums"])

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least, between
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 Objective = Callable[[Mapping[str, Tensor], Tensor, Tensor], Tensor]
@@ -123,7 +124,7 @@ def mean_over_samples(
 class _Consolidation(Method):
     """What EWC and MAS share: the penalty, and when the importance of the parameters is taken."""
 
-    needs_samples: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(samples=True)
 
     strength: float = argument(1.0, at_least, 0)
     decay: float = argument(1.0, between, 0, 1)
@@ -132,29 +133,29 @@ class _Consolidation(Method):
     def importance(self, module: nn.Module, state: State, x: Tensor, y: Tensor, names: Iterable[str]) -> State:
         raise NotImplementedError
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
+    def on_download(self, client: Client) -> Memory:
+        memory = client.memory
         if self.strength == 0:
             return memory
         if not memory:
-            params = {name: server[name] for name, p in self.module.named_parameters() if p.requires_grad}
+            params = {name: client.server[name] for name, p in client.module.named_parameters() if p.requires_grad}
             nothing = {name: torch.zeros_like(value) for name, value in params.items()}
             memory = remember(params, "center") | remember(nothing, "importance")
-        memory = {n: value.to(server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
+        memory = {n: value.to(client.server[n.split(".", 1)[1]].device) for n, value in memory.items() if n != _SCALE}
         return memory | ({_SCALE: scale_of(section(memory, "importance"))} if self.normalize else {})
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        memory = client.memory
         if self.strength == 0:
             return 0.0
         penalty = quadratic_penalty(step.params, section(memory, "center"), section(memory, "importance"))
         return self.strength * (memory[_SCALE] * penalty if _SCALE in memory else penalty)
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if self.strength == 0 or not client_round.last_round:
-            return memory
-        earlier = section(memory, "importance")  # not of what learns now: another method may have frozen a part
-        new = self.importance(self.module, own, data[0], data[1], earlier)
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        if self.strength == 0 or not client.part.last_round:
+            return client.memory
+        earlier = section(client.memory, "importance")  # not of what learns now: another method may have frozen a part
+        new = self.importance(client.module, own, data[0], data[1], earlier)
         summed = {name: self.decay * value + new[name] for name, value in earlier.items()}
         return remember({name: own[name] for name in earlier}, "center") | remember(summed, "importance")
 
@@ -184,7 +185,7 @@ class EWC(_Consolidation):
         10.0
     """
 
-    needs_sample_loss: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
     """Its gradients are the Fisher information."""
 
     strength: float = argument(1.0, at_least, 0)

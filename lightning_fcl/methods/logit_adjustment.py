@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import Rules, State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import HasClasses
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method, padded
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.prototypes import SumOfSome
 from lightning_fcl.methods.step import Step
 
@@ -74,8 +76,7 @@ class LogitAdjustment(Method):
         'federation'
     """
 
-    needs_labels: ClassVar[bool] = True
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(labels=True, logits=True)
     reductions: ClassVar[Rules] = {"counts": Total()}
 
     tau: float = argument(1.0, at_least, 0)
@@ -100,40 +101,39 @@ class LogitAdjustment(Method):
             )
         return {"counts": _counted(torch.empty(0) if self._base is None else self._base, module.num_classes)}
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        counts = _counted(client_round.labels, client_round.num_classes)
-        if not counts.any() and memory:
-            counts = memory["counts"]
-        all_counts = server.get(f"{self.section}.counts")
-        if all_counts is not None:
-            own = counts.to(all_counts.device) * (not self._is_counted(memory, client_round))
-            counts = all_counts + padded(own, len(all_counts))
-        return {"experience": memory.get("experience", torch.tensor(-1)), "counts": counts}
+    def on_download(self, client: Client) -> Memory:
+        counts = _counted(client.part.labels, client.part.num_classes)
+        if not counts.any() and client.memory:
+            counts = client.memory["counts"]
+        if "counts" in client.shared:
+            own = counts.to(client.shared["counts"].device) * (not _is_counted(client))
+            counts = client.shared["counts"] + padded(own, len(client.shared["counts"]))
+        return {"experience": client.memory.get("experience", torch.tensor(-1)), "counts": counts}
 
-    def contribute(self, memory: Memory, own: State, data: object, client_round: ClientRound) -> State:
-        if self.prior == "client" or self._is_counted(memory, client_round):
+    def contribute(self, client: Client, own: State, data: Batch) -> State:
+        if self.prior == "client" or _is_counted(client):
             return {}
-        return {"counts": _counted(client_round.labels, len(memory["counts"]))}
+        return {"counts": _counted(client.part.labels, len(client.memory["counts"]))}
 
-    def _is_counted(self, memory: Memory, client_round: ClientRound) -> bool:
-        return bool(memory) and client_round.experience <= int(memory["experience"])
-
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `LogitAdjustment` but got none with labels. Return pairs.")
         if self.tau == 0:
             return 0.0
-        counts = padded(memory["counts"].to(step.output.device), step.output.shape[-1])
+        counts = padded(client.memory["counts"].to(step.output.device), step.output.shape[-1])
         adjusted = logit_adjusted_loss(step.output, step.y, counts, self.tau)
         return step.mean(adjusted - F.cross_entropy(step.output, step.y, reduction="none"))
 
-    def end_round(
-        self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        federation, counted = self.federation, torch.tensor(client_round.experience)
-        if federation is not None and client_round.client in federation.server.record.missed:
-            counted = memory["experience"]
-        return {"experience": counted, "counts": _counted(client_round.labels, client_round.num_classes)}
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        federation, counted = client.federation, torch.tensor(client.part.experience)
+        if federation is not None and client.part.client in federation.server.record.missed:
+            counted = client.memory["experience"]
+        return {"experience": counted, "counts": _counted(client.part.labels, client.part.num_classes)}
+
+
+def _is_counted(client: Client) -> bool:
+    """Whether the server has the counts of its experience."""
+    return bool(client.memory) and client.part.experience <= int(client.memory["experience"])
 
 
 def _counted(labels: Tensor, classes: int) -> Tensor:

@@ -13,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import above, argument, at_least, share
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import MasksLogits
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.episodic import labelled
 from lightning_fcl.methods.fedvit import lowest_loss
 from lightning_fcl.methods.functional import predictions, states_loss
 from lightning_fcl.methods.importance import mean_over_samples, summed
-from lightning_fcl.methods.method import Method, remember, section
+from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 
@@ -78,8 +79,7 @@ class LVTMethod(Method):
     """
 
     vectorizable: ClassVar[bool] = False
-    needs_samples: ClassVar[bool] = True
-    needs_sample_loss: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(loss=True, samples=True)
     ends_undrawn: ClassVar[bool] = True
 
     gamma: float = argument(1.0, at_least, 0)
@@ -100,51 +100,47 @@ class LVTMethod(Method):
     def _learnt(self, module: L.LightningModule) -> list[str]:
         return [name for name, p in module.named_parameters() if p.requires_grad and fnmatchcase(name, self.keys)]
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        device = next(iter(server.values())).device
-        return {name: value.to(device) for name, value in memory.items()}
+    def on_download(self, client: Client) -> Memory:
+        device = next(iter(client.server.values())).device
+        return {name: value.to(device) for name, value in client.memory.items()}
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
+        memory = client.memory
         total: Tensor | float = 0.0
         gradient = section(memory, "gradient")
         if self.gamma and gradient:
             total = total + self.gamma * attention_loss(step.params, section(memory, "previous"), gradient)
         if (self.alpha or self.beta) and "task" in memory:
-            total = total + self._rehearsal(memory, step)
+            total = total + self._rehearsal(client, step)
         return total
 
-    def _rehearsal(self, memory: Memory, step: Step) -> Tensor:
+    def _rehearsal(self, client: Client, step: Step) -> Tensor:
+        memory, module = client.memory, client.module
         size = len(step.output) if self.batch_size is None else self.batch_size
         drawn = torch.randperm(len(memory["y"]))[:size].to(memory["y"].device)
         logits = memory["logits"][drawn]
 
         def loss(output: Tensor, y: Tensor) -> Tensor:
-            values: Tensor = self.alpha * states_loss(self.module).sample_loss(output, y)
+            values: Tensor = self.alpha * states_loss(module).sample_loss(output, y)
             if self.beta:
-                student, teacher = self._among(output, y), self._among(logits.to(output), y)
+                student, teacher = _among(module, output, y), _among(module, logits.to(output), y)
                 values = values + self.beta * distilled(student, teacher, self.temperature)
             return values
 
         return step.loss_of(memory["x"][drawn], memory["y"][drawn], loss=loss)
 
-    def _among(self, output: Tensor, y: Tensor) -> Tensor:
-        """The logits of classes that a sample is told apart from; others -inf."""
-        return self.module.mask_logits(output, y) if isinstance(self.module, MasksLogits) else output
-
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if not client_round.last_round:
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        if not client.part.last_round:
             return memory
         x, y = labelled(data)
         if not len(y):
             return memory
         if self.gamma:
-            memory = {**memory, **self._attention(own, x, y)}
-        return {**memory, **self._samples(memory, own, x, y, client_round)} if self.alpha or self.beta else memory
+            memory = {**memory, **self._attention(client.module, own, x, y)}
+        return {**memory, **self._samples(client, own, x, y)} if self.alpha or self.beta else memory
 
-    def _attention(self, own: State, x: Tensor, y: Tensor) -> Memory:
-        module = self.module
+    def _attention(self, module: L.LightningModule, own: State, x: Tensor, y: Tensor) -> Memory:
         # Not of what learns now: another method may have frozen a part.
         names = [name for name, _ in module.named_parameters() if fnmatchcase(name, self.keys)]
         gradient = mean_over_samples(
@@ -152,8 +148,8 @@ class LVTMethod(Method):
         )
         return remember({name: own[name] for name in names}, "previous") | remember(gradient, "gradient")
 
-    def _samples(self, memory: Memory, own: State, x: Tensor, y: Tensor, client_round: ClientRound) -> Memory:
-        module = self.module
+    def _samples(self, client: Client, own: State, x: Tensor, y: Tensor) -> Memory:
+        module, task = client.module, client.part.experience
         x, y = x.to(module.device), y.to(module.device)
         logits = predictions(module, own, x)
         kept = lowest_loss(states_loss(module).sample_loss(logits, y), y, self.rho)
@@ -161,9 +157,14 @@ class LVTMethod(Method):
             "x": x[kept],
             "y": y[kept],
             "logits": logits[kept],
-            "task": torch.full_like(y[kept], client_round.experience),
+            "task": torch.full_like(y[kept], task),
         }
-        if "task" not in memory:
+        if "task" not in client.memory:
             return new
-        others = (memory["task"] != client_round.experience).to(y.device)
-        return {name: torch.cat([memory[name].to(y.device)[others], value]) for name, value in new.items()}
+        others = (client.memory["task"] != task).to(y.device)
+        return {name: torch.cat([client.memory[name].to(y.device)[others], value]) for name, value in new.items()}
+
+
+def _among(module: L.LightningModule, output: Tensor, y: Tensor) -> Tensor:
+    """The logits of classes that a sample is told apart from; others -inf."""
+    return module.mask_logits(output, y) if isinstance(module, MasksLogits) else output

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.data.batches import Batch
 from lightning_fcl.errors import argument, at_least, one_of
 from lightning_fcl.federation.aggregation import State
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method, padded, with_classes
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.methods.step import Step
 
 Outputs = Literal["probabilities", "log-probabilities", "logits"]
@@ -83,30 +85,35 @@ class MeanOutputLoss(Method):
         2.0
     """
 
-    needs_logits: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(logits=True)
 
     mu: float = argument(2.0, at_least, 0)
     outputs: Outputs = argument("probabilities", one_of, get_args(Outputs))
     distance: Distance = argument("squared", one_of, get_args(Distance))
     cross_entropy: Scope = argument("session", one_of, get_args(Scope))
 
-    def on_download(self, memory: Memory, server: State, client_round: ClientRound) -> Memory:
-        if client_round.new_classes or client_round.old_classes:
+    def on_download(self, client: Client) -> Memory:
+        memory = client.memory
+        if client.part.new_classes or client.part.old_classes:
             return {
-                "new": _mask(client_round.new_classes, client_round.num_classes),
-                "old": _mask(client_round.old_classes, client_round.num_classes),
+                "new": _mask(client.part.new_classes, client.part.num_classes),
+                "old": _mask(client.part.old_classes, client.part.num_classes),
             }
-        seen = memory.get("seen", torch.zeros(client_round.num_classes, dtype=torch.bool))
-        if not memory or client_round.experience > int(memory["experience"]):
-            memory = {"experience": torch.tensor(client_round.experience), "old": seen, "seen": seen}
+        seen = memory.get("seen", torch.zeros(client.part.num_classes, dtype=torch.bool))
+        if not memory or client.part.experience > int(memory["experience"]):
+            memory = {"experience": torch.tensor(client.part.experience), "old": seen, "seen": seen}
         return memory
 
-    def penalty(self, memory: Memory, step: Step) -> Tensor | float:
+    def penalty(self, client: Client, step: Step) -> Tensor | float:
         if step.y is None:
             raise ValueError("Expected batches `[x, y]` for `MeanOutputLoss` but got none with labels. Return pairs.")
         classes = step.output.shape[-1]
-        old = padded(memory["old"].to(step.output.device), classes)
-        new = padded(memory["new"].to(step.output.device), classes) if "new" in memory else self._of(step, old)
+        old = padded(client.memory["old"].to(step.output.device), classes)
+        new = (
+            padded(client.memory["new"].to(step.output.device), classes)
+            if "new" in client.memory
+            else self._of(step, old)
+        )
         total = self.mu * mean_output_loss(step.output, step.y, new, old, self.outputs, self.distance)
         if self.cross_entropy != "all":
             allowed = (new if self.cross_entropy == "session" else new | old).expand_as(step.output)
@@ -124,12 +131,11 @@ class MeanOutputLoss(Method):
             there = there & (step.weight > 0)[:, None]
         return there.any(dim=0) & ~old
 
-    def end_round(
-        self, memory: Memory, own: State, data: object, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
         if "seen" not in memory:
             return memory
-        return {**memory, "seen": with_classes(memory["seen"], client_round.labels)}
+        return {**memory, "seen": with_classes(memory["seen"], client.part.labels)}
 
 
 def _mask(classes: Sequence[int], size: int) -> Tensor:

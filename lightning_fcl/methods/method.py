@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,8 +10,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_fcl.data.attached import callbacks_of
-from lightning_fcl.federation.aggregation import State
-from lightning_fcl.federation.client_store import Memory
 from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.compose import methods_of
 from lightning_fcl.methods.declaration import Declaration
@@ -30,7 +27,7 @@ class Method(Declaration, Callback):
 
     Example:
         >>> class WeightDecay(Method):
-        ...     def penalty(self, memory, step):
+        ...     def penalty(self, client, step):
         ...         return 0.01 * sum(value.square().sum() for value in step.params.values())
         >>> WeightDecay(clients=["client1"]).clients
         ['client1']
@@ -73,16 +70,6 @@ def driver_of(trainer: L.Trainer) -> MethodDriver:
     # A new list: Lightning may be going through the old one, and would call the method at hand once more.
     trainer.callbacks = [*callbacks[:place], driver, *callbacks[place:]]  # type: ignore[attr-defined]
     return driver
-
-
-def section(memory: Mapping[str, Tensor], prefix: str) -> State:
-    """The entries of a memory below ``prefix``, without it."""
-    return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
-
-
-def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
-    """A copy of a state as entries of a memory below ``prefix``."""
-    return {f"{prefix}.{name}": value.detach().clone() for name, value in state.items()}
 
 
 def with_classes(seen: Tensor, labels: Tensor) -> Tensor:

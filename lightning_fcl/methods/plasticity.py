@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_fcl.data.attached import stream_of
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import at_least
-from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
@@ -74,8 +74,8 @@ class IntrinsicPlasticity(Method):
         self.min_gain = min_gain
         self._warned = False
 
-    def local_epochs(self, memory: Memory, client_round: ClientRound) -> int | None:
-        return 1 if client_round.last_round else self.epochs
+    def local_epochs(self, client: Client) -> int | None:
+        return 1 if client.part.last_round else self.epochs
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ReservoirTask):
@@ -124,7 +124,7 @@ class IntrinsicPlasticity(Method):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int
     ) -> None:
-        if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or self.federation is not None:
+        if not isinstance(pl_module, ReservoirTask) or not pl_module.adapting or federation_of(trainer) is not None:
             return
         reservoir = pl_module.reservoir
         directions = reservoir.plasticity(batch[0], self.mu, self.sigma)

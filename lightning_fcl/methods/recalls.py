@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.methods.declaration import Declaration, overrides
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.declaration import Declaration, Recalls
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import Keys, numbers
 
 
-class Recalls:
+class Recalled:
     """Draws the remembered samples of each step, for methods that recall some: the same one by one and in cohorts."""
 
     def __init__(
         self,
         methods: Sequence[Declaration] = (),
-        memories: Sequence[Sequence[Memory]] = (),
+        clients: Sequence[Sequence[Client]] = (),
         keys: Callable[[str], Keys] | None = None,
     ) -> None:
         self.pools: dict[str, list[Mapping[str, Tensor]]] = {}
@@ -30,8 +30,8 @@ class Recalls:
         self._sizes: dict[str, int] = {}
         self._drawn: Counter[str] = Counter()
         for i, method in enumerate(methods):
-            if keys is not None and method.recall_size and overrides(method, "recall"):
-                self.pools[method.section] = [method.recall(own[i]) for own in memories]
+            if keys is not None and isinstance(method, Recalls):
+                self.pools[method.section] = [method.recall(each[i]) for each in clients]
                 self._keys[method.section] = keys(method.section)
                 self._sizes[method.section] = method.recall_size
 

@@ -16,9 +16,12 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, one_of
 from lightning_fcl.federation.aggregation import State, entries, load_entries
 from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.methods.buffers import Agent, check_buffer, make_buffer, select
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import memory_size
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.randomness import seed_of
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class Replay(Method):
         10
     """
 
-    takes_dicts: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(dicts=True)
 
     max_size: int | float = argument(200, memory_size)  # jsonargparse takes the first type that fits
     policy: Policy = argument("class-balanced", one_of, get_args(Policy))
@@ -87,22 +90,23 @@ class Replay(Method):
         if not self.base or trainer.ckpt_path is not None:
             return
         stream: Any = trainer.datamodule  # type: ignore[attr-defined]
-        federation = self.federation
+        federation = federation_of(trainer)
         if federation is None or not len(stream.plan.base):
             raise ValueError(
                 'Expected a federation whose stream has a base session, as `scenario="odfcl"` has, for `base=True` but '
                 f"got {stream}. Leave `base` out."
             )
         data = stream.take(stream.plan.base)
-        for client in stream.plan.clients:
-            generator = torch.Generator().manual_seed(seed_of(federation.seed, client, "base session"))
-            client_round = ClientRound(client, round=0, stream_samples=stream.plan.samples_of(client))
-            known = not federation.hosts(client) or federation.server.store.memory(client, self.section)
+        for name in stream.plan.clients:
+            known = not federation.hosts(name) or federation.server.store.memory(name, self.section)
             if not known:  # else of an earlier fit, which this one goes on from
-                memory = self.end_round({}, {}, data, client_round, generator)
-                federation.server.store.remember(client, self.section, memory)
+                part = ClientRound(name, round=0, stream_samples=stream.plan.samples_of(name))
+                generator = torch.Generator().manual_seed(seed_of(federation.seed, name, "base session"))
+                client = Client(part=part, module=pl_module, federation=federation, generator=generator)
+                federation.server.store.remember(name, self.section, self.end_round(client, entries(pl_module), data))
 
-    def rehearse(self, memory: Memory) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
+    def rehearse(self, client: Client) -> tuple[Tensor, Tensor] | dict[str, Tensor] | None:
+        memory = client.memory
         if not memory:
             return None
         names = [name for name in memory if name.startswith(_SAMPLE)]
@@ -115,32 +119,31 @@ class Replay(Method):
             return chosen["x"], chosen["y"]
         return {name.removeprefix(_SAMPLE): value for name, value in chosen.items()}
 
-    def _size(self, client_round: ClientRound) -> int:
+    def _size(self, part: ClientRound) -> int:
         if isinstance(self.max_size, int):
             return self.max_size
-        if not client_round.stream_samples:
+        if not part.stream_samples:
             raise ValueError(
                 f"Expected `max_size` to be a number of samples but got the share {self.max_size}: only a "
                 "`FederatedStream` tells how many samples there will be."
             )
-        return max(1, round(self.max_size * client_round.stream_samples))
+        return max(1, round(self.max_size * part.stream_samples))
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        if self.update == "experience" and not client_round.last_round:
-            return memory
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        part = client.part
+        if self.update == "experience" and not part.last_round:
+            return client.memory
         samples = _entries(data)
         first = next(iter(samples.values()))
-        device, size = first.device, self._size(client_round)
-        memory = {name: value.to(device) for name, value in memory.items()}
-        new = {**samples, "task": torch.full((len(first),), client_round.experience, device=device)}
-        labels = client_round.labels if len(client_round.labels) == len(first) else samples.get("y", first)
+        device, size = first.device, self._size(part)
+        memory = {name: value.to(device) for name, value in client.memory.items()}
+        new = {**samples, "task": torch.full((len(first),), part.experience, device=device)}
+        labels = part.labels if len(part.labels) == len(first) else samples.get("y", first)
         if not _are_classes(samples.get("y")):
             new["class"] = labels.to(device) if _are_classes(labels) else torch.zeros(len(first), dtype=torch.long)
         if self.buffer is None and self.policy == "refresh":
-            chosen = torch.randperm(len(first), generator=generator)[:size]
-            kept = memory["task"] != client_round.experience if memory else None
+            chosen = torch.randperm(len(first), generator=client.generator)[:size]
+            kept = memory["task"] != part.experience if memory else None
             picked = {name: value[chosen] for name, value in new.items()}
             return {n: torch.cat([memory[n][kept], v]) for n, v in picked.items()} if kept is not None else picked
         seen = len(first) + (int(memory["seen"]) if memory else 0)
@@ -148,7 +151,7 @@ class Replay(Method):
             new = {name: torch.cat([memory[name], value]) for name, value in new.items()}
         places: Memory = {name: memory[name].cpu() for name in ("priority", "group") if name in memory}
         labels = new["class"] if "class" in new else new["y"]
-        with self._holding(own) as model:
+        with self._holding(client, own) as model:
             chosen, order = select(
                 self.buffer or make_buffer(self.policy),
                 size,
@@ -156,18 +159,18 @@ class Replay(Method):
                 labels.cpu(),
                 new["task"].cpu(),
                 places,
-                Agent(self.buffer, model, client_round.experience),
-                generator,
+                Agent(self.buffer, model, part.experience),
+                client.generator,
             )
         return {**{name: value[chosen] for name, value in new.items()}, **order, "seen": torch.tensor(seen)}
 
     @contextmanager
-    def _holding(self, own: State) -> Iterator[L.LightningModule | None]:
+    def _holding(self, client: Client, own: State) -> Iterator[L.LightningModule | None]:
         """The module with the client's state, if a selection strategy may look at it; afterwards it is as before."""
-        if self.buffer is None or self.running is None:
+        if self.buffer is None:
             yield None
             return
-        module = self.module
+        module = client.module
         before = {name: value.detach().clone() for name, value in entries(module).items()}
         modes = {part: part.training for part in module.modules()}
         load_entries(module, own)

@@ -1,4 +1,4 @@
-"""What a method sees of a step, and where it runs."""
+"""What a method sees of a step, and which part of a module learns in it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.methods.functional import LossOf, OutputOf
-
-if TYPE_CHECKING:
-    from lightning_fcl.simulation.federation import Federation
 
 
 def _elsewhere(x: Any, *others: object, **more: object) -> Tensor:
@@ -38,7 +34,7 @@ class Step:
         loss_of: ``loss_of(x, y)``: the mean task loss on other samples, in the module's present mode.
         weight: Share of every sample in the batch's mean, shape (batch,), adding up to 1; None means equal shares.
         y: The batch's targets, shape (batch, ...); None where the batch is no pair.
-        recalled: Remembered samples that were drawn for this step, as `Declaration.recall` names them, each of shape
+        recalled: Remembered samples that were drawn for this step, as `Recalls.recall` names them, each of shape
             (recall_size, ...); empty where nothing is remembered yet.
         recalled_weight: 1 where there are recalled samples, else 0.
     """
@@ -76,26 +72,31 @@ class Step:
         return values.mean() if self.weight is None else (values * self.weight).sum()
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some of a module's entries, by a shell-style pattern, or all others."""
+Pattern = str | tuple[str, ...]
+"""Some of a module's entries: shell-style patterns. One that begins with "!" is all entries but those of the rest."""
 
-    pattern: str
-    inverse: bool = False
 
-    def __contains__(self, name: str) -> bool:
-        return fnmatchcase(name, self.pattern) != self.inverse
+def matches(name: str, pattern: Pattern) -> bool:
+    """Whether an entry is one of a pattern's.
+
+    Example:
+        >>> [matches(name, "!model.head.*") for name in ("model.body.weight", "model.head.weight")]
+        [True, False]
+    """
+    if isinstance(pattern, tuple):
+        return any(matches(name, one) for one in pattern)
+    return not fnmatchcase(name, pattern[1:]) if pattern.startswith("!") else fnmatchcase(name, pattern)
 
 
 class Freezer:
     """Lets a part of a module learn: the rest gets no gradient, and its layers keep their statistics."""
 
     def __init__(self) -> None:
-        self._part: Part | None = None
+        self._part: Pattern | None = None
         self._trainable: set[str] = set()
         self._resting: list[nn.Module] = []  # layers that were in training mode
 
-    def train(self, module: nn.Module, part: Part | None) -> None:
+    def train(self, module: nn.Module, part: Pattern | None) -> None:
         """Let a part learn, or all of what learnt before the first part did alone."""
         if part == self._part:
             return
@@ -104,7 +105,7 @@ class Freezer:
         self._part = part
         for name, parameter in module.named_parameters():
             if name in self._trainable:
-                parameter.requires_grad_(part is None or name in part)
+                parameter.requires_grad_(part is None or matches(name, part))
         for layer in self._resting:
             layer.training = True
         self._resting = [] if part is None else _with_buffers(module, part)
@@ -112,7 +113,7 @@ class Freezer:
             layer.training = False
 
 
-def _with_buffers(module: nn.Module, part: Part) -> list[nn.Module]:
+def _with_buffers(module: nn.Module, part: Pattern) -> list[nn.Module]:
     """The layers outside of a part that may keep statistics of what they see."""
     return [
         layer
@@ -120,7 +121,7 @@ def _with_buffers(module: nn.Module, part: Part) -> list[nn.Module]:
         if place
         and layer.training
         and (names := [name for name, _ in layer.named_buffers(place, recurse=False)])
-        and not any(name in part for name in names)
+        and not any(matches(name, part) for name in names)
     ]
 
 
@@ -130,16 +131,6 @@ def stepped_by(optimizer: Optimizer, module: nn.Module) -> dict[str, nn.Paramete
     return {
         name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None and id(p) in stepped
     }
-
-
-@dataclass
-class Running:
-    """Where a method runs, while a Trainer does; ``federation`` is None in a plain Trainer."""
-
-    module: L.LightningModule
-    federation: Federation | None
-    active: bool = True
-    batch: Batch = None
 
 
 def is_labelled(batch: Batch) -> bool:

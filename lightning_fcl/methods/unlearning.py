@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as L
 import torch
 
 from lightning_fcl.data.attached import need_stream
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import of_clients
 from lightning_fcl.federation.aggregation import State, entries
 from lightning_fcl.federation.client_store import Memory
-from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.federation.protocol import federation_of
 from lightning_fcl.federation.ranks import together
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
+from lightning_fcl.methods.needs import Needs
 from lightning_fcl.tasks.reservoir import ReservoirTask
 
 if TYPE_CHECKING:
@@ -43,21 +44,22 @@ class Unlearning(Method):
         {'7': 3}
     """
 
+    needs: ClassVar[Needs] = Needs(federation="call `RidgeReadout.remove` with the statistics that are to go")
+
     def __init__(self, requests: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.requests = {str(client): round for client, round in (requests or {}).items()}
         self.forgotten: list[str] = []
+        self._federation: Federation | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        why = "call `RidgeReadout.remove` with the statistics that are to go"
-        federation = need_federation(trainer, "Unlearning", why)
         if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":
             raise ValueError(
                 "Expected a reservoir's task that shares its statistics for `Unlearning` but got a "
                 f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
             )
-        for client in self.forgotten:
-            _forget(federation, client)
+        self._federation = federation_of(trainer)
+        self._forget_again()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         plan = need_stream(trainer).plan
@@ -76,10 +78,9 @@ class Unlearning(Method):
                     f"{round}, has no data before. Let it ask later, or leave it out."
                 )
 
-    def end_round(
-        self, memory: Memory, own: State, data: Batch, client_round: ClientRound, generator: torch.Generator
-    ) -> Memory:
-        federation = self.federation
+    def end_round(self, client: Client, own: State, data: Batch) -> Memory:
+        memory = client.memory
+        federation = client.federation
         reductions = federation.server.reductions if federation is not None else {}
         sums = [name for name, reduction in reductions.items() if reduction.name == "sum"]
         if not sums:
@@ -89,7 +90,7 @@ class Unlearning(Method):
         return {**kept, _TAG: own[_TAG].clone()}
 
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        federation = self.federation
+        federation = self._federation
         for client, round in self.requests.items():
             if federation is not None and round == federation.round.number and isinstance(pl_module, ReservoirTask):
                 self.forget(federation, pl_module, client)
@@ -115,9 +116,12 @@ class Unlearning(Method):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.forgotten = list(state_dict["forgotten"])
-        for client in self.forgotten if self.running is not None else []:
-            if self.federation is not None:
-                _forget(self.federation, client)
+        self._forget_again()
+
+    def _forget_again(self) -> None:
+        if self._federation is not None:
+            for client in self.forgotten:
+                _forget(self._federation, client)
 
 
 def _forget(federation: Federation, client: str) -> None:

@@ -17,6 +17,7 @@ from lightning_fcl.federation.local_training import BringsLocalTrainer, LocalTra
 from lightning_fcl.local.sequential import SequentialTrainer
 from lightning_fcl.local.trial import RANDOM, why_not_vectorized
 from lightning_fcl.local.vectorized import VectorizedTrainer
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.declaration import Declaration, shapes_loss
 from lightning_fcl.methods.replay import Replay
 
@@ -42,10 +43,10 @@ def choose_trainer(
     module, stream, strategy = federation.module, federation.stream, federation.strategy
     methods, optimizers, keep_optimizer = federation.methods, federation.optimizers, strategy.keep_optimizer
     for method in methods:
-        if method.needs_samples and not (isinstance(method, Replay) and method.buffer is None):
+        if method.needs.samples and not (isinstance(method, Replay) and method.buffer is None):
             refuse_transfer_hook(module, stream, type(method).__name__)
     if isinstance(module, BringsLocalTrainer):
-        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, {})])
+        return module.local_trainer(federation, [type(m).__name__ for m in methods if shapes_loss(m, Client())])
     if len(optimizers) > 1:
         _check_several(methods)
     if keep_optimizer and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
@@ -78,7 +79,7 @@ def choose_trainer(
 
 def _check_several(methods: Sequence[Declaration]) -> None:
     for method in methods:
-        if shapes_loss(method, {}) or not method.vectorizable:
+        if shapes_loss(method, Client()) or not method.vectorizable:
             raise ValueError(
                 f"Expected one optimizer beside `{type(method).__name__}`, which changes the step of one, but "
                 f"`configure_optimizers` returned several. Leave `{type(method).__name__}` out."

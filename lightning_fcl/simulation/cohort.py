@@ -15,7 +15,11 @@ from lightning_fcl.data.batches import Batch, Request, batches, joined, number_o
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.orders import order_keys, plan_cohort
 from lightning_fcl.data.scenarios import IntArray
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import epochs_of, rehearsed_by
+from lightning_fcl.methods.declaration import Declaration, client_of
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -32,10 +36,10 @@ class Cohort:
 
     def __init__(self, federation: Federation, names: Sequence[str], round: int) -> None:
         self._stream = stream = federation.stream
-        self._seed = federation.seed
+        self._seed, self._module = federation.seed, federation.module
         self._stacked = federation.trainer.stacked
-        self._rehearsed = rehearsed_by(federation.methods, federation.server.store.memory)
-        epochs_in = epochs_of(federation.methods, federation.server.store.memory, federation.strategy.local_epochs)
+        self._rehearsed = rehearsed_by(federation.methods, federation.client_before)
+        epochs_in = epochs_of(federation.methods, federation.client_before, federation.strategy.local_epochs)
         parts = stream.client_rounds(names, round)
         if isinstance(epochs_in, int):
             epochs = np.full(len(names), epochs_in)
@@ -51,6 +55,7 @@ class Cohort:
             names, epochs, index, lengths = [names[i] for i in order], epochs[order], index[order], lengths[order]
             parts = stream.client_rounds(names, round, None if remembered is None else remembered[order])
         self.clients = parts
+        self.received: Sequence[State] = ()  # what each has received at the start of the round
         self.step = 0  # of the batch at hand
         self.weight: Tensor | None = None  # the share of each of its samples in its client's mean, (clients, batch)
         self._rows = [stream.plan.train[round][client] for client in names]
@@ -92,6 +97,17 @@ class Cohort:
             client, round = self.clients.clients[row], self.clients.round
             self._read[row] = self._stream.client_samples(client, round, self._seed)
         return self._read[row]
+
+    def data(self, method: Declaration, row: int) -> Any:
+        """The samples of one of the clients, for a method that looks at them."""
+        return self.samples(row) if method.needs.samples else None
+
+    def ended(self, method: Declaration, row: int, memory: Memory) -> Client:
+        """One of the clients after its local training, as a method sees it."""
+        client = client_of(method, self._module, memory, self.received[row], self.clients[row])
+        batches = int(np.count_nonzero(self._lengths[row]))
+        client.steps = -(-batches // self._module.trainer.accumulate_grad_batches)
+        return client
 
     def requests(self) -> Iterator[Request]:
         """What is to be read for the batches, one client's after the other's."""

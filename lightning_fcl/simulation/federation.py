@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fcl.data.attached import need_stream, stream_of
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.stream import FederatedStream
 from lightning_fcl.errors import listed
-from lightning_fcl.federation.aggregation import State, entries, load_entries, reductions_of
+from lightning_fcl.federation.aggregation import State, declare, entries, load_entries, reductions_of
 from lightning_fcl.federation.client_store import own_entries
 from lightning_fcl.federation.local_training import LocalTrainer
 from lightning_fcl.federation.participation import Participation
 from lightning_fcl.federation.placement import Placement
 from lightning_fcl.federation.protocol import need_federation
+from lightning_fcl.federation.reductions import Reduction
 from lightning_fcl.federation.server import Extra, FederatedServer
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import methods_of
-from lightning_fcl.methods.declaration import Declaration
+from lightning_fcl.methods.declaration import Declaration, Personalizes, client_of
 from lightning_fcl.simulation.choose import choose_trainer
 from lightning_fcl.simulation.limits import check_stream, there
 
@@ -101,8 +104,14 @@ class Federation:
         if own := own_entries(self.server.store[client], self.module.device):
             state = {**state, **own}
         for method in methods_of(self.module.trainer):
-            state = method.personalize(self.server.store.memory(client, method.section), state)
+            if isinstance(method, Personalizes):
+                memory = self.server.store.memory(client, method.section)
+                state = method.personalize(client_of(method, self.module, memory), state)
         return state
+
+    def client_before(self, method: Declaration, part: ClientRound) -> Client:
+        """A client before a round, as a method sees it: it has received nothing."""
+        return client_of(method, self.module, self.server.store.memory(part.client, method.section), part=part)
 
 
 def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callable[..., Any]) -> None:
@@ -135,11 +144,12 @@ def begin_fit(federation: Federation, optimizers: list[Optimizer], step: Callabl
 def extra_of(federation: Federation) -> Extra:
     """What the server keeps for methods, beside the module's entries, and how it comes together."""
     module = federation.module
-    return {
-        f"{method.section}.{name}": (value.to(module.device), method.reductions[name])
-        for method in federation.methods
-        for name, value in method.server_state(module).items()
-    }
+    extra: dict[str, tuple[Tensor, Reduction | str]] = {}
+    for method in federation.methods:
+        kept = method.server_state(module)
+        for name, reduction in (declare(kept, method.reductions) if kept else {}).items():
+            extra[f"{method.section}.{name}"] = kept[name].to(module.device), reduction
+    return extra
 
 
 def warn_of_own_entries(federation: Federation) -> None:

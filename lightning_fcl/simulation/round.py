@@ -24,8 +24,8 @@ from lightning_fcl.federation.record import DIVERGED, RoundRecord
 from lightning_fcl.federation.server import FederatedServer
 from lightning_fcl.local.loose_state import LooseState
 from lightning_fcl.local.sequential import SequentialTrainer
-from lightning_fcl.methods.declaration import Declaration
-from lightning_fcl.randomness import seed_of, start_randomness
+from lightning_fcl.methods.declaration import Declaration, client_of
+from lightning_fcl.randomness import start_randomness
 from lightning_fcl.simulation.cohort import Cohort
 from lightning_fcl.simulation.federation import Federation, extra_of
 from lightning_fcl.simulation.limits import check_optimizers, there
@@ -166,12 +166,16 @@ class Round:
         memories: list[Sequence[Memory]] = [()] * len(clients)
         if federation.methods:
             memories = [
-                [_moved(m.on_download(own.get(m.section, {}), state, client), device) for m in federation.methods]
-                for client, state, own in zip(clients, states, kept, strict=True)
+                [
+                    _moved(m.on_download(client_of(m, federation.module, own.get(m.section, {}), state, part)), device)
+                    for m in federation.methods
+                ]
+                for part, state, own in zip(clients, states, kept, strict=True)
             ]
         federation.strategy.local_steps.begin(federation.optimizers)
         if self.loose is not None:
             self.loose.put_back()
+        cohort.received = states
         federation.trainer.begin(clients, states, memories, [own.get("optimizer", {}) for own in kept])
 
     def upload(self, cohort: Cohort) -> None:
@@ -204,27 +208,25 @@ class Round:
             neutral = {
                 n: federation.server.reductions[f"{method.section}.{n}"].nothing(value) for n, value in kept.items()
             }
-            for row, client in enumerate(cohort.clients if kept else ()):
+            for row, part in enumerate(cohort.clients if kept else ()):
                 given = dict(neutral)
-                if method.applies_to(client):
-                    data = cohort.samples(row) if method.needs_samples else None
-                    given |= method.contribute(trained.memories[row][i], trained.state(row), data, client)
+                if method.applies_to(part):
+                    client = cohort.ended(method, row, trained.memories[row][i])
+                    given |= method.contribute(client, trained.state(row), cohort.data(method, row))
                 for name, value in given.items():
                     sent.setdefault(f"{method.section}.{name}", []).append(value.to(federation.module.device))
         return {name: torch.stack(values) for name, values in sent.items()}
 
     def _end_client(self, cohort: Cohort, trained: Trained, row: int, missed: bool) -> None:
         """Keep what stays with a client."""
-        state, kept, client = trained.state(row), {}, cohort.clients[row]
+        state, kept, part = trained.state(row), {}, cohort.clients[row]
         for method, memory in zip(self.federation.methods, trained.memories[row], strict=True):
-            if method.remembers(client):
-                data = cohort.samples(row) if method.needs_samples else None
-                kept[method.section] = method.end_round(
-                    memory, state, data, client, _generator(self.federation, client, method)
-                )
+            if method.remembers(part):
+                ended = method.end_round(cohort.ended(method, row, memory), state, cohort.data(method, row))
+                kept[method.section] = ended
         if trained.optimizer is not None:
             kept["optimizer"] = trained.optimizer
-        self.federation.server.keep(client.client, state, kept, missed)
+        self.federation.server.keep(part.client, state, kept, missed)
 
     def aggregate(self) -> None:
         """Step 4: aggregate, put the server's state into the module, and end experiences."""
@@ -263,25 +265,21 @@ class Round:
                 continue
             data = (
                 federation.stream.client_samples(client.client, client.round, federation.seed)
-                if method.needs_samples
+                if method.needs.samples
                 else None
             )
             own = {
                 **entries(federation.module),
                 **own_entries(federation.server.store[client.client], federation.module.device),
             }
-            memory, undrawn = federation.server.store.memory(client.client, method.section), client.not_drawn()
-            ended = method.end_round(memory, own, data, undrawn, _generator(federation, client, method))
-            federation.server.store.remember(client.client, method.section, ended)
+            memory = federation.server.store.memory(client.client, method.section)
+            undrawn = client_of(method, federation.module, memory, own, client.not_drawn())
+            federation.server.store.remember(client.client, method.section, method.end_round(undrawn, own, data))
 
 
 def _moved(memory: Memory, device: torch.device) -> Memory:
     """What was on disk, or in a checkpoint, comes back on the CPU."""
     return memory if device.type == "cpu" else {name: value.to(device) for name, value in memory.items()}
-
-
-def _generator(federation: Federation, client: ClientRound, method: Declaration) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(federation.seed, client.client, client.round, method.section))
 
 
 def _callbacks(federation: Federation) -> list[Callback]:

@@ -299,11 +299,11 @@ def test_a_base_session_is_experience_0(fit, make_task):
 class Doubles(Method):
     """Client 1 predicts with twice the weights of its head."""
 
-    def personalize(self, memory, state):
-        return {**state, "model.2.weight": 2 * state["model.2.weight"]} if memory else state
+    def personalize(self, client, state):
+        return {**state, "model.2.weight": 2 * state["model.2.weight"]} if client.memory else state
 
-    def end_round(self, memory, own, data, client_round, generator):
-        return {"there": torch.ones(1)} if client_round.client == "1" else memory
+    def end_round(self, client, own, data):
+        return {"there": torch.ones(1)} if client.part.client == "1" else client.memory
 
 
 @pytest.mark.seconds
@@ -406,8 +406,8 @@ def test_own_models_are_tested_after_their_last_training_of_an_experience(fit, m
 
 def test_own_models_of_who_leaves_who_is_dropped_and_who_was_never_drawn(fit, make_stream, make_task):
     class Diverges(Method):
-        def upload(self, memory, own):
-            wrong = self.federation.round.client_round.client == "1" and self.federation.round.number == 3
+        def upload(self, client, own):
+            wrong = client.federation.round.client_round.client == "1" and client.federation.round.number == 3
             return {name: value * (float("nan") if wrong else 1) for name, value in own.items()}
 
     metrics = ContinualMetrics(when="both")

@@ -128,17 +128,19 @@ def test_own_solutions_are_averaged_and_one_client_s_is_the_pooled_one(fit, make
 class Anchored(Method):
     """A method of a user's own: stays near a mix of its earlier models, and forgets a little of it by lot."""
 
-    def on_download(self, memory, server, client_round):
-        anchor = memory.get("anchor", server["model.1.weight"])
-        return {"anchor": 0.5 * (anchor + server["model.1.weight"]), "rounds": memory.get("rounds", torch.tensor(0))}
+    def on_download(self, client):
+        anchor = client.memory.get("anchor", client.server["model.1.weight"])
+        rounds = client.memory.get("rounds", torch.tensor(0))
+        return {"anchor": 0.5 * (anchor + client.server["model.1.weight"]), "rounds": rounds}
 
-    def penalty(self, memory, step):
-        distance = (step.params["model.1.weight"] - memory["anchor"]).square().sum()
-        return 0.1 * memory["rounds"] * distance + 0.2 * step.mean(step.features(step.x).square().sum(dim=1) * step.y)
+    def penalty(self, client, step):
+        distance = (step.params["model.1.weight"] - client.memory["anchor"]).square().sum()
+        pull = step.mean(step.features(step.x).square().sum(dim=1) * step.y)
+        return 0.1 * client.memory["rounds"] * distance + 0.2 * pull
 
-    def end_round(self, memory, own, data, client_round, generator):
-        kept = (torch.rand(own["model.1.weight"].shape, generator=generator) > 0.1).float()
-        return {"anchor": own["model.1.weight"].clone() * kept, "rounds": memory["rounds"] + 1}
+    def end_round(self, client, own, data):
+        kept = (torch.rand(own["model.1.weight"].shape, generator=client.generator) > 0.1).float()
+        return {"anchor": own["model.1.weight"].clone() * kept, "rounds": client.memory["rounds"] + 1}
 
 
 class Listening(Method):

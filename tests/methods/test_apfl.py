@@ -17,6 +17,7 @@ from lightning_fcl.data.orders import Batching, order_keys, plan_batches
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.methods.apfl import mix
+from lightning_fcl.methods.client import Client
 from lightning_fcl.models import ViT
 
 OPTIMIZERS = {
@@ -136,7 +137,7 @@ def test_alpha_0_predicts_as_the_server_and_alpha_1_as_the_personal_model(fit, m
         trainer = fit(task, make_stream(rounds_per_experience=2), [method])
         memory, shared = memory_of(trainer, "1"), dict(task.state_dict())
         predicts, expected = copy.deepcopy(task), copy.deepcopy(task)
-        predicts.load_state_dict(method.personalize(memory, shared))
+        predicts.load_state_dict(method.personalize(Client(memory), shared))
         expected.load_state_dict(personal_model(memory) if alpha else shared)
         assert torch.equal(predicts(x), expected(x)) and float(memory["alpha"]) == alpha
         if alpha:
@@ -240,8 +241,8 @@ def test_a_vision_transformer_with_tasks(fit):
 def test_what_a_client_keeps_does_not_change_before_its_round_is_done(make_task):
     method, server = APFL(0.5), {"w": torch.zeros(2)}
     method._trainable = ["w"]
-    kept = method.on_download({}, server, ClientRound("a", round=0))
-    begun = method.on_download(kept, {"w": torch.ones(2)}, ClientRound("a", round=1))
+    kept = method.on_download(Client({}, server, ClientRound("a", round=0)))
+    begun = method.on_download(Client(kept, {"w": torch.ones(2)}, ClientRound("a", round=1)))
     assert torch.equal(begun["v.w"], torch.zeros(2))  # its own, not what it has received
     for value in begun.values():
         value.add_(1)

@@ -16,21 +16,23 @@ from torch import nn
 from lightning_fcl.callbacks import AGEM, BCN, EWC, GEM, DERpp, FedProto, FLwF, FLwF2T, ICaRL, LVTMethod, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.errors import argument, at_least
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.compose import check_compatible, compose, methods_of
 from lightning_fcl.methods.declaration import Declaration, overrides, shapes_loss
 from lightning_fcl.methods.method import Method
-from lightning_fcl.methods.recalls import Recalls
-from lightning_fcl.methods.step import Freezer, Part, Step
+from lightning_fcl.methods.needs import Needs
+from lightning_fcl.methods.recalls import Recalled
+from lightning_fcl.methods.step import Freezer, Step, matches
 from lightning_fcl.randomness import keys_of, numbers
 
 
 class Penalised(Method):
-    def penalty(self, memory, step):
-        return memory["strength"] * step.output.sum()
+    def penalty(self, client, step):
+        return client.memory["strength"] * step.output.sum()
 
 
 class Halved(Method):
-    def task_weight(self, memory):
+    def task_weight(self, client):
         return 0.5
 
 
@@ -39,25 +41,25 @@ class Both(Halved, Penalised):
 
 
 class Projecting(Method):
-    def project(self, memory, gradient, gradient_of):
+    def project(self, client, gradient, gradient_of):
         return 2 * gradient
 
 
 class Uploading(Method):
-    def upload(self, memory, own):
+    def upload(self, client, own):
         return own
 
 
 class Rehearsing(Method):
-    def rehearse(self, memory):
+    def rehearse(self, client):
         return None
 
 
 class Recalling(Method):
     recall_size = 3
 
-    def recall(self, memory):
-        return memory
+    def recall(self, client):
+        return client.memory
 
 
 class Further(Projecting):
@@ -67,7 +69,7 @@ class Further(Projecting):
 def test_a_method_overrides_what_it_or_its_parents_define():
     assert overrides(Penalised, "penalty") and overrides(Penalised(), "penalty") and overrides(Both, "penalty")
     assert overrides(Further(), "project") and not overrides(Further, "penalty")
-    functions = [name for name in vars(Declaration) if not name.startswith("_")]
+    functions = [name for name, own in vars(Declaration).items() if callable(own) and not name.startswith("_")]
     assert not any(overrides(kind, name) for kind in (Method, Declaration) for name in functions)
 
 
@@ -83,12 +85,12 @@ def test_a_method_overrides_what_it_or_its_parents_define():
         (Rehearsing, (True, False, True, True)),
         (Recalling, (True, False, True, True)),
         (type("Alone", (Method,), {"vectorizable": False}), (False, False, False, False)),
-        (type("Labels", (Method,), {"needs_labels": True}), (True, False, False, True)),
-        (type("Samples", (Penalised,), {"needs_samples": True}), (True, False, True, True)),
+        (type("Labels", (Method,), {"needs": Needs(labels=True)}), (True, False, False, True)),
+        (type("Samples", (Penalised,), {"needs": Needs(samples=True)}), (True, False, True, True)),
     ],
 )
 def test_what_a_method_overrides_says_what_it_needs(kind, flags):
-    assert (kind.vectorizable, kind.needs_sample_loss, kind.needs_samples, kind.needs_labels) == flags
+    assert (kind.vectorizable, kind.needs.loss, kind.needs.samples, kind.needs.labels) == flags
 
 
 def step_of(output):
@@ -97,9 +99,9 @@ def step_of(output):
 
 def test_factors_multiply_and_penalties_add_up():
     methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
-    memories = [{"strength": torch.tensor(value)} for value in (1.0, 7.0, 10.0)]
+    clients = [Client({"strength": torch.tensor(value)}) for value in (1.0, 7.0, 10.0)]
     steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
-    scale, extra = compose(methods, memories, steps, zero)
+    scale, extra = compose(methods, clients, steps, zero)
     assert (scale, float(extra)) == (0.25, 33.0)
     assert compose([], [], [], zero) == (1.0, zero)
 
@@ -107,24 +109,26 @@ def test_factors_multiply_and_penalties_add_up():
 @pytest.mark.parametrize("uses", [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 0)])
 def test_methods_go_together_side_by_side_as_one_at_a_time(uses):
     methods, zero = [Penalised(), Halved(), Both()], torch.zeros(())
-    memories = [{"strength": torch.tensor(value)} for value in (1.0, 7.0, 10.0)]
+    clients = [Client({"strength": torch.tensor(value)}) for value in (1.0, 7.0, 10.0)]
     steps = [step_of(torch.tensor([1.0, 2.0]))] * 3
-    scale, extra = compose(methods, memories, steps, zero, [torch.tensor(float(on)) for on in uses])
-    used = [[part for part, on in zip(parts, uses, strict=True) if on] for parts in (methods, memories, steps)]
+    scale, extra = compose(methods, clients, steps, zero, [torch.tensor(float(on)) for on in uses])
+    used = [[part for part, on in zip(parts, uses, strict=True) if on] for parts in (methods, clients, steps)]
     alone_scale, alone = compose(*used, zero)
     assert float(scale) == alone_scale and torch.equal(extra, alone)
 
 
 def test_who_shapes_the_loss():
-    assert shapes_loss(Penalised(), {}) and shapes_loss(Halved(), {})
-    assert not shapes_loss(Projecting(), {}) and not shapes_loss(Method(), {})
+    assert shapes_loss(Penalised(), Client()) and shapes_loss(Halved(), Client())
+    assert not shapes_loss(Projecting(), Client()) and not shapes_loss(Method(), Client())
 
 
-def test_a_part_is_a_pattern_or_all_others():
-    part, rest = Part("*.head.*"), Part("*.head.*", inverse=True)
+def test_a_part_is_a_pattern_or_all_others_or_several():
     for name in ("model.head.weight", "model.body.weight", "head"):
-        assert (name in part) != (name in rest)
-    assert "model.head.weight" in part and "model.body.weight" in rest
+        assert matches(name, "*.head.*") != matches(name, "!*.head.*")
+    assert matches("model.head.weight", "*.head.*") and matches("model.body.weight", "!*.head.*")
+    several = ("!model.*", "model.head.*")
+    names = ("other.weight", "model.head.weight", "model.body.weight")
+    assert [matches(name, several) for name in names] == [True, True, False]
 
 
 def test_who_uses_a_method():
@@ -144,9 +148,21 @@ def test_who_uses_a_method():
         Method("some")
 
 
-def test_a_method_outside_of_a_trainer_has_no_module():
-    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `Penalised`"):
-        _ = Penalised().module
+def test_what_a_client_outside_of_a_trainer_does_not_have():
+    with pytest.raises(RuntimeError, match="Expected a client that trains with `Penalised` but none does"):
+        _ = Penalised().client
+    with pytest.raises(RuntimeError, match=r"Expected a client of a Trainer for `client\.module` but got one of none"):
+        _ = Client().module
+
+
+def test_what_stands_for_several_clients_has_no_part(fit, make_stream, make_task):
+    class Looks(Method):
+        def penalty(self, client, step):
+            return 0.0 * client.part.round
+
+    with pytest.raises(RuntimeError, match="several train side by side"):
+        fit(make_task(), make_stream(), [Looks()], cohort_size=3)
+    fit(make_task(), make_stream(), [Looks()], cohort_size=1)
 
 
 CONFLICTS = [
@@ -194,7 +210,7 @@ def keys(section, clients=("a", "b")):
 
 
 def test_recalls_draw_rows_that_belong_together():
-    recalls = Recalls([Recalling()], [[pool(5)], [pool(4)]], keys)
+    recalls = Recalled([Recalling()], [[Client(pool(5))], [Client(pool(4))]], keys)
     rows = numbers(keys("Recalling"), 12)
     for step in range(4):
         drawn = recalls.draw("Recalling")
@@ -205,24 +221,24 @@ def test_recalls_draw_rows_that_belong_together():
 
 
 def test_recalls_of_a_client_do_not_depend_on_the_others():
-    together = Recalls([Recalling()], [[{}], [pool(4)]], keys)
-    alone = Recalls([Recalling()], [[pool(4)]], partial(keys, clients=["b"]))
+    together = Recalled([Recalling()], [[Client()], [Client(pool(4))]], keys)
+    alone = Recalled([Recalling()], [[Client(pool(4))]], partial(keys, clients=["b"]))
     for _ in range(3):
         nothing, drawn = together.draw("Recalling")
         assert nothing == {} and torch.equal(drawn["y"], alone.draw("Recalling")[0]["y"])
 
 
 def test_who_recalls_nothing_draws_nothing():
-    recalls = Recalls([Recalling(), Penalised()], [[{}, pool(4)]], partial(keys, clients=["a"]))
+    recalls = Recalled([Recalling(), Penalised()], [[Client(), Client(pool(4))]], partial(keys, clients=["a"]))
     step = step_of(torch.zeros(1))
     drawn = recalls.step(Recalling(), step)
     assert drawn.recalled == {} and drawn.recalled_weight == 0
     assert recalls.step(Penalised(), step) is step and recalls.pools.keys() == {"Recalling"}
-    assert Recalls([Penalised()], [[pool(4)]], lambda section: 1 / 0).pools == {}  # no key is asked for
+    assert Recalled([Penalised()], [[Client(pool(4))]], lambda section: 1 / 0).pools == {}  # no key is asked for
 
 
 def test_a_step_has_what_was_drawn_for_its_method():
-    recalls = Recalls([Recalling()], [[pool(5)]], partial(keys, clients=["a"]))
+    recalls = Recalled([Recalling()], [[Client(pool(5))]], partial(keys, clients=["a"]))
     step = recalls.step(Recalling(), step_of(torch.zeros(1)))
     assert step.recalled_weight == 1 and len(step.recalled["y"]) == 3
 
@@ -256,9 +272,9 @@ HEAD = {"head.weight", "head.bias"}
 def test_what_is_frozen_stays_to_the_bit():
     module, freezer = network(), Freezer()
     assert learn(module) == BODY | STATISTICS | HEAD
-    freezer.train(module, Part("head.*"))
+    freezer.train(module, "head.*")
     assert learn(module) == HEAD
-    freezer.train(module, Part("head.*", inverse=True))
+    freezer.train(module, "!head.*")
     assert learn(module) == BODY | STATISTICS
     freezer.train(module, None)
     assert learn(module) == BODY | STATISTICS | HEAD
@@ -268,8 +284,8 @@ def test_what_is_frozen_stays_to_the_bit():
 class Stages(Method):
     """The head in the first local epoch, then all of it."""
 
-    def trains(self, memory, local_epoch):
-        return Part("model.head.*") if local_epoch == 0 else None
+    def trains(self, client):
+        return "model.head.*" if client.local_epoch == 0 else None
 
 
 @pytest.mark.parametrize("local_epochs", [1, 2])

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from lightning_fcl.callbacks import DERpp
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import predictions
-from lightning_fcl.methods.recalls import Recalls
+from lightning_fcl.methods.recalls import Recalled
 from lightning_fcl.methods.step import Step
 from lightning_fcl.randomness import keys_of
 
@@ -32,23 +33,25 @@ def test_without_weights_it_is_fine_tuning(fit, make_stream, make_task, assert_s
 def test_a_buffer_of_one_sample_is_a_penalty_by_hand(make_task, samples):
     task, method, (x, y) = make_task(), DERpp(1, alpha=0.3, beta=0.7, batch_size=5), samples()
     memory = {"x": x[:1], "y": y[:1], "logits": torch.randn(1, 4)}
-    step = Recalls([method], [[memory]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
+    step = Recalled([method], [[Client(memory)]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
     assert len(step.recalled["x"]) == 10
     expected = 0.3 * (task(x[:1]) - memory["logits"]).square().mean() + 0.7 * F.cross_entropy(task(x[:1]), y[:1])
     names = list(task.parameters())
     for value, hand in zip(
-        torch.autograd.grad(method.penalty(memory, step), names), torch.autograd.grad(expected, names), strict=True
+        torch.autograd.grad(method.penalty(Client(memory), step), names),
+        torch.autograd.grad(expected, names),
+        strict=True,
     ):
         torch.testing.assert_close(value, hand)
-    nothing = Recalls([method], [[{}]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
-    assert method.penalty({}, nothing) == 0
+    nothing = Recalled([method], [[Client()]], partial(keys_of, 0, ["a"])).step(method, step_of(task, x, y))
+    assert method.penalty(Client(), nothing) == 0
 
 
 def test_distance_and_loss_are_of_two_draws(make_task, samples):
     task, (x, y), logits = make_task(), samples(), torch.randn(20, 4)
     step = step_of(task, x, y, recalled={"x": x[:6], "y": y[:6], "logits": logits[:6]}, recalled_weight=1.0)
     expected = F.mse_loss(task(x[:3]), logits[:3]) + 2 * F.cross_entropy(task(x[3:6]), y[3:6])
-    torch.testing.assert_close(DERpp(alpha=1, beta=2, batch_size=3).penalty({}, step), expected)
+    torch.testing.assert_close(DERpp(alpha=1, beta=2, batch_size=3).penalty(Client(), step), expected)
 
 
 def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, samples, train):
@@ -69,13 +72,14 @@ def test_remembers_the_logits_of_the_model_that_it_has_trained(make_task, sample
 @pytest.mark.seconds
 def test_the_reservoir_is_uniform_over_all_that_was_offered(make_task, train, samples):
     counts, method, task = torch.zeros(20), DERpp(5), make_task()
-    method.running = type("Here", (), {"module": task})
     x = torch.arange(20.0)[:, None].expand(20, 6)
     for seed in range(400):
         generator, memory = torch.Generator().manual_seed(seed), {}
         for part in x.split(4):
             data = [part, torch.zeros(len(part), dtype=torch.long)]
-            memory = method.end_round(memory, task.state_dict(), data, ClientRound("a", 0), generator)
+            memory = method.end_round(
+                Client(memory, part=ClientRound("a", 0), module=task, generator=generator), task.state_dict(), data
+            )
         counts[memory["x"][:, 0].long()] += 1
     assert counts.sum() == 2000
     assert (counts - 100).abs().max() < 4.5 * (400 * 0.25 * 0.75) ** 0.5

@@ -11,10 +11,10 @@ from torch import nn
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import FedProx, FLwF, FLwF2T, LwF
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client, remember, section
 from lightning_fcl.methods.compose import check_compatible
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.functional import teacher_of
-from lightning_fcl.methods.method import remember, section
 from lightning_fcl.methods.step import Step
 
 pytestmark = pytest.mark.rounding
@@ -54,42 +54,46 @@ def test_distillation_loss_is_divergence_plus_entropy(temperature):
 
 def test_two_teachers(step, own):
     expected = [kd(step.output, step.predict(state, step.x)) for state in (section(own, "own"), step.server)]
-    torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(own, step), 0.7 * expected[0] + 0.2 * expected[1])
+    torch.testing.assert_close(FLwF2T(0.1, 0.7).penalty(Client(own), step), 0.7 * expected[0] + 0.2 * expected[1])
 
 
 def test_alpha_one_is_fine_tuning(step, own):
     method = FLwF2T(alpha=1.0, beta=0.0)
-    assert method.penalty(own, step) == 0.0 and method.task_weight({}) == 1.0
+    assert method.penalty(Client(own), step) == 0.0 and method.task_weight(Client()) == 1.0
 
 
 def test_without_weight_on_the_server_it_is_flwf(step, own):
     flwf, two = FLwF(0.3), FLwF2T(0.3, 0.7)
-    assert flwf.task_weight({}) == two.task_weight({}) == 0.3
-    assert torch.equal(flwf.penalty(own, step), two.penalty(own, step))
-    torch.testing.assert_close(two.penalty(own, step), 0.7 * kd(step.output, step.predict(section(own, "own"), step.x)))
+    assert flwf.task_weight(Client()) == two.task_weight(Client()) == 0.3
+    assert torch.equal(flwf.penalty(Client(own), step), two.penalty(Client(own), step))
+    torch.testing.assert_close(
+        two.penalty(Client(own), step), 0.7 * kd(step.output, step.predict(section(own, "own"), step.x))
+    )
 
 
 def test_the_servers_term_does_not_push_a_student_that_is_the_server(make_task, samples):
     student, (x, _) = make_task(), samples()
     step = Step({}, copy.deepcopy(student.state_dict()), x, student(x), teacher_of(student))
-    FLwF2T(alpha=0.001, beta=0.0).penalty({}, step).backward()
+    FLwF2T(alpha=0.001, beta=0.0).penalty(Client(), step).backward()
     assert max(p.grad.abs().max() for p in student.parameters()) < 1e-7
 
 
 def test_before_its_first_round_a_client_distils_from_the_server_alone(step):
     method = FLwF2T(0.1, 0.7)
-    memory = method.on_download({}, step.server, ClientRound("a", 3))
-    torch.testing.assert_close(method.penalty(memory, step), 0.9 * kd(step.output, step.predict(step.server, step.x)))
+    memory = method.on_download(Client({}, step.server, ClientRound("a", 3)))
+    torch.testing.assert_close(
+        method.penalty(Client(memory), step), 0.9 * kd(step.output, step.predict(step.server, step.x))
+    )
 
 
 def test_after_a_round_the_trained_model_is_the_teacher(make_task, own):
     trained, client_round = make_task(seed=5).state_dict(), ClientRound("a", 0)
-    memory = FLwF2T().end_round(own, trained, None, client_round, None)
+    memory = FLwF2T().end_round(Client(own, part=client_round), trained, None)
     kept = {name: value.clone() for name, value in trained.items()}
     for value in trained.values():
         value.zero_()
     assert all(torch.equal(section(memory, "own")[name], kept[name]) for name in kept)
-    assert FLwF2T().on_download(memory, trained, client_round) is memory
+    assert FLwF2T().on_download(Client(memory, trained, client_round)) is memory
 
 
 def lwf_memory(task, old, classes=4):
@@ -101,12 +105,12 @@ def lwf_memory(task, old, classes=4):
 def test_lwf_distils_old_classes_only(step, make_task):
     teacher = make_task(seed=3)
     expected = kd(step.output[:, [1, 3]], teacher(step.x)[:, [1, 3]])
-    torch.testing.assert_close(LwF(2.5).penalty(lwf_memory(teacher, [1, 3]), step), 2.5 * expected)
+    torch.testing.assert_close(LwF(2.5).penalty(Client(lwf_memory(teacher, [1, 3])), step), 2.5 * expected)
 
 
 @pytest.mark.parametrize(("strength", "old"), [(0.0, [0, 1]), (3.0, [])])
 def test_lwf_that_adds_nothing(step, make_task, strength, old):
-    value = torch.as_tensor(LwF(strength).penalty(lwf_memory(make_task(seed=3), old), step))
+    value = torch.as_tensor(LwF(strength).penalty(Client(lwf_memory(make_task(seed=3), old)), step))
     assert value.item() == 0.0
     if value.requires_grad:  # no gradient either, and none that is not a number
         grads = torch.autograd.grad(value, list(step.params.values()))
@@ -115,19 +119,19 @@ def test_lwf_that_adds_nothing(step, make_task, strength, old):
 
 def test_lwf_learns_of_experiences_from_their_number(make_task):
     method, states = LwF(), [make_task(seed=s).state_dict() for s in range(4)]
-    memory = method.on_download({}, states[0], ClientRound("a", 0, num_classes=4))
+    memory = method.on_download(Client({}, states[0], ClientRound("a", 0, num_classes=4)))
     assert memory["old"].tolist() == [False] * 4
-    memory = method.end_round(memory, states[1], None, ClientRound("a", 0, labels=torch.tensor([2, 2])), None)
-    same = method.on_download(memory, states[0], ClientRound("a", 1, experience=0))
+    memory = method.end_round(Client(memory, part=ClientRound("a", 0, labels=torch.tensor([2, 2]))), states[1], None)
+    same = method.on_download(Client(memory, states[0], ClientRound("a", 1, experience=0)))
     assert same["old"].tolist() == [False] * 4
-    memory = method.end_round(same, states[2], None, ClientRound("a", 1, labels=torch.tensor([0])), None)
-    memory = method.on_download(memory, states[0], ClientRound("a", 2, experience=1))
+    memory = method.end_round(Client(same, part=ClientRound("a", 1, labels=torch.tensor([0]))), states[2], None)
+    memory = method.on_download(Client(memory, states[0], ClientRound("a", 2, experience=1)))
     assert memory["old"].tolist() == [True, False, True, False]
     assert all(torch.equal(section(memory, "teacher")[n], states[2][n]) for n in states[2])
     memory = method.end_round(
-        memory, states[3], None, ClientRound("a", 2, experience=1, labels=torch.tensor([1])), None
+        Client(memory, part=ClientRound("a", 2, experience=1, labels=torch.tensor([1]))), states[3], None
     )
-    later = method.on_download(memory, states[0], ClientRound("a", 3, experience=1))
+    later = method.on_download(Client(memory, states[0], ClientRound("a", 3, experience=1)))
     assert later["old"].tolist() == [True, False, True, False]
     assert all(torch.equal(section(later, "teacher")[n], states[2][n]) for n in states[2])
 
@@ -252,16 +256,22 @@ def test_a_live_previous_model_teaches_nothing_and_is_not_kept():
     method = FLwF2T(0.2, 0.5, previous="live")
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
-    memory = method.on_download({}, {"server": server}, ClientRound("a", 0))
-    assert memory == method.end_round({}, {"w": student}, None, ClientRound("a", 0), torch.Generator()) == {}
+    memory = method.on_download(Client({}, {"server": server}, ClientRound("a", 0)))
+    assert (
+        memory
+        == method.end_round(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {"w": student}, None)
+        == {}
+    )
     expected = 0.3 * distillation_loss(student, server).mean()
-    assert torch.allclose(method.penalty(memory, step), expected)
+    assert torch.allclose(method.penalty(Client(memory), step), expected)
 
 
 def test_mean_over_elements_is_that_over_the_batch_divided_by_the_classes():
     student, server = torch.randn(4, 3), torch.randn(4, 3)
     step = Step({}, {"server": server}, None, student, lambda state, x: state["server"])
-    batch, elements = (FLwF2T(0.2, 0.5, mean_over=m, previous="live").penalty({}, step) for m in ("batch", "elements"))
+    batch, elements = (
+        FLwF2T(0.2, 0.5, mean_over=m, previous="live").penalty(Client(), step) for m in ("batch", "elements")
+    )
     assert torch.allclose(batch, 3 * elements)
 
 

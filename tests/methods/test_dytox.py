@@ -19,9 +19,9 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FedViTScenario
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.driver import MethodDriver
 from lightning_fcl.methods.episodic import balanced, past_tasks
-from lightning_fcl.methods.method import section
 from lightning_fcl.models import MLP, DyTox
 
 from .test_importance import by_loop
@@ -486,9 +486,12 @@ def test_what_it_cannot_work_with(fit, quiet):
         fit(make_task(), incremental(history="seen"), [DyToxTraining()])
     with pytest.raises(ValueError, match="Expected one `DyTox` in the module for `DyToxTraining` but got 0"):
         fit(Classifier(MLP([192, 6]), 6), incremental(), [DyToxTraining()])
-    with pytest.raises(ValueError, match="Expected either `DyToxTraining` or `FedRep`"):
+    with pytest.raises(
+        ValueError,
+        match="Expected at most one method that trains parts of the module in stages but got DyToxTraining and FedRep",
+    ):
         fit(make_task(), incremental(), [DyToxTraining(), FedRep(head="model.heads.*")])
     with pytest.raises(ValueError, match="`DyToxTraining` trains one client at a time"):
         fit(make_task(), incremental(), [DyToxTraining()], cohort_size=2)
-    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `DyToxTraining`"):
-        DyToxTraining(0).end_round({}, {}, None, ClientRound("a", 0), torch.Generator())
+    with pytest.raises(RuntimeError, match="Expected a client of a Trainer"):
+        DyToxTraining(0).end_round(Client({}, part=ClientRound("a", 0), generator=torch.Generator()), {}, None)

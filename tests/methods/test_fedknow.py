@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from lightning_fcl.callbacks import FedKNOW
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.fedknow import kept_network, largest
-from lightning_fcl.methods.method import driver_of, section
-from lightning_fcl.methods.step import Running
 
 from .test_fedvit import OWN, make_stream, make_task
 
@@ -24,12 +23,6 @@ def test_the_largest_free_weights_are_kept():
     assert largest(weight, free, 0.9).sum() == free.sum()  # no more than are free
 
 
-def set_up(method, task):
-    """As a Trainer does, without one."""
-    method.running = Running(task, None)
-    return method
-
-
 def extracted(method, task, tasks=3):
     memories, memory = [], {}
     for number in range(tasks):
@@ -37,14 +30,14 @@ def extracted(method, task, tasks=3):
         own = {name: torch.randn_like(value) for name, value in task.state_dict().items()}
         data = [torch.randn(12, 6), torch.randint(0, 2, (12,)) + 2 * number]
         client_round = ClientRound("a", number, number, num_classes=8, task_classes=(2 * number, 2 * number + 1))
-        memory = method.extract(memory, own, data, client_round)
+        memory = method.extract(Client(part=client_round, module=task), memory, own, data)
         memories.append((own, memory))
     return memories
 
 
 def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
     task = make_task()
-    memories = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=0), task), task)
+    memories = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
     for number, (own, memory) in enumerate(memories):
         owner, kept = memory["owner.model.body.0.weight"], memory["kept.model.body.0.weight"]
         assert [(owner == n + 1).sum().item() for n in range(number + 1)] == [6] * (number + 1)  # 20 % of 5 x 6
@@ -64,8 +57,8 @@ def test_no_weight_is_kept_for_two_tasks_and_what_is_kept_stays():
 
 def test_tuning_moves_the_task_s_own_weights_only_and_helps():
     task = make_task()
-    plain = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=0), task), task)
-    tuned = extracted(set_up(FedKNOW(rho=0.2, tune_epochs=40, tune_rate=0.02), task), task)
+    plain = extracted(FedKNOW(rho=0.2, tune_epochs=0), task)
+    tuned = extracted(FedKNOW(rho=0.2, tune_epochs=40, tune_rate=0.02), task)
     for number, ((_, left), (_, right)) in enumerate(zip(plain, tuned, strict=True)):
         owner = right["owner.model.body.0.weight"]
         assert torch.equal(owner, left["owner.model.body.0.weight"])
@@ -90,18 +83,10 @@ def test_a_past_task_s_gradient_is_that_of_distillation(fit):
     seen = []
 
     class Look(FedKNOW):
-        def restore(self, memory, task, gradient_of):
-            gradient = super().restore(memory, task, gradient_of)
-            state = {name: value.clone() for name, value in self.module.state_dict().items()}
-            seen.append(
-                (
-                    state,
-                    self.batch[0].clone(),
-                    kept_network(memory, task),
-                    gradient,
-                    driver_of(self.module.trainer).server,
-                )
-            )
+        def restore(self, client, task, gradient_of):
+            gradient = super().restore(client, task, gradient_of)
+            state = {name: value.clone() for name, value in client.module.state_dict().items()}
+            seen.append((state, client.batch[0].clone(), kept_network(client.memory, task), gradient, client.server))
             return gradient
 
     task, stream = make_task(), make_stream(rounds=2)

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import ContinualMetrics, FedProto, FLwF2T
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.prototypes import ClassSums, class_means
 from lightning_fcl.methods.step import Step
@@ -76,14 +77,16 @@ def test_the_pull_by_hand(make_task, samples):
     sums = torch.randn(4, 6)
     sums[:, 0] = torch.tensor([2.0, 3.0, 0.0, 5.0])
     weight = torch.rand(20).softmax(dim=0)
-    step = Step({}, {"FedProto.sums": sums}, x, task(x), lambda *_: x, features=task.embed, weight=weight, y=y)
+    step = Step({}, {}, x, task(x), lambda *_: x, features=task.embed, weight=weight, y=y)
     expected = torch.zeros(())
     for i in range(20):
         if y[i] != 2:  # which has no prototype
             prototype = sums[y[i], 1:] / sums[y[i], 0]
             expected = expected + 0.7 * weight[i] * ((task.embed(x[i : i + 1])[0] - prototype) ** 2).sum() / 5
     body = task.model[1].weight
-    (gradient,) = torch.autograd.grad(method.penalty({}, step), [body])
+    (gradient,) = torch.autograd.grad(
+        method.penalty(Client({}, {"FedProto.sums": sums}, section="FedProto"), step), [body]
+    )
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, [body])[0])
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_fcl import Classifier
 from lightning_fcl.callbacks import AGEM, EWC, FedProx
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.fedprox import proximal_term
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models import MLP
@@ -28,25 +29,25 @@ def test_value():
     ]
     expected = 0.5 * ((flat[0] - flat[1]) ** 2).sum()
     assert proximal_term(step.params, step.server).item() == pytest.approx(expected, rel=1e-6)
-    assert FedProx(mu=0.3).penalty({}, step).item() == pytest.approx(0.3 * expected, rel=1e-6)
+    assert FedProx(mu=0.3).penalty(Client(), step).item() == pytest.approx(0.3 * expected, rel=1e-6)
 
 
 def test_gradient():
     step = a_step()
-    FedProx(mu=0.3).penalty({}, step).backward()
+    FedProx(mu=0.3).penalty(Client(), step).backward()
     for name, value in step.params.items():
         torch.testing.assert_close(value.grad, 0.3 * (value.detach() - step.server[name]))
 
 
 def test_part():
     step = a_step()
-    FedProx(mu=2.0, part="head.*").penalty({}, step).backward()
+    FedProx(mu=2.0, part="head.*").penalty(Client(), step).backward()
     assert step.params["body.w"].grad is None
     torch.testing.assert_close(step.params["head.w"].grad, 2 * (step.params["head.w"] - step.server["head.w"]).detach())
 
 
 def test_mu_zero_is_fedavg():
-    assert FedProx(mu=0.0).penalty({}, a_step()) == 0.0
+    assert FedProx(mu=0.0).penalty(Client(), a_step()) == 0.0
 
 
 def test_wrong_arguments():
@@ -54,7 +55,7 @@ def test_wrong_arguments():
         FedProx(mu=-0.1)
     message = "Expected `part` to match a trainable parameter but `tail.*` matches none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FedProx(part="tail.*").penalty({}, a_step())
+        FedProx(part="tail.*").penalty(Client(), a_step())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

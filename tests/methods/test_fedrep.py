@@ -145,5 +145,5 @@ def test_refusals(fit, make_stream, quiet):
         L.Trainer(max_epochs=1, callbacks=[FedRep()], **quiet).fit(make_task(), datamodule=make_stream(clients=1))
     with pytest.raises(ValueError, match="`FedRep` trains one client at a time"):
         fit(make_task(), make_stream(), [FedRep()], reductions=OWN, cohort_size=2)
-    with pytest.raises(ValueError, match="trains head and body in stages but got FedViT and FedRep"):
+    with pytest.raises(ValueError, match="trains parts of the module in stages but got FedViT and FedRep"):
         fit(make_task(), make_stream(), [FedViT(), FedRep()], reductions=OWN)

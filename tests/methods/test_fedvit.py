@@ -17,9 +17,9 @@ from lightning_fcl.callbacks import AGEM, ContinualMetrics, FedKNOW, FedViT
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.federation.swarm import Swarm
 from lightning_fcl.methods import fedvit as module
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.fedvit import LowestLoss, lowest_loss
 from lightning_fcl.methods.projection import project
-from lightning_fcl.methods.step import Running
 
 OWN = {"model.head.*": "none"}
 
@@ -316,23 +316,24 @@ def test_the_most_dissimilar_tasks_are_chosen_anew_every_so_often(monkeypatch):
     gradients = {0: torch.tensor([9.0, -9.0]), 1: torch.tensor([1.0, 1.1]), 2: torch.tensor([-5.0, 0.0])}
     taken, projected = [], []
     method = FedViT(k=2, select_every=3)
-    monkeypatch.setattr(FedViT, "restore", lambda self, memory, task, of: taken.append(task) or gradients[task])
+    monkeypatch.setattr(FedViT, "restore", lambda self, client, task, of: taken.append(task) or gradients[task])
     monkeypatch.setattr(module, "project", lambda g, rows, margin: projected.append(rows.clone()) or g)
     memory = {"task": torch.tensor([0, 1, 2, 3]), "present": torch.tensor(3)}
-    method.running = Running(None, SimpleNamespace(round=SimpleNamespace(local_epoch=2)))  # the body's
-    method.attach(memory, {})
+    client = Client(memory)
+    client.local_epoch = 2  # the body's
+    method.begin(client)
     for _ in range(4):
-        method.project(memory, torch.tensor([1.0, 1.0]), None)
+        method.project(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2, 0, 2, 0, 2, 0, 1, 2]
     for rows in projected:
         assert torch.equal(rows, torch.stack([gradients[0], gradients[2]]))
     taken.clear()
     method = FedViT(k=5)  # more than there are: all
-    method.running = Running(None, SimpleNamespace(round=SimpleNamespace(local_epoch=2)))  # the body's
-    method.attach(memory, {})
-    method.project(memory, torch.tensor([1.0, 1.0]), None)
+    method.begin(client)
+    method.project(client, torch.tensor([1.0, 1.0]), None)
     assert taken == [0, 1, 2] and len(projected[-1]) == 3
-    assert method.project({"present": torch.tensor(0)}, gradients[0], None) is gradients[0]  # nothing is remembered
+    client.memory = {"present": torch.tensor(0)}
+    assert method.project(client, gradients[0], None) is gradients[0]  # nothing is remembered
 
 
 @pytest.mark.seconds

@@ -16,9 +16,9 @@ from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.aggregation import entries, load_entries
 from lightning_fcl.federation.swarm import Swarm
-from lightning_fcl.methods.fedweit import drift, kept_units, pack, unpack
+from lightning_fcl.methods.client import Client
+from lightning_fcl.methods.fedweit import decomposed_of, drift, kept_units, pack, unpack
 from lightning_fcl.methods.functional import evaluating
-from lightning_fcl.methods.step import Running
 from lightning_fcl.models import Decomposed, ViT
 
 OWN = {"model.tasks.*": "none", "model.net.head.*": "none", "model.net.body.*weight": "sparse_mean"}
@@ -100,19 +100,19 @@ def prepared(**kwargs):
     for task in range(3):
         model.begin(torch.tensor([2 * task, 2 * task + 1]))
     method = FedWEIT(**kwargs)
-    method.running = Running(Classifier(model, 10, task_incremental=True), None)
     with torch.no_grad():
         for task in model.tasks:
             task.adaptive.add_(0.02 * torch.randn(model.size))
         held = {f"target.{i}": model.base() * model.gate(model.tasks[i].mask) + model.tasks[i].adaptive for i in (0, 1)}
     memory = {**held, "tasks": torch.tensor(3), "experience": torch.tensor(2)}
-    method.attach(memory, {})
-    return method, model, memory
+    client = Client(memory, module=Classifier(model, 10, task_incremental=True))
+    method.begin(client)
+    return method, model, client
 
 
 def test_no_drift_costs_nothing_and_drift_its_square():
-    method, model, memory = prepared(l1=0.0, l2=7.0, weight_decay=0.0)
-    assert method.penalty(memory, None).item() < 1e-9
+    method, model, client = prepared(l1=0.0, l2=7.0, weight_decay=0.0)
+    assert method.penalty(client, None).item() < 1e-9
     change = {name: 0.1 * torch.randn_like(p) for name, p in model.net.named_parameters() if name in model.names}
     gone = 0.2 * torch.randn(model.size)
     with torch.no_grad():
@@ -126,28 +126,28 @@ def test_no_drift_costs_nothing_and_drift_its_square():
                 gate = torch.sigmoid(model.tasks[task].mask[unit])
                 expected += 7.0 * float((gate * row.flatten() + other).square().sum())
             place, unit = place + row.numel(), unit + 1
-    assert method.penalty(memory, None).item() == pytest.approx(expected, rel=1e-5)
+    assert method.penalty(client, None).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("retroactive", [True, False])
 def test_what_is_sparse_and_what_decays(retroactive):
-    method, model, memory = prepared(l1=0.1, l2=0.0, mask_l1=0.3, weight_decay=0.5, retroactive=retroactive)
+    method, model, client = prepared(l1=0.1, l2=0.0, mask_l1=0.3, weight_decay=0.5, retroactive=retroactive)
     own, past = model.tasks[2], model.tasks[:2] if retroactive else []
     expected = 0.1 * sum(task.adaptive.abs().sum() for task in [*past, own]) + 0.3 * own.mask.abs().sum()
     expected += 0.25 * (own.adaptive.square().sum() + own.mask.square().sum())
-    torch.testing.assert_close(method.penalty(memory, None), expected)
-    method.penalty(memory, None).backward()
+    torch.testing.assert_close(method.penalty(client, None), expected)
+    method.penalty(client, None).backward()
     assert [task.adaptive.grad is not None for task in model.tasks] == [retroactive, retroactive, True]
     assert [task.mask.grad is not None for task in model.tasks] == [False, False, True]
 
 
 def test_the_base_decays_in_the_first_task_alone():
     model, method = Decomposed(make_vit(), 2), FedWEIT(l1=0.0, l2=1.0, weight_decay=0.5)
-    method.running = Running(Classifier(model, 10, task_incremental=True), None)
     memory = {"tasks": torch.tensor(1), "classes": torch.tensor([0])}
-    method.attach(memory, {})
+    client = Client(memory, module=Classifier(model, 10, task_incremental=True))
+    method.begin(client)
     expected = 0.25 * sum(v.square().sum() for v in (model.tasks[0].adaptive, model.tasks[0].mask, model.base()))
-    torch.testing.assert_close(method.penalty(memory, None), expected)
+    torch.testing.assert_close(method.penalty(client, None), expected)
 
 
 def test_drift_trains_base_and_adaptive():
@@ -165,9 +165,9 @@ def test_drift_trains_base_and_adaptive():
 class Still(FedWEIT):
     """A mask of ones and adaptives of zero, for good."""
 
-    def attach(self, memory, server, active=True):
-        super().attach(memory, server, active)
-        task = self._model.tasks[int(memory["tasks"]) - 1]
+    def begin(self, client):
+        super().begin(client)
+        task = decomposed_of(client.module).tasks[int(client.memory["tasks"]) - 1]
         with torch.no_grad():
             task.adaptive.zero_()
             task.mask.fill_(100.0)
@@ -424,29 +424,29 @@ def one_for_all(**kwargs):
     model = Decomposed(make_vit(), 1)
     model.begin(torch.tensor([0, 1]))
     method = FedWEIT(per_task=False, **kwargs)
-    method.running = Running(Classifier(model, 10, task_incremental=True), None)
     targets = {f"target.{i}": torch.randn(model.size) for i in range(2)}
     memory = {**targets, "tasks": torch.tensor(3), "experience": torch.tensor(2), "base": model.base().detach()}
-    method.attach(memory, {})
-    return method, model, memory
+    client = Client(memory, module=Classifier(model, 10, task_incremental=True))
+    method.begin(client)
+    return method, model, client
 
 
 def test_one_mask_drifts_from_what_the_weights_were_after_each_task():
-    method, model, memory = one_for_all(l1=0.1, mask_l1=0.3, l2=7.0, weight_decay=0.5)
+    method, model, client = one_for_all(l1=0.1, mask_l1=0.3, l2=7.0, weight_decay=0.5)
     own = model.tasks[0]
     base, weights = model.base(), model.base() * model.gate(own.mask) + own.adaptive
     expected = 0.1 * own.adaptive.abs().sum() + 0.3 * own.mask.abs().sum()
     expected = expected + 0.25 * (own.adaptive.square().sum() + own.mask.square().sum())
-    expected = expected + 7.0 * sum((weights - memory[f"target.{i}"]).square().sum() for i in (0, 1))
-    penalty = method.penalty(memory, None)
+    expected = expected + 7.0 * sum((weights - client.memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    penalty = method.penalty(client, None)
     torch.testing.assert_close(penalty, expected)
     trained = [own.adaptive, own.mask, *(model.net.get_parameter(name) for name in model.names)]
     gradients, by_hand = (torch.autograd.grad(value, trained, retain_graph=True) for value in (penalty, expected))
     torch.testing.assert_close(gradients, by_hand)
     assert base.requires_grad and not torch.equal(base, weights)
     method.l2 = 0.0
-    without = expected - 7.0 * sum((weights - memory[f"target.{i}"]).square().sum() for i in (0, 1))
-    torch.testing.assert_close(method.penalty(memory, None), without, rtol=1e-3, atol=1e-4)
+    without = expected - 7.0 * sum((weights - client.memory[f"target.{i}"]).square().sum() for i in (0, 1))
+    torch.testing.assert_close(method.penalty(client, None), without, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.seconds
@@ -456,13 +456,13 @@ def test_one_mask_goes_on_from_task_to_task(fit, kb_size):
     begun = []
 
     class Look(FedWEIT):
-        def attach(self, memory, server, active=True):
-            super().attach(memory, server, active)
-            own, first = self._model.tasks[0], "base" not in memory
+        def begin(self, client):
+            super().begin(client)
+            own, first = decomposed_of(client.module).tasks[0], "base" not in client.memory
             begun.append(
                 (
-                    self.federation.round.client_round.client,
-                    self.federation.round.number,
+                    client.federation.round.client_round.client,
+                    client.federation.round.number,
                     first,
                     own.mask.detach().clone(),
                 )

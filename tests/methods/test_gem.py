@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_fcl.callbacks import AGEM, GEM, FedProx, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.episodic import labelled, past_tasks, remember_task, stratified
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.projection import project
@@ -66,7 +67,7 @@ class Watch(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.after.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]))
-        self.past.append([mean_gradient(pl_module, *pair) for pair in past_tasks(self.method.memory)])
+        self.past.append([mean_gradient(pl_module, *pair) for pair in past_tasks(self.method.client.memory)])
 
 
 # What is remembered.
@@ -119,7 +120,7 @@ def test_a_task_keeps_the_samples_of_its_newest_round():
     assert all(20 <= x < 40 for x in memory["x"][:2, 0]) and all(40 <= x < 80 for x in memory["x"][2:, 0])
     (x, y), *others = past_tasks(memory)
     assert not others and torch.equal(x, memory["x"][:2]) and torch.equal(y, memory["y"][:2])
-    both = past_tasks(GEM().on_download(memory, {}, ClientRound("a", 3, experience=3)))
+    both = past_tasks(GEM().on_download(Client(memory, {}, ClientRound("a", 3, experience=3))))
     assert [len(y) for _, y in both] == [2, 4]
 
 
@@ -144,9 +145,10 @@ def test_an_empty_memory_constrains_nothing():
 
     gradient = torch.ones(3)
     for method in (GEM(), AGEM()):
-        assert method.project({}, gradient, never) is gradient
+        assert method.project(Client(), gradient, never) is gradient
         assert (
-            method.project(method.on_download({}, {}, ClientRound("a", 4, experience=4)), gradient, never) is gradient
+            method.project(Client(method.on_download(Client(part=ClientRound("a", 4, experience=4)))), gradient, never)
+            is gradient
         )
 
 
@@ -246,14 +248,14 @@ def test_a_gem_takes_the_past_tasks_together(make_task, samples, train, assert_s
 
 def test_a_gem_draws_its_reference():
     memory = remember_task({}, data([0] * 50), ClientRound("a", 0), 1.0, generator())
-    memory, drawn = AGEM().on_download(memory, {}, ClientRound("a", 1, experience=1)), []
+    memory, drawn = AGEM().on_download(Client(memory, {}, ClientRound("a", 1, experience=1))), []
 
     def gradient_of(x, y):
         drawn.append(tuple(x[:, 0].int().tolist()))
         return torch.ones(2)
 
     for _ in range(3):
-        AGEM(batch_size=5).project(memory, -torch.ones(2), gradient_of)
+        AGEM(batch_size=5).project(Client(memory), -torch.ones(2), gradient_of)
     assert all(len(set(batch)) == 5 for batch in drawn) and len(set(drawn)) == 3
 
 
@@ -281,7 +283,7 @@ class Noisy(nn.Module):
 
 def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, train, assert_same):
     class Look(Method):
-        def project(self, memory, gradient, gradient_of):
+        def project(self, client, gradient, gradient_of):
             seen.append((gradient, gradient_of(*remembered), gradient_of(*remembered)))
             return gradient
 
@@ -305,7 +307,7 @@ def test_gradients_of_remembered_samples_leave_no_trace(make_task, samples, trai
 
 def test_gradients_are_those_of_training_mode(make_task, samples, train):
     class Look(Method):
-        def project(self, memory, gradient, gradient_of):
+        def project(self, client, gradient, gradient_of):
             seen.append(gradient_of(*remembered))
             expected.append(mean_gradient(copy.deepcopy(task.model), *remembered))
             assert task.model.training
@@ -321,7 +323,7 @@ def test_gradients_are_those_of_training_mode(make_task, samples, train):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_gradients_are_taken_in_the_trainer_s_precision(make_task, samples, train, precision):
     class Look(Method):
-        def project(self, memory, gradient, gradient_of):
+        def project(self, client, gradient, gradient_of):
             seen.append((gradient, gradient_of(*batch)))
             return gradient
 

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_fcl.callbacks import ICaRL, LwF, Replay
 from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.functional import embeddings
 from lightning_fcl.methods.icarl import herd
 from lightning_fcl.models import MLP
@@ -64,7 +65,7 @@ def test_distils_nothing_before_the_second_experience(fit, make_stream, make_tas
 
 def test_training_is_lwf_beside_remembered_samples(make_task, samples, train, assert_same):
     class Given(Replay):
-        def end_round(self, memory, own, data, client_round, generator):
+        def end_round(self, client, own, data):
             return {name: exemplars[name] for name in ("x", "y")}
 
         @property
@@ -113,11 +114,10 @@ def test_the_nearest_mean_of_exemplars_predicts(fit, make_stream, make_task, coh
 
 def test_a_client_that_was_not_drawn_chooses_exemplars_if_it_has_taken_part(make_task, samples):
     method, task = ICaRL(4), make_task()
-    method.running = type("Here", (), {"module": task})
     undrawn, data = ClientRound("a", 1, labels=samples()[1], num_classes=4, drawn=False), list(samples())
-    assert method.end_round({}, task.state_dict(), data, undrawn, torch.Generator()) == {}
-    memory = method.on_download({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4))
-    ended = method.end_round(memory, task.state_dict(), data, undrawn, torch.Generator())
+    assert method.end_round(Client({}, part=undrawn, module=task), task.state_dict(), data) == {}
+    memory = method.on_download(Client({}, dict(task.state_dict()), ClientRound("a", 0, num_classes=4)))
+    ended = method.end_round(Client(memory, part=undrawn, module=task), task.state_dict(), data)
     assert len(ended["y"]) == 4 and not ended["seen"].any()
 
 

@@ -15,9 +15,9 @@ from lightning_fcl.callbacks import EWC, MAS, FedRep, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import load
 from lightning_fcl.methods import importance as module_under_test
+from lightning_fcl.methods.client import Client, section
 from lightning_fcl.methods.importance import fisher_information, output_sensitivity, quadratic_penalty
-from lightning_fcl.methods.method import section
-from lightning_fcl.methods.step import Running, Step
+from lightning_fcl.methods.step import Step
 from lightning_fcl.models import MLP
 
 pytestmark = pytest.mark.rounding
@@ -129,7 +129,7 @@ def test_penalty_and_its_gradient(kind):
     weights = {name: torch.rand_like(p) for name, p in params.items()}
     memory = {f"center.{n}": v for n, v in center.items()} | {f"importance.{n}": v for n, v in weights.items()}
     method = KINDS[kind](3.0)
-    value = method.penalty(memory, Step(params, {}, None, torch.zeros(1), None))
+    value = method.penalty(Client(memory), Step(params, {}, None, torch.zeros(1), None))
     expected = sum(1.5 * float(weights[n].flatten() @ (params[n].detach() - center[n]).flatten() ** 2) for n in params)
     assert value.item() == pytest.approx(expected, rel=1e-5)
     value.backward()
@@ -173,12 +173,11 @@ def test_the_normalised_penalty_never_blows_up_below_its_rate(kind, greatest, ma
     torch.manual_seed(0)
     rate, strength = 0.1, 19.0  # their product is 1.9
     method, task = KINDS[kind](strength), make_task()
-    method.running = Running(task, None)
-    memory = method.on_download({}, task.state_dict(), ClientRound("a", 0))
+    memory = method.on_download(Client({}, task.state_dict(), ClientRound("a", 0), task))
     for name, value in memory.items():
         if name.startswith("importance."):
             memory[name] = greatest * (10 ** (-6 * torch.rand_like(value)) + torch.rand_like(value))
-    memory = method.on_download(memory, task.state_dict(), ClientRound("a", 1))
+    memory = method.on_download(Client(memory, task.state_dict(), ClientRound("a", 1), task))
     params = {name: (p + torch.randn_like(p)).detach().requires_grad_() for name, p in task.named_parameters()}
 
     def distance():
@@ -186,7 +185,7 @@ def test_the_normalised_penalty_never_blows_up_below_its_rate(kind, greatest, ma
 
     before = first = distance()
     for _ in range(50):
-        method.penalty(memory, Step(params, {}, None, torch.zeros(1), None)).backward()
+        method.penalty(Client(memory), Step(params, {}, None, torch.zeros(1), None)).backward()
         with torch.no_grad():
             for p in params.values():
                 p -= rate * p.grad
@@ -336,5 +335,5 @@ def test_wrong_arguments(kind, make_task):
         KINDS[kind](strength=-1)
     with pytest.raises(ValueError, match=r"^Expected `decay` to be between 0 and 1 but got 1\.5\.$"):
         KINDS[kind](decay=1.5)
-    with pytest.raises(RuntimeError, match=f"^Expected a Trainer to have set up `{kind}` but none has"):
-        KINDS[kind]().on_download({}, make_task().state_dict(), ClientRound("a", 0))
+    with pytest.raises(RuntimeError, match=r"^Expected a client of a Trainer for `client\.module` but got one of none"):
+        KINDS[kind]().on_download(Client({}, make_task().state_dict(), ClientRound("a", 0)))

@@ -24,6 +24,7 @@ from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.projection import project
 from lightning_fcl.models import MLP
 
@@ -178,12 +179,12 @@ class KeptAGEM(AGEM):
         super().__init__(*args, **kwargs)
         self.references = []
 
-    def project(self, memory, gradient, gradient_of):
+    def project(self, client, gradient, gradient_of):
         def kept(x, y):
             self.references.append((x, y))
             return gradient_of(x, y)
 
-        return super().project(memory, gradient, kept)
+        return super().project(Client(client.memory), gradient, kept)
 
 
 def with_ridge(gradient, constraints, margin):

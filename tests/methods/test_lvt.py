@@ -16,9 +16,9 @@ from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.datasets import Arrays
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.distillation import distillation_loss
 from lightning_fcl.methods.lvt import attention_loss, distilled
-from lightning_fcl.methods.step import Running
 from lightning_fcl.models import LVT
 
 KEYS = ("model.external_key", "model.external_bias")
@@ -138,9 +138,9 @@ def test_what_is_remembered_of_a_task(make_net, samples, train):
 
 def test_only_at_the_end_of_a_task(make_net, samples, train):
     class Watch(LVTMethod):
-        def on_download(self, memory, server, client_round):
-            seen.append(set(memory))
-            return super().on_download(memory, server, client_round)
+        def on_download(self, client):
+            seen.append(set(client.memory))
+            return super().on_download(client)
 
     seen, method, task = [], Watch(), make_net()
     train(task, [method], samples([0, 1]), epochs=3)
@@ -203,10 +203,12 @@ def test_a_sample_is_told_apart_among_its_task_s_classes(make_net, samples, trai
 
 def test_a_task_that_ends_again_takes_its_own_place(make_net, samples):
     method, task = LVTMethod(rho=1.0), make_net()
-    method.running, memory = Running(task, None), {}
+    memory = {}
     for experience, seed, number in ((0, 0, 4), (1, 1, 5), (0, 2, 6)):
         x, y = samples([0, 1], number, seed)
-        memory = method.end_round(memory, task.state_dict(), [x, y], ClientRound("a", 0, experience), torch.Generator())
+        memory = method.end_round(
+            Client(memory, part=ClientRound("a", 0, experience), module=task), task.state_dict(), [x, y]
+        )
     assert memory["task"].tolist() == [1] * 5 + [0] * 6
     torch.testing.assert_close(memory["x"][5:], x)
 
@@ -266,10 +268,10 @@ def test_a_federation_of_one_is_a_plain_trainer(fit, make_stream, make_net, asse
 @pytest.mark.parametrize("head", ["model.head.*", "model.external_bias", "model.external_*"])
 def test_beside_fedrep_only_keys_that_learn_are_held(fit, make_stream, make_net, order, head):
     class Look(LVTMethod):
-        def penalty(self, memory, step):
-            value = super().penalty(memory, step)
+        def penalty(self, client, step):
+            value = super().penalty(client, step)
             learnt = {name: p.detach().clone() for name, p in step.params.items()}
-            seen.append((self.module.trainer.strategy.round.local_epoch, learnt, dict(memory), float(value)))
+            seen.append((client.module.trainer.strategy.round.local_epoch, learnt, dict(client.memory), float(value)))
             return value
 
     seen, in_head = [], {name for name in KEYS if fnmatchcase(name, head)}
@@ -342,8 +344,6 @@ def test_what_it_cannot_work_with(fit, make_stream, make_task, make_net, samples
     train(make_task(), [LVTMethod(gamma=0.0)], samples())
     with pytest.raises(ValueError, match="`LVTMethod` trains one client at a time"):
         fit(make_net(), make_stream(), [LVTMethod()], cohort_size=3)
-    with pytest.raises(RuntimeError, match="Expected a Trainer to have set up `LVTMethod` but none has"):
-        LVTMethod().module  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lightning_fcl import Classifier, FederatedStream
 from lightning_fcl.callbacks import FedProx, MeanOutputLoss, Replay
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.mean_output import mean_output_loss
 from lightning_fcl.methods.step import Step
 from lightning_fcl.models import DSICNet
@@ -178,7 +179,7 @@ def test_a_remembered_sample_is_told_from_all_classes_seen(scope):
     """What is added to the task's cross-entropy leaves that over the chosen classes."""
     method, step = MeanOutputLoss(0.0, cross_entropy=scope), a_step([0, 1, 3, 4])
     task = F.cross_entropy(step.output, step.y)
-    found = task + method.penalty({"new": NEW, "old": OLD}, step)
+    found = task + method.penalty(Client({"new": NEW, "old": OLD}), step)
     rows = [step.output[i, [0, 1, 2, 3, 4]] for i in range(4)]
     labels = [0, 1, 3, 4]
     if scope == "session":
@@ -192,7 +193,7 @@ def test_a_remembered_sample_is_told_from_all_classes_seen(scope):
 def test_a_class_of_no_session_so_far_is_told_from_the_session_and_itself():
     """Data that are there before their session (``history="all"``) do not push the session's classes away."""
     method, step = MeanOutputLoss(0.0), a_step([5])
-    found = F.cross_entropy(step.output, step.y) + method.penalty({"new": NEW, "old": OLD}, step)
+    found = F.cross_entropy(step.output, step.y) + method.penalty(Client({"new": NEW, "old": OLD}), step)
     assert found.item() == pytest.approx(F.cross_entropy(step.output[:, 2:], torch.tensor([3])).item(), abs=1e-6)
 
 

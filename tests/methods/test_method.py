@@ -172,13 +172,13 @@ def test_a_client_whose_samples_were_not_finite_comes_back(
 
 def test_an_epoch_of_a_stream_is_a_round(fit, make_stream, make_task):
     class Turns(Method):
-        def on_download(self, memory, server, client_round):
-            client_rounds.append(("begin", client_round.round, client_round.experience, client_round.last_round))
-            return memory
+        def on_download(self, client):
+            client_rounds.append(("begin", client.part.round, client.part.experience, client.part.last_round))
+            return client.memory
 
-        def end_round(self, memory, own, data, client_round, generator):
-            client_rounds.append(("end", client_round.round, client_round.experience, client_round.last_round))
-            return memory
+        def end_round(self, client, own, data):
+            client_rounds.append(("end", client.part.round, client.part.experience, client.part.last_round))
+            return client.memory
 
     expected = [(r, r // 2, r % 2 == 1) for r in range(4)]
     for strategy in (None, "auto"):
@@ -201,11 +201,11 @@ def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_
     class Ends(Method):
         ends_undrawn = True
 
-        def end_round(self, memory, own, data, client_round, generator):
-            if client_round.drawn:
-                return memory
-            ended.setdefault(client_round.round, []).append(client_round.client)
-            return memory
+        def end_round(self, client, own, data):
+            if client.part.drawn:
+                return client.memory
+            ended.setdefault(client.part.round, []).append(client.part.client)
+            return client.memory
 
     class Log(Callback):
         def on_round_end(self, trainer, pl_module):
@@ -225,7 +225,7 @@ def test_experiences_end_for_clients_that_were_not_drawn(fit, make_stream, make_
 
 def test_gradients_at_another_state_and_of_another_loss(make_task, samples, train):
     class Look(Method):
-        def project(self, memory, gradient, gradient_of):
+        def project(self, client, gradient, gradient_of):
             before = {name: value.clone() for name, value in task.state_dict().items()}
             seen.append(gradient_of(x, y, state))
             expected.append(by_hand(state, torch.nn.functional.cross_entropy))
@@ -250,7 +250,7 @@ def test_gradients_at_another_state_and_of_another_loss(make_task, samples, trai
 
 def test_the_loss_on_other_samples_is_part_of_the_graph(make_task, samples, train, by_hand, assert_same):
     class Rehearsal(Method):
-        def penalty(self, memory, step):
+        def penalty(self, client, step):
             return 0.5 * step.loss_of(x, y) + 0.1 * step.loss_of(x, y, {n: 2 * p for n, p in step.params.items()})
 
     def loss(output, inputs, targets):

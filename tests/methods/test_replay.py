@@ -12,6 +12,7 @@ from lightning_fcl.callbacks import FedProx, ICaRL, Replay
 from lightning_fcl.data.client_round import ClientRound
 from lightning_fcl.data.partition import IID
 from lightning_fcl.data.scenarios import ClassIncremental
+from lightning_fcl.methods.client import Client
 
 
 def generator(seed=0):
@@ -30,10 +31,11 @@ def numbers(memory):
 
 def learn(method, parts, seed=0, experiences=None):
     """The memory after some rounds, an experience each unless told otherwise."""
-    memory, rng = {}, generator(seed)
+    memory, rng, module = {}, generator(seed), Reader()
     for round, part in enumerate(parts):
         experience = round if experiences is None else experiences[round]
-        memory = method.end_round(memory, {}, part, ClientRound("a", round, experience), rng)
+        client = Client(memory, part=ClientRound("a", round, experience), module=module, generator=rng)
+        memory = method.end_round(client, module.state_dict(), part)
     return memory
 
 
@@ -49,7 +51,7 @@ def test_refresh_replaces_its_tasks_exemplars_only():
     memory = learn(method, [first, second, third], experiences=[0, 0, 1])
     assert memory["task"].tolist() == [0, 0, 0, 1, 1, 1] and memory["y"].tolist() == [1, 1, 1, 2, 2, 2]
     assert set(numbers(memory)[:3]) <= set(range(8, 16)) and set(numbers(memory)[3:]) <= set(range(16, 24))
-    again = method.end_round(memory, {}, data([2] * 8, 24), ClientRound("a", 3, 1), generator())
+    again = method.end_round(Client(memory, part=ClientRound("a", 3, 1), generator=generator()), {}, data([2] * 8, 24))
     assert numbers(again)[:3] == numbers(memory)[:3] and set(numbers(again)[3:]) <= set(range(24, 32))
     assert_consistent(again, [first, second, third, data([2] * 8, 24)])
 
@@ -95,14 +97,23 @@ def test_a_share_is_of_the_clients_samples_in_the_whole_stream(policy, share, si
     method, memory = Replay(share, policy, "round"), {}
     for round in range(4):
         client_round = ClientRound("a", round, 0, samples=10, stream_samples=40)
-        memory = method.end_round(memory, {}, data([0, 1] * 5, 10 * round), client_round, generator())
+        memory = method.end_round(
+            Client(memory, part=client_round, generator=generator()), {}, data([0, 1] * 5, 10 * round)
+        )
     assert len(memory["y"]) == (min(size, 10) if policy == "refresh" else size)  # refresh: of the last round alone
 
 
 def test_one_sample_is_not_the_share_of_all():
     client_round = ClientRound("a", 0, samples=10, stream_samples=10)
     for size, kept in ((1, 1), (1.0, 10)):
-        assert len(Replay(size, "reservoir").end_round({}, {}, data([0] * 10), client_round, generator())["y"]) == kept
+        assert (
+            len(
+                Replay(size, "reservoir").end_round(
+                    Client({}, part=client_round, generator=generator()), {}, data([0] * 10)
+                )["y"]
+            )
+            == kept
+        )
 
 
 def test_each_client_of_a_federation_keeps_its_share(fit, make_stream, make_task):
@@ -129,7 +140,9 @@ def test_update_in_the_last_round_of_an_experience():
         method, memory = Replay(100, "reservoir", update), {}
         for round, size in enumerate(sizes):
             client_round = ClientRound("a", round, round // 2, last_round=round % 2 == 1)
-            memory = method.end_round(memory, {}, data([0] * 4, 4 * round), client_round, generator())
+            memory = method.end_round(
+                Client(memory, part=client_round, generator=generator()), {}, data([0] * 4, 4 * round)
+            )
             assert len(memory.get("y", [])) == size
 
 
@@ -146,8 +159,8 @@ def test_depends_on_its_generator_alone_and_leaves_the_global_one(policy):
 
 def test_rehearses_all_it_remembers():
     memory = learn(Replay(5, "reservoir", "round"), [data([0, 1, 2] * 4)])
-    x, y = Replay().rehearse(memory)
-    assert x is memory["x"] and y is memory["y"] and Replay().rehearse({}) is None
+    x, y = Replay().rehearse(Client(memory))
+    assert x is memory["x"] and y is memory["y"] and Replay().rehearse(Client()) is None
 
 
 def replayed(memory, fit=0):
@@ -187,12 +200,12 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
     joined = []
 
     class Remembering(kind):
-        def rehearse(self, memory):
+        def rehearse(self, client):
             return old_x, old_y
 
-        def penalty(self, memory, step):
+        def penalty(self, client, step):
             joined.append(step.x[len(step.x) - 8 :, 0].int().tolist())
-            return super().penalty(memory, step)
+            return super().penalty(Client(client.memory), step)
 
     train(make_task(), [Remembering()], (x, y), epochs=2)
     assert len(joined) == 8
@@ -206,9 +219,9 @@ def test_every_batch_of_a_plain_trainer_gets_a_mixture_of_what_is_remembered(mak
 def test_repeated_samples_are_as_many_as_were_offered():
     parts = [(torch.arange(20.0)[:, None] + 20 * part, torch.full((20,), part)) for part in range(3)]
     once, repeated = (learn(Replay(7, "reservoir", repeat=repeat), parts) for repeat in (False, True))
-    x, y = Replay(7, "reservoir").rehearse(once)
+    x, y = Replay(7, "reservoir").rehearse(Client(once))
     assert len(y) == 7
-    many_x, many_y = Replay(7, "reservoir", repeat=True).rehearse(repeated)
+    many_x, many_y = Replay(7, "reservoir", repeat=True).rehearse(Client(repeated))
     assert len(many_y) == 60
     values, counts = many_x.flatten().unique(return_counts=True)
     assert values.tolist() == x.flatten().sort().values.tolist()

@@ -372,7 +372,7 @@ def test_a_non_finite_upload_is_dropped_logged_and_counted(fit, make_stream, mak
 class Overflowing(Method):
     """A penalty so large that it overflows, though its gradient does not."""
 
-    def penalty(self, memory, step):
+    def penalty(self, client, step):
         return (1e30 * next(iter(step.params.values())).detach().abs().sum() + 1e30).square()
 
 

@@ -1,0 +1,120 @@
+"""What a method sees of a client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.randomness import seed_of
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
+
+
+class Client:
+    """A client, as the functions of one method see it.
+
+    Args:
+        memory: What it remembers for the method: `Method.on_download` and `Method.end_round` give what it is then.
+            What is changed in its tensors in place lasts.
+        server: The state that it has received at the start of the round, with what the server keeps for methods.
+        part: Its part in the round: its name, experience and labels.
+        module: The module that the Trainer trains. Where clients train one at a time, the client's state is in it.
+        federation: The federation; None in a plain Trainer.
+        active: Whether it uses the method.
+        section: The name of the method's section in what client and server keep.
+        generator: Draws whatever is random when its round ends; None: one of client, round and section.
+
+    Attributes:
+        batch: The batch at hand.
+        local_epoch: The local epoch of it, from 0.
+        steps: Optimizer steps that it has taken in the round, known when its round ends.
+
+    Example:
+        >>> client = Client(part=ClientRound("site-a", round=2))
+        >>> client.part.round, client.memory
+        (2, {})
+    """
+
+    def __init__(
+        self,
+        memory: Memory | None = None,
+        server: State | None = None,
+        part: ClientRound | None = None,
+        module: L.LightningModule | None = None,
+        federation: Federation | None = None,
+        active: bool = True,
+        section: str = "",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.memory = {} if memory is None else memory
+        self.server = {} if server is None else server
+        self.federation = federation
+        self.active = active
+        self.batch: Any = None
+        self.local_epoch = self.steps = 0
+        self._part, self._module, self._section, self._generator = part, module, section, generator
+
+    @property
+    def part(self) -> ClientRound:
+        """Its part in the round.
+
+        Raises:
+            RuntimeError: Where several clients train side by side, and this stands for all of them.
+        """
+        if self._part is None:
+            raise RuntimeError(
+                "Expected one client for `client.part` but several train side by side. Keep what a step needs of it in "
+                "the memory that `on_download` returns, or set `vectorizable = False`."
+            )
+        return self._part
+
+    @property
+    def module(self) -> L.LightningModule:
+        """The module that the Trainer trains."""
+        if self._module is None:
+            raise RuntimeError("Expected a client of a Trainer for `client.module` but got one of none.")
+        return self._module
+
+    @property
+    def shared(self) -> State:
+        """What it has received of the method's `Method.server_state`, by name."""
+        return section(self.server, self._section)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Draws whatever is random when its round ends."""
+        if self._generator is None:
+            part, federation = self.part, self.federation
+            seed = (
+                part.round if federation is None else seed_of(federation.seed, part.client, part.round, self._section)
+            )
+            self._generator = torch.Generator().manual_seed(seed)
+        return self._generator
+
+
+def section(memory: Mapping[str, Tensor], prefix: str) -> State:
+    """The entries of a memory below ``prefix``, without it.
+
+    Example:
+        >>> section({"own.w": torch.ones(1), "seen": torch.zeros(2)}, "own")
+        {'w': tensor([1.])}
+    """
+    return {name[len(prefix) + 1 :]: value for name, value in memory.items() if name.startswith(f"{prefix}.")}
+
+
+def remember(state: Mapping[str, Tensor], prefix: str) -> Memory:
+    """A copy of a state as entries of a memory below ``prefix``.
+
+    Example:
+        >>> remember({"w": torch.ones(1)}, "own")
+        {'own.w': tensor([1.])}
+    """
+    return {f"{prefix}.{name}": value.detach().clone() for name, value in state.items()}

@@ -1,0 +1,170 @@
+"""Methods as somebody else writes them: everything that they need comes from `lightning_fcl.methods`."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+from lightning_fcl import methods
+from lightning_fcl.methods import Method, Needs, flatten, remember, section
+
+
+class Prox(Method):
+    """FedProx."""
+
+    def __init__(self, mu=0.1):
+        super().__init__()
+        self.mu = mu
+
+    def penalty(self, client, step):
+        received = {name: step.server[name] for name in step.params}
+        return self.mu / 2 * (flatten(step.params) - flatten(received)).square().sum()
+
+
+class Consolidation(Method):
+    """EWC: the Fisher information of all earlier experiences holds what they have learnt."""
+
+    needs = Needs(samples=True, loss=True)
+
+    def __init__(self, strength=1.0):
+        super().__init__()
+        self.strength = strength
+
+    def on_download(self, client):
+        learnt = {name: client.server[name] for name, p in client.module.named_parameters() if p.requires_grad}
+        nothing = {name: torch.zeros_like(value) for name, value in learnt.items()}
+        return client.memory or remember(learnt, "center") | remember(nothing, "fisher")
+
+    def penalty(self, client, step):
+        center, fisher = section(client.memory, "center"), section(client.memory, "fisher")
+        gone = {name: fisher[name] * (value - center[name]).square() for name, value in step.params.items()}
+        return self.strength / 2 * flatten(gone).sum()
+
+    def end_round(self, client, own, data):
+        if not client.part.last_round:
+            return client.memory
+        earlier, module = section(client.memory, "fisher"), client.module
+        params = {name: own[name] for name in earlier}
+
+        def loss(params, x, y):
+            return module.sample_loss(functional_call(module, {**own, **params}, (x[None],)), y[None]).sum()
+
+        of_samples = vmap(grad(loss), in_dims=(None, 0, 0))(params, *data)
+        fisher = {name: value + of_samples[name].square().mean(dim=0) for name, value in earlier.items()}
+        return remember(params, "center") | remember(fisher, "fisher")
+
+
+class Scaffold(Method):
+    """SCAFFOLD: what a client's gradients lack of all clients' is added to them (option II, all clients take part)."""
+
+    reductions = {"c.*": "mean"}  # noqa: RUF012
+
+    def server_state(self, module):
+        return remember({n: torch.zeros_like(p) for n, p in module.named_parameters() if p.requires_grad}, "c")
+
+    def on_download(self, client):
+        return client.memory or {name: torch.zeros_like(value) for name, value in client.shared.items()}
+
+    def penalty(self, client, step):
+        lacking = {n: (client.shared[f"c.{n}"] - client.memory[f"c.{n}"]) * p for n, p in step.params.items()}
+        return flatten(lacking).sum()
+
+    def contribute(self, client, own, data):
+        rate = client.module.optimizers().param_groups[0]["lr"]
+        moved = {f"c.{n}": value - own[n] for n, value in client.server.items() if n in own}
+        return {n: v - client.shared[n] + moved[n] / (client.steps * rate) for n, v in client.memory.items()}
+
+    def end_round(self, client, own, data):
+        return self.contribute(client, own, data)
+
+
+@pytest.mark.parametrize("kind", [Prox, Consolidation, Scaffold])
+def test_it_is_short_and_needs_nothing_else(kind):
+    lines = [line for line in inspect.getsource(kind).splitlines() if line.strip()]
+    assert len(lines) <= 30
+    assert {"Method", "Step", "Client", "Needs", "section", "remember", "flatten"} <= {*dir(methods)}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(Prox(0.7), methods.FedProx(0.7)), (Consolidation(4.0), methods.EWC(4.0, normalize=False))]
+)
+def test_it_is_what_the_library_has(fit, make_stream, make_task, assert_same, theirs, ours, size):
+    tasks = [make_task() for _ in range(3)]
+    for task, callbacks in zip(tasks, ([theirs], [ours], []), strict=True):
+        fit(task, make_stream(rounds_per_experience=2), callbacks, local_epochs=2, cohort_size=size, seed=0)
+    assert_same(tasks[0], tasks[1], 1e-5)
+    with pytest.raises(AssertionError):
+        assert_same(tasks[0], tasks[2], 1e-3)
+
+
+def scaffolded(fit, make_stream, task, **options):
+    method = Scaffold()
+    trainer = fit(task, make_stream(experiences=1, **options.pop("stream", {})), [method], seed=0, **options)
+    server = trainer.strategy.server
+    return server.kept_for("Scaffold"), [server.store[client]["Scaffold"] for client in "012"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_full_batch_step_of_scaffold_is_fedavg(fit, make_stream, make_task, assert_same, size):
+    whole = {"batch_size": 1000, "rounds_per_experience": 4}
+    tasks = [make_task(), make_task()]
+    scaffolded(fit, make_stream, tasks[0], stream=whole, cohort_size=size)
+    fit(tasks[1], make_stream(experiences=1, **whole), seed=0)
+    assert_same(*tasks, 1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_clients_variates_average_to_the_servers(fit, make_stream, make_task, size):
+    kept, own = scaffolded(
+        fit, make_stream, make_task(), stream={"rounds_per_experience": 3}, local_epochs=2, cohort_size=size,
+        client_weights="uniform",
+    )  # fmt: skip
+    for name, value in kept.items():
+        torch.testing.assert_close(torch.stack([each[name] for each in own]).mean(dim=0), value, rtol=0, atol=1e-6)
+        assert value.abs().max() > 1e-3
+
+
+def test_scaffold_by_hand(fit, make_stream, make_task, assert_same):
+    """A loop that adds `c - c_i` to every gradient."""
+    task, stream = make_task(), make_stream(experiences=1, rounds_per_experience=3, shuffle=False)
+    hand = copy.deepcopy(task)
+    fit(task, stream, [Scaffold()], seed=0, cohort_size=1, local_epochs=2, client_weights="uniform")
+    names = [name for name, _ in hand.named_parameters()]
+    c, own = {n: 0.0 for n in names}, {client: dict.fromkeys(names, 0.0) for client in "012"}
+    for round in range(3):
+        start = {name: p.detach().clone() for name, p in hand.named_parameters()}
+        ended, new = [], []
+        for client in "012":
+            x, y = stream.take(stream.plan.train[round][client])
+            model, steps = copy.deepcopy(hand), 0
+            for _ in range(2):
+                for rows in torch.arange(len(y)).split(8):
+                    loss = torch.nn.functional.cross_entropy(model(x[rows]), y[rows])
+                    gradients = torch.autograd.grad(loss, list(model.parameters()))
+                    with torch.no_grad():
+                        for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
+                            p -= 0.1 * (g - own[client][name] + c[name])
+                    steps += 1
+            end = {name: p.detach() for name, p in model.named_parameters()}
+            new.append({n: own[client][n] - c[n] + (start[n] - end[n]) / (steps * 0.1) for n in names})
+            own[client] = new[-1]
+            ended.append(end)
+        c = {n: sum(each[n] for each in new) / 3 for n in names}
+        hand.load_state_dict({n: sum(each[n] for each in ended) / 3 for n in names})
+    assert_same(task, hand, 1e-5)
+
+
+def test_memories_that_a_step_would_see_of_some_clients_only_are_refused(fit, make_stream, make_task):
+    class Later(Method):
+        def penalty(self, client, step):
+            return sum(value.sum() for value in section(client.memory, "own").values())
+
+        def end_round(self, client, own, data):
+            return remember(own, "own") if client.part.client == "1" else {}
+
+    with pytest.raises(ValueError, match=r"`own\.model\.1\.bias` differs between client \d and client \d"):
+        fit(make_task(), make_stream(), [Later()], cohort_size=3)
+    fit(make_task(), make_stream(), [Later()], cohort_size=1)
