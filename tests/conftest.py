@@ -33,7 +33,7 @@ from lightning_fcl.data.partition import IID, Dirichlet
 from lightning_fcl.data.scenarios import ClassIncremental, DomainIncremental, FLwFScenario
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import MLP, EchoStateNetwork
-from lightning_fcl.tasks.sequences import ReservoirClassifier
+from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 collect_ignore = ["reliability"]  # a command of its own, `make test-campaign`
 

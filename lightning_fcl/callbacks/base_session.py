@@ -120,7 +120,7 @@ class BaseSession(Callback):
                 f"Expected `{early[0]}(base=True)` behind `BaseSession(latents=True)` among the callbacks, as it "
                 "remembers maps, but it stands before it. Change their order."
             )
-        network = module.model if isinstance(module, Classifier) else None
+        network = module.model if isinstance(module, Classifier | RidgeClassifier) else None
         if network is None or not {"backbone", "head"} <= dict(network.named_children()).keys():
             raise ValueError(
                 f"Expected the task's `model` to have a `backbone` and a `head`, as DSICNet has, but got a "
@@ -180,8 +180,10 @@ class BaseSession(Callback):
         samples = _Images(x, y - first, self.augment)
         loader = DataLoader(samples, self.batch_size, shuffle=True, drop_last=len(samples) > self.batch_size)
         pupil = _Pupil(network, classes, self.lr, self.weight_decay, epochs * len(loader))
+        training = network.training  # that of a readout's task never is
+        network.train()
         fit_alone(pupil, loader, epochs, outer, shown=outer.progress_bar_callback is not None)
-        network.cpu()
+        network.train(training).cpu()
 
     def freeze(self, network: nn.Module, images: Tensor | None = None) -> None:
         freeze(network, self.backbone, images)

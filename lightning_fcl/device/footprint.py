@@ -208,7 +208,7 @@ def _reservoir(task: ReservoirTask, sample: Tensor, held: tuple[Entry, ...]) -> 
     A device takes a step at a time: it holds a step's input and two states of the layer at hand.
     """
     with torch.no_grad(), flop_counter() as counter:
-        pooled = list(task.pooled(sample))
+        pooled = list(task.seen(sample))
         frozen = counter.get_total_flops() // 2
         for states in pooled:
             task.readout(states)

@@ -18,7 +18,7 @@ from lightning_fcl.federation.ranks import together
 from lightning_fcl.methods.client import Client
 from lightning_fcl.methods.method import Method
 from lightning_fcl.methods.needs import Needs
-from lightning_fcl.tasks.reservoir import ReservoirTask
+from lightning_fcl.tasks.ridge import RidgeTask
 
 if TYPE_CHECKING:
     from lightning_fcl.simulation.federation import Federation
@@ -37,7 +37,7 @@ class Unlearning(Method):
 
     Raises:
         ValueError: If a client is not in the stream or has no data until it leaves, if the round never comes, or if the
-            module is no reservoir's.
+            module's readout is not solved for.
 
     Example:
         >>> Unlearning(requests={"7": 3}).requests
@@ -53,9 +53,9 @@ class Unlearning(Method):
         self._federation: Federation | None = None
 
     def prepare(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(pl_module, ReservoirTask) or pl_module.share != "statistics":
+        if not isinstance(pl_module, RidgeTask) or pl_module.share != "statistics":
             raise ValueError(
-                "Expected a reservoir's task that shares its statistics for `Unlearning` but got a "
+                "Expected a task of ridge regression that shares its statistics for `Unlearning` but got a "
                 f"`{type(pl_module).__name__}` that shares its weights: means cannot be taken apart."
             )
         self._federation = federation_of(trainer)
@@ -92,10 +92,10 @@ class Unlearning(Method):
     def on_round_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         federation = self._federation
         for client, round in self.requests.items():
-            if federation is not None and round == federation.round.number and isinstance(pl_module, ReservoirTask):
+            if federation is not None and round == federation.round.number and isinstance(pl_module, RidgeTask):
                 self.forget(federation, pl_module, client)
 
-    def forget(self, federation: Federation, module: ReservoirTask, client: str) -> None:
+    def forget(self, federation: Federation, module: RidgeTask, client: str) -> None:
         """Take a client's part out of the server's sums, and all that it has kept out of the store."""
         mine = {client: federation.server.store.memory(client, self.section)} if federation.hosts(client) else {}
         memory, state = together(federation.strategy.ranks, mine, [client])[client], entries(module)

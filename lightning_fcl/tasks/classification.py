@@ -14,8 +14,7 @@ from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory
 from lightning_fcl.federation.protocol import Speaks
 from lightning_fcl.models.har_cnn import HARCNN
-from lightning_fcl.models.readout import EmbedsSamples
-from lightning_fcl.tasks.network import NetworkTask
+from lightning_fcl.tasks.network import NetworkTask, embedding_body
 
 
 @runtime_checkable
@@ -111,20 +110,11 @@ class Classifier(NetworkTask):
 
     def embed(self, x: Tensor) -> Tensor:
         """Features of samples, shape (batch, features): what the network's own ``embed`` gives."""
-        return self._body.embed(x)
+        return embedding_body(self.model).embed(x)
 
     @property
     def features(self) -> int:
-        return self._body.features
-
-    @property
-    def _body(self) -> EmbedsSamples:
-        if not (isinstance(self.model, EmbedsSamples) and isinstance(self.model.features, int)):
-            raise ValueError(
-                f"Expected a `model` with `embed(x)` and `features`, their number, but got a "
-                f"`{type(self.model).__name__}`. Use one of `lightning_fcl.models`, or define them."
-            )
-        return self.model
+        return embedding_body(self.model).features
 
     def evaluate(self, batch: Batch, stage: Literal["val", "test"]) -> None:
         metric = self.val_accuracy if stage == "val" else self.test_accuracy

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_fcl.data.batches import Batch
 from lightning_fcl.federation.optimizer_state import OptimizerFactory, make_optimizer
 from lightning_fcl.federation.protocol import ranks_of
+from lightning_fcl.models.readout import EmbedsSamples
 from lightning_fcl.tasks.task import Task
 
 
@@ -94,3 +95,13 @@ class NetworkTask(Task):
         if self.optimizer is None:
             return torch.optim.SGD(self.parameters(), lr=0.01)
         return make_optimizer(self.optimizer, self.parameters())
+
+
+def embedding_body(model: nn.Module) -> EmbedsSamples:
+    """A network that tells its features; another one is refused."""
+    if not (isinstance(model, EmbedsSamples) and isinstance(model.features, int)):
+        raise ValueError(
+            f"Expected a `model` with `embed(x)` and `features`, their number, but got a `{type(model).__name__}`. Use "
+            "one of `lightning_fcl.models`, or define them."
+        )
+    return model

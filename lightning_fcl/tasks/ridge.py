@@ -1,36 +1,253 @@
-"""Ridge classification on a frozen network's features: a few sums instead of weights, and nothing to forget."""
+"""Ridge regression on what a body that stays makes of samples: a few sums instead of weights, and nothing to forget."""
 
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
+from lightning_fcl.data.attached import stream_of, transfer_batch
 from lightning_fcl.data.batches import Batch
-from lightning_fcl.models.readout import FeatureReadout
-from lightning_fcl.models.ridge import RidgeReadout
-from lightning_fcl.tasks.classification import Classifier
-from lightning_fcl.tasks.task import one_hot, one_local_epoch
+from lightning_fcl.errors import one_of
+from lightning_fcl.federation.aggregation import reductions_of
+from lightning_fcl.federation.protocol import federation_of
+from lightning_fcl.models.readout import EmbedsSamples, FeatureReadout
+from lightning_fcl.models.ridge import RidgeReadout, accumulate
+from lightning_fcl.tasks.network import embedding_body
+from lightning_fcl.tasks.ridge_targets import OneHot, ReadoutTargets
+from lightning_fcl.tasks.ridge_trainer import RidgeTrainer, Share
+from lightning_fcl.tasks.task import Task, one_local_epoch
+
+if TYPE_CHECKING:
+    from lightning_fcl.simulation.federation import Federation
+
+log = logging.getLogger(__name__)
 
 
-class RidgeClassifier(Classifier):
-    """The summed readout of Bacciu et al. 2021 (IncFed) on a network's features, as in Kröger et al.'s setting.
+class RidgeTask(Task):
+    """A readout by ridge regression: local training is one pass that adds up statistics.
 
-    Clients add up ``A = Y S^T`` and ``B = S S^T`` of their samples' features, the server adds these up and solves:
-    after each session the readout is that of ridge regression on all samples so far, in one pass and one
-    synchronisation. `lightning_fcl.callbacks.BaseSession` trains the network and adds the base session's samples.
+    In a federation every round adds its clients' statistics to the server's (``share="statistics"``: IncFed, or FedRR;
+    Bacciu et al. 2021), which solves for the readout: the same as one that sees all data at once. With
+    ``share="weights"`` each client solves for its own readout and the server averages them (FedAvg). In a plain
+    Trainer the last epoch of each fit adds its data, or each epoch (a round) of a `FederatedStream`.
+
+    What (A, B) reveals: of a client with fewer samples than there are features, their span, and of one with a single
+    sample that sample's features. Hence ``min_samples``; adding up under secure aggregation is the remedy.
+
+    Args:
+        features: Numbers that the readout sees.
+        targets: What it should say.
+        beta: Regulariser; of several, the one that does best on the validation samples after each round.
+        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
+        symmetric: Whether only one half of B is kept and sent.
+        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        targets: ReadoutTargets,
+        beta: float | list[float],
+        share: Share,
+        symmetric: bool,
+        min_samples: int | None,
+    ) -> None:
+        super().__init__()
+        one_of(get_args(Share), share=share)
+        self.betas = [beta] if isinstance(beta, int | float) else list(beta)
+        if not self.betas:
+            raise ValueError("Expected `beta` to be a number or several but got an empty list.")
+        if len(self.betas) > 1 and share == "weights":
+            raise ValueError(
+                f'Expected one `beta` with `share="weights"`, as each client solves for itself, but got {self.betas}.'
+            )
+        self.automatic_optimization = False
+        self.targets = targets
+        self.readout = RidgeReadout(features, targets.outputs, self.betas[0], symmetric)
+        for beta in self.betas[1:]:
+            RidgeReadout(1, 1, beta)  # refuses what is no regulariser
+        self.share = share
+        self.min_samples = features if min_samples is None else min_samples
+        self._warned: set[str] = set()
+        self.val_metric, self.test_metric = targets.metric(), targets.metric()
+
+    @property
+    def reductions(self) -> dict[str, str]:
+        """What travels: the sums and what is solved of them."""
+        sums, solved = ("sum", "download") if self.share == "statistics" else ("none", "mean")
+        own = dict.fromkeys(("readout.A", "readout.B", "readout.n"), sums)
+        return {"*": "fixed", **own, "readout.tag": "none" if sums == "none" else "fixed", "readout.weight": solved}
+
+    # What becomes of a batch.
+
+    def seen(self, x: Tensor) -> Iterator[Tensor]:
+        """What the readout sees: blocks of shape (steps, batch, features)."""
+        raise NotImplementedError
+
+    def pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the readout sees and should say: (steps, batch, features) and (steps, batch, outputs), by blocks."""
+        targets = self.targets.of(y)
+        for states in self.seen(x):
+            yield states, targets.expand(len(states), *targets.shape)
+
+    def add(self, a: Tensor, b: Tensor, x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Add samples, so many of each client after the other, to the clients' A and B; how many count for each."""
+        samples = 0
+        for states, wanted in self.pairs(x, y):
+            samples += len(states)
+            parts = zip(*(torch.split(values, list(sizes), dim=1) for values in (states, wanted)), strict=True)
+            for row, (mine, said) in enumerate(parts):
+                if mine.numel():
+                    accumulate(a[row], b[row], mine.flatten(0, 1), said.flatten(0, 1))
+        return [samples * size for size in sizes]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        if self.counts():
+            self.include(*batch)
+        self.count_step()
+
+    def include(self, x: Tensor, y: Tensor) -> None:
+        """Add samples to the sums in the readout."""
+        self.readout.n += self.add(self.readout.A[None], self.readout.B[None], x, y, [len(x)])[0]
+
+    def count_step(self) -> None:
+        """Move nothing, as no gradient is there: Lightning's checkpoints count optimizer steps."""
+        self.optimizers().step()  # type: ignore[union-attr]
+
+    def on_train_start(self) -> None:
+        one_local_epoch(self)
+        if self.trainer.max_epochs == -1:
+            raise ValueError(
+                "Expected `max_epochs` to be a number but got -1: the readout learns in the last epoch of a fit."
+            )
+
+    def on_train_batch_end(self, outputs: STEP_OUTPUT, batch: Batch, batch_idx: int) -> None:
+        if self.trainer.is_last_batch and self.counts() and federation_of(self.trainer) is None:
+            self.solve()
+
+    def counts(self) -> bool:
+        """Whether the epoch's data are added: a stream's epochs are rounds, others see the same data again."""
+        trainer = self.trainer
+        return trainer.current_epoch + 1 == trainer.max_epochs or stream_of(trainer) is not None
+
+    def on_after_aggregation(self) -> None:
+        if self.share == "statistics":
+            self.solve()
+
+    def solve(self) -> None:
+        """Set the readout's weights from its statistics, with the only regulariser or the best one."""
+        if len(self.betas) > 1:
+            self._choose_beta()
+        else:
+            self.readout.solve()
+
+    @torch.no_grad()
+    def _choose_beta(self) -> None:
+        trainer, stream = self.trainer, stream_of(self.trainer)
+        loader: Any = trainer.val_dataloaders if stream is None else stream.val_dataloader()
+        if not loader:
+            raise ValueError(
+                f"Expected validation samples to choose among the {len(self.betas)} values of `beta` but the stream "
+                "has none. Set the stream's `validation`, or one `beta`."
+            )
+        solutions = self.readout.solutions(self.betas)
+        right = torch.zeros(len(self.betas), dtype=torch.float64, device=self.device)
+        for batch in loader:
+            for states, wanted in self.pairs(*transfer_batch(trainer, batch)):
+                outputs = states.double() @ solutions.flatten(0, 1).t()
+                right += self.targets.score(outputs.view(*outputs.shape[:-1], *solutions.shape[:2]), wanted)
+        best = int(right.argmax())
+        self.readout.beta = self.betas[best]
+        self.readout.weight.copy_(solutions[best])
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, f"val/{self.targets.quantity}", self.val_metric)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, f"test/{self.targets.quantity}", self.test_metric)
+
+    def _evaluate(self, batch: Batch, name: str, metric: Metric) -> None:
+        x, y = batch
+        for states, wanted in self.pairs(x, y):
+            metric.update(*self.targets.compared(self.readout(states), wanted))
+        self.log(name, metric, batch_size=len(y))
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # nothing descends
+
+    # What a federation asks for.
+
+    def local_trainer(self, federation: Federation, shaping: Sequence[str]) -> RidgeTrainer:
+        self.check_federation(federation, shaping)
+        size = federation.strategy.cohort_size
+        return RidgeTrainer(self, None if size == "auto" else size)
+
+    def check_federation(self, federation: Federation, shaping: Sequence[str]) -> None:
+        """Refuse what a federation cannot do with sums."""
+        name, rules = type(self).__name__, federation.strategy.rules
+        if reductions_of(self, rules) != reductions_of(self):
+            raise ValueError(
+                f"Expected no `reductions` with a `{name}`, which declares its own for each round, but got "
+                f"{dict(rules)}. What clients send is chosen by `share`."
+            )
+        if shaping:
+            raise ValueError(
+                f"Expected no `{shaping[0]}` with a `{name}`: it adds to a loss, and a readout is solved for without "
+                "one. Remove it."
+            )
+        if type(self).training_step is not RidgeTask.training_step:
+            raise ValueError(
+                f"Expected `{name}` not to override `training_step`: in a federation clients run through its body side "
+                "by side. Override `pairs` instead."
+            )
+
+    @property
+    def local_models(self) -> bool:
+        """Whether a client's own state makes predictions: its statistics do not, before they are solved."""
+        return self.share == "weights"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"betas": self.betas, "share": self.share}
+
+    def warn_of_few(self, client: str, samples: int) -> None:
+        """Warn, once for each client, of statistics that may reveal their data."""
+        if samples < self.min_samples and client not in self._warned:
+            self._warned.add(client)
+            what = f"of client {client} are of {samples} samples, below `min_samples`={self.min_samples}"
+            log.warning("The statistics %s: they can reveal its data. Wait for more, or use secure aggregation.", what)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["beta"] = self.readout.beta
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if len(self.betas) > 1:
+            self.readout.beta = checkpoint.get("beta", self.readout.beta)
+
+
+class RidgeClassifier(RidgeTask):
+    """Classification by ridge regression on the features of a network that stays. See `RidgeTask` for what it does.
+
+    The network is always in evaluation mode: its features are the same in training and afterwards.
+    `lightning_fcl.callbacks.BaseSession` trains it and adds the base session's samples.
 
     Args:
         model: The network. Its ``embed(x)`` gives the features, shape (batch, ``features``).
         num_classes: Number of classes.
-        beta: Regulariser, at least 0.
+        beta: Regulariser, at least 0; of several, the one that does best on the validation samples after each round.
         symmetric: Whether only the upper triangle of B is kept and sent.
+        share: What a client sends: its ``"statistics"`` or its own solution, the ``"weights"``.
+        min_samples: Clients whose statistics are of fewer samples are warned of; None: as many as there are features.
 
     Raises:
-        ValueError: If the network has no such features.
+        ValueError: If an argument is out of range, or the network has no such features.
 
     Example:
         >>> from lightning_fcl.models import DSICNet
@@ -41,45 +258,47 @@ class RidgeClassifier(Classifier):
 
     gives: ClassVar[str] = "0/1"
 
-    def __init__(self, model: nn.Module, num_classes: int, beta: float = 1.0, symmetric: bool = True) -> None:
-        super().__init__(model, num_classes)
-        self.automatic_optimization = False
-        self.readout = RidgeReadout(self.features, num_classes, beta, symmetric)
-        sums = dict.fromkeys(("readout.A", "readout.B", "readout.n"), "sum")
-        self.reductions = {"*": "fixed", **sums, "readout.weight": "download"}
+    def __init__(
+        self,
+        model: nn.Module,
+        num_classes: int,
+        beta: float | list[float] = 1.0,
+        symmetric: bool = True,
+        share: Share = "statistics",
+        min_samples: int | None = None,
+    ) -> None:
+        features = embedding_body(model).features
+        super().__init__(features, OneHot(num_classes), beta, share, symmetric, min_samples)
+        self.model = model.eval()
+        self.num_classes = num_classes
+        self.features = features
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.model.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs near 1 for the right class and near 0 for the others, shape (batch, num_classes)."""
         outputs: Tensor = self.readout(self.embed(x)).to(x.dtype)
         return outputs
 
+    @torch.no_grad()
+    def embed(self, x: Tensor) -> Tensor:
+        """The network's features of samples, shape (batch, features)."""
+        body: EmbedsSamples = embedding_body(self.model)
+        return body.embed(x)
+
+    def seen(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.embed(x)[None]
+
     def network(self) -> FeatureReadout:
-        network = FeatureReadout(copy.deepcopy(self._body), self.num_classes)
+        """A plain network that predicts as this task does now."""
+        network = FeatureReadout(copy.deepcopy(embedding_body(self.model)), self.num_classes)
         network.weight.copy_(self.readout.weight)
         return network
 
-    @torch.no_grad()
-    def embed(self, x: Tensor) -> Tensor:
-        return super().embed(x)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        x, y = batch
-        self.add(x, y)
-        self.optimizers().step()  # type: ignore[union-attr] # nothing moves: checkpoints count steps
-
-    def on_train_start(self) -> None:
-        one_local_epoch(self)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add samples, shape (batch, ...), and their labels to the sums."""
-        self.readout.partial_fit(self.embed(x), one_hot(y, self.num_classes))
-
     def on_base_session(self, x: Tensor, y: Tensor) -> None:
-        self.add(x, y)
+        """Add the base session's samples, and solve: the readout predicts before the first round."""
+        self.include(x, y)
         self.readout.solve()
-
-    def on_after_aggregation(self) -> None:
-        self.readout.solve()
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)

@@ -12,7 +12,7 @@ from lightning_fcl.callbacks import ContinualMetrics, IntrinsicPlasticity, Unlea
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
 from lightning_fcl.models import EchoStateNetwork
-from lightning_fcl.tasks.sequences import ReservoirClassifier
+from lightning_fcl.tasks.reservoir import ReservoirClassifier
 
 EVERYBODY = (0, 1, 2, 3)
 

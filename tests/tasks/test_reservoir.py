@@ -42,7 +42,7 @@ def seen(stream, rounds=None, client=None):
 
 
 def centralized(by_numpy, task, x, y, beta=1e-2):
-    a, b = by_numpy.statistics(task.reservoir, x, y, signed=task.signed)
+    a, b = by_numpy.statistics(task.reservoir, x, y, signed=task.targets.signed)
     return by_numpy.solve(a, b, beta)
 
 
@@ -473,8 +473,8 @@ def test_as_many_samples_as_the_state_has_units_by_default():
 @pytest.mark.parametrize("method", [FedProx(0.1), LwF()])
 def test_methods_that_add_to_a_loss_are_refused(fit, make_series_stream, make_reservoir_task, method):
     message = (
-        f"Expected no `{type(method).__name__}` with a `ReservoirClassifier`: it adds to a loss, and a reservoir is "
-        "trained without one. Remove it."
+        f"Expected no `{type(method).__name__}` with a `ReservoirClassifier`: it adds to a loss, and a readout is "
+        "solved for without one. Remove it."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         fit(make_reservoir_task(), make_series_stream(), [method])
@@ -496,8 +496,8 @@ def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_re
             raise AssertionError("never called")
 
     message = (
-        "Expected `Own` not to override `training_step`: in a federation clients run through the reservoir side by "
-        "side. Override `pairs` or `targets` instead."
+        "Expected `Own` not to override `training_step`: in a federation clients run through its body side by side. "
+        "Override `pairs` instead."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         fit(Own(make_reservoir(), 4), make_series_stream())
@@ -505,8 +505,8 @@ def test_a_training_step_of_ones_own_is_refused(fit, make_series_stream, make_re
 
 def test_targets_of_ones_own_are_taken(fit, make_series_stream, make_reservoir, by_numpy):
     class Doubled(ReservoirClassifier):
-        def targets(self, y):
-            return 2 * super().targets(y)
+        def pairs(self, x, y):
+            return ((states, 2 * wanted) for states, wanted in super().pairs(x, y))
 
     stream, task = make_series_stream(), Doubled(make_reservoir(), 4, beta=1e-2)
     fit(task, stream)
@@ -568,7 +568,7 @@ def test_wrong_targets_of_a_regression(train, make_series, make_reservoir, y, me
         ({"readout": "first"}, 'Expected `readout` to be "steps", "last" or "mean" but got "first".'),
         ({"share": "data"}, 'Expected `share` to be "statistics" or "weights" but got "data".'),
         ({"targets": "0/2"}, 'Expected `targets` to be "0/1" or "-1/1" but got "0/2". Did you mean 0/1?'),
-        ({"num_classes": 0}, "Expected `outputs` to be at least 1 but got 0."),
+        ({"num_classes": 0}, "Expected `num_classes` to be at least 1 but got 0."),
         ({"beta": []}, "Expected `beta` to be a number or several but got an empty list."),
         (
             {"beta": [1.0, 2.0], "share": "weights"},
@@ -654,7 +654,7 @@ def test_what_a_reservoir_cannot_honour_is_refused(fit, make_series_stream, make
         loader = DataLoader(TensorDataset(torch.zeros(2, 5, 2), torch.zeros(2, dtype=torch.long)))
         L.Trainer(max_epochs=-1, **quiet).fit(make_reservoir_task(), loader)
     with pytest.raises(ValueError, match="Expected whole numbers as labels but got"):
-        make_reservoir_task().targets(torch.tensor([0.5]))
+        make_reservoir_task().targets.of(torch.tensor([0.5]))
 
 
 def test_a_checkpoint_of_another_task_is_refused(fit, make_series_stream, make_reservoir_task, tmp_path):

@@ -1,13 +1,15 @@
 """The ridge readout on a frozen network: whatever the split, the solution on all samples together."""
 
+import copy
 import re
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 
 from lightning_fcl import Classifier, FederatedStream, RidgeClassifier
-from lightning_fcl.callbacks import BaseSession, ContinualMetrics
+from lightning_fcl.callbacks import BaseSession, ContinualMetrics, Unlearning
 from lightning_fcl.data.partition import IID, Dirichlet, Shards
 from lightning_fcl.data.scenarios import ClassIncremental, ODFCLScenario
 from lightning_fcl.data.split import Split
@@ -176,7 +178,7 @@ def test_labels_out_of_range():
     for labels, wrong in (([0, 4], 4), ([-1, 2], -1)):
         message = f"Expected labels between 0 and 3 but got {wrong}. Set `num_classes` to the data's number of classes."
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            task.add(torch.zeros(2, 1, 16, 16), torch.tensor(labels))
+            task.include(torch.zeros(2, 1, 16, 16), torch.tensor(labels))
     assert int(task.readout.n) == 0 and not task.readout.A.any()
 
 
@@ -190,10 +192,101 @@ def test_a_network_without_features_is_refused():
         RidgeClassifier(torch.nn.Linear(6, 4), 4)
     with pytest.raises(ValueError, match=r"^Expected `beta` to be at least 0 and finite but got -1\.0\.$"):
         RidgeClassifier(network(), 4, beta=-1.0)
-    assert isinstance(RidgeClassifier(network(), 4), Classifier)
 
 
 def test_several_local_epochs_are_refused(fit):
     with pytest.raises(ValueError, match="`local_epochs` to be 1 for a `RidgeClassifier`"):
         stream = FederatedStream.from_arrays(*faces(4), scenario=ClassIncremental(2))
         fit(RidgeClassifier(DSICNet(4, (16, 16)), 4), stream, local_epochs=2)
+
+
+# What it shares with reservoirs.
+
+
+def toy_stream(make_stream, **options):
+    return make_stream(experiences=2, **options)
+
+
+class Noisy(torch.nn.Sequential):
+    """Features that differ in training, for a network in that mode; in double precision, as `Exact`."""
+
+    features = 5
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.5))
+        torch.manual_seed(1)
+        for parameter in self.double().parameters():
+            torch.nn.init.normal_(parameter)
+
+    def embed(self, x):
+        return self(x.double())
+
+
+def all_rows(stream, without=()):
+    parts = [rows for part in stream.plan.train for client, rows in part.items() if client not in without]
+    return stream.take(np.concatenate(parts))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_network_is_the_same_in_training_and_afterwards(fit, make_stream, size):
+    stream, task = toy_stream(make_stream), RidgeClassifier(Noisy(), 4, beta=0.3)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    fit(task, stream, cohort_size=size)
+    assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
+    assert_solves(task, *all_rows(stream), 4, 0.3)
+
+
+def test_clients_that_are_forgotten_have_never_been(fit, make_stream):
+    stream, task = toy_stream(make_stream, rounds_per_experience=1), RidgeClassifier(Noisy(), 4, beta=0.3)
+    fit(task, stream, [Unlearning({"1": 1})])
+    assert_solves(task, *all_rows(stream, without="1"), 4, 0.3)
+
+
+def test_the_best_of_several_regularisers_is_taken(fit, make_stream):
+    stream = toy_stream(make_stream, split=Split(validation=0.3))
+    task = RidgeClassifier(Noisy(), 4, beta=[1e-3, 1e9])
+    fit(task, stream)
+    right, (x, y) = [], stream.take(stream.plan.validation)
+    for beta in task.betas:
+        weight = torch.from_numpy(pooled(task, *all_rows(stream), 4, beta)[2])
+        right.append(int(((task.embed(x) @ weight.T).argmax(1) == y).sum()))
+    assert task.readout.beta == task.betas[int(np.argmax(right))] and right[0] != right[1]
+    with pytest.raises(ValueError, match="Expected validation samples to choose among the 2 values of `beta`"):
+        fit(RidgeClassifier(Noisy(), 4, beta=[1e-3, 1e9]), toy_stream(make_stream))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_shared_weights_are_the_mean_of_the_clients_own_solutions(fit, make_stream, size):
+    stream, task = toy_stream(make_stream), RidgeClassifier(Noisy(), 4, beta=0.3, share="weights")
+    fit(task, stream, client_weights="uniform", cohort_size=size)
+    own = []
+    for client in stream.plan.clients:
+        x, y = all_rows(stream, without={*stream.plan.clients} - {client})
+        own.append(pooled(task, x, y, 4, 0.3)[2])
+    np.testing.assert_allclose(task.readout.weight, np.mean(own, axis=0), rtol=0, atol=1e-9)
+
+
+def test_it_solves_in_a_plain_trainer(quiet, samples):
+    (x, y), task = samples(), RidgeClassifier(Noisy(), 4, beta=0.3)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+    L.Trainer(max_epochs=3, **quiet).fit(task, loader)  # the last epoch counts: each has the same samples
+    assert_solves(task, x, y, 4, 0.3)
+
+
+def test_few_samples_are_warned_of(fit, make_stream, caplog):
+    fit(RidgeClassifier(Noisy(), 4, min_samples=1000), toy_stream(make_stream), max_epochs=1)
+    assert "The statistics of client 0 are of" in caplog.text and "below `min_samples`=1000" in caplog.text
+    caplog.clear()
+    fit(RidgeClassifier(Noisy(), 4), toy_stream(make_stream), max_epochs=1)
+    assert "The statistics" not in caplog.text
+
+
+@pytest.mark.seconds
+def test_the_base_session_trains_the_network_as_that_of_any_task(fit):
+    """Its batch normalisation takes each batch's statistics, though afterwards the network stays."""
+    torch.manual_seed(0)
+    fresh, trained = DSICNet(6, (16, 16)), []
+    for make in (lambda net: RidgeClassifier(net, 6), lambda net: Classifier(net, 6)):
+        federated(fit, task := make(copy.deepcopy(fresh)))
+        trained.append(dict(task.model.backbone.state_dict()))
+    torch.testing.assert_close(*trained, rtol=0, atol=0)

@@ -1,0 +1,89 @@
+"""Local training of many readouts at once: one pass through the body serves all clients, each has its own sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fcl.data.batches import Batch
+from lightning_fcl.data.client_round import ClientRound
+from lightning_fcl.federation.aggregation import State, entries
+from lightning_fcl.federation.client_store import Memory
+from lightning_fcl.federation.local_training import Trained
+from lightning_fcl.models.ridge import solve, square
+
+if TYPE_CHECKING:
+    from lightning_fcl.tasks.ridge import RidgeTask
+
+Share = Literal["statistics", "weights"]
+"""What a client sends."""
+
+# Of all statistics of a cohort together, in bytes: where it is used up, fewer clients run side by side.
+COHORT_BYTES = 128 * 2**20
+
+
+class RidgeTrainer:
+    """Runs several clients' samples through one body, and adds them to each one's sums."""
+
+    stacked = True
+    optimizer = None
+
+    def __init__(self, module: RidgeTask, clients_at_once: int | None = None) -> None:
+        self.module = module
+        fitting = int(max(1, min(256, COHORT_BYTES // module.readout.B.nbytes)))
+        self.clients_at_once = clients_at_once or fitting
+        self.client_rounds: Sequence[ClientRound] = ()
+        self.memories: Sequence[Sequence[Memory]] = ()
+        self._a = self._b = torch.empty(0)
+        self._n: list[int] = []
+
+    def begin(
+        self,
+        clients: Sequence[ClientRound],
+        states: Sequence[State],
+        memories: Sequence[Sequence[Memory]],
+        optimizers: Sequence[Memory],
+    ) -> None:
+        self.client_rounds, self.memories = clients, memories
+        self._a, self._b = (torch.stack([self._begun(state, f"readout.{name}") for state in states]) for name in "AB")
+        self._n = [int(self._begun(state, "readout.n")) for state in states]
+
+    def _begun(self, state: State, name: str) -> Tensor:
+        """What a client's sums begin with: nothing, or what has stayed with it, if that is of the same body."""
+        same = torch.equal(state["readout.tag"], self.module.readout.tag)
+        return state[name] if same else torch.zeros_like(state[name])
+
+    def training_step(self, batch: Batch, batch_idx: int | None, weight: Tensor | None) -> None:
+        assert weight is not None  # batches are stacked
+        (x, y), real = batch, weight > 0
+        added = self.module.add(self._a, self._b, x[real], y[real], real.sum(dim=1).tolist())
+        self._n = [before + new for before, new in zip(self._n, added, strict=True)]
+        self.module.count_step()
+
+    def optimizer_step(self, step: Callable[[], object], active: int) -> object:
+        return step()
+
+    def finish(self) -> Trained:
+        module = self.module
+        for client_round, n in zip(self.client_rounds, self._n, strict=True):
+            if module.share == "statistics":
+                module.warn_of_few(client_round.client, n)
+        changed = {
+            "readout.A": self._a,
+            "readout.B": self._b,
+            "readout.n": torch.tensor(self._n, device=self._a.device),
+        }
+        if module.share == "weights":
+            each = zip(self._a, self._b, strict=True)
+            changed["readout.weight"] = torch.stack(
+                [solve(a, square(b, a.shape[1]), module.readout.beta) for a, b in each]
+            )
+        return Trained(with_rows(module, len(self.client_rounds)) | changed, self.memories)
+
+
+def with_rows(module: RidgeTask, clients: int) -> State:
+    """A module's state, every entry of shape (clients, ...)."""
+    return {name: value.expand(clients, *value.shape) for name, value in entries(module).items()}
