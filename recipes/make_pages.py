@@ -18,12 +18,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import numpy as np
 import yaml
 
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.evaluation.against import NEAR, near, verdict
-from lightning_fcl.evaluation.figures import figures_at
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.against import NEAR, standing, stands
+from lightning_fcl.evaluation.comparison_charts import compared, scatter
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.markdown import markdown_table
@@ -33,6 +35,7 @@ from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _KINDS = ("mean", "percentile")
 _WIDTH = 128
+_NAMED = 8
 _PERCENTILES = """The paper's number, and how much of what our seeds gave lies below it; bold: outside their range."""
 
 
@@ -107,7 +110,7 @@ class Layout:
     def _shown(self, name: str, cell: Cell) -> str:
         if self.kind == "percentile":
             return _percentile(name, cell)
-        far = self.bold and cell.paper is not None and not near(cell)
+        far = self.bold and stands(cell) in ("spread", "outside")
         return cell.text(name, "**" if far else "")
 
 
@@ -123,15 +126,13 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 def verdict_block(table: Table | None, why: str) -> str:
     """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
-    found = verdict(table) if table else None
-    if table is None or not found or not found.cells:
+    found = standing(table) if table else None
+    if table is None or not found or not sum(found):
         return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {why}")
     at = "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
-    text = (
-        f"**{found.word.capitalize()}**{at}: of the {found.cells} numbers that the paper tells, ours are within {NEAR}"
-    )
-    text += f" of {found.near}, within two standard deviations over the seeds of {found.spread} more, and further from "
-    text += f"{found.outside}. {why}"
+    text = f"**{found.verdict.capitalize()}**{at}: of the {sum(found)} numbers that the paper tells, ours are within "
+    text += f"{NEAR} of {found.near}, within two standard deviations over the seeds of {found.spread} more, and "
+    text += f"further from {found.outside}. {why}"
     return f"{_wrapped(text)}\n\n![Ours against the paper's numbers, cell by cell](against-paper.png)"
 
 
@@ -147,9 +148,9 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """A line for each paper: how near its table is, if there is one of its scale, and why."""
     lines = []
     for paper, (table, why) in papers.items():
-        found = verdict(table) if table else None
-        counts = [found.cells, found.near, found.spread, found.outside] if found and found.cells else ["-"] * 4
-        word = found.word if found else "not compared"
+        found = standing(table) if table else None
+        counts = [sum(found), *found] if found and sum(found) else ["-"] * 4
+        word = found.verdict if found else "not compared"
         lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), why])
     head = ["paper", "verdict", "numbers", f"within {NEAR}", "in the spread", "outside", "why"]
     return markdown_table(head, lines)
@@ -192,8 +193,43 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
+def against_figure(table: Table) -> charts.Spec | None:
+    """Each mean against the paper's number: numbers beside the points tell which lie furthest out, with their names."""
+    if not (rows := compared(table)):
+        return None
+    far = sorted((row for row in rows if row["stands"] != "within .05"), key=lambda row: -row["off"])[:_NAMED]
+    places: dict[tuple[float, float], list[str]] = {}
+    names = ["furthest out:"] if far else []
+    for number, row in enumerate(far, start=1):
+        point = row["paper"], row["ours"]
+        close = next((place for place in places if np.hypot(*np.subtract(place, point)) < NEAR / 2), point)
+        places.setdefault(close, []).append(str(number))
+        names.append(f"{number} {row['row']}\n· {row['metric']}: {row['ours']:.3f}, paper {row['paper']:.3f}")
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    scale = "at its scale" if table.scale == "paper" else f"of its own scale, ours at the scale `{table.scale}`"
+    points = scatter(rows, f", {scale}", charts.colour("metric", metrics), charts.shape("metric", metrics))
+    numbers = charts.chart_of("far").mark_text(align="left", dx=6, dy=-6, fontWeight="bold")
+    numbers = numbers.encode(x="paper:Q", y="ours:Q", text="numbers:N")
+    listed = (
+        charts.chart_of("names")
+        .mark_text(align="left", baseline="top")
+        .encode(x=alt.value(0), y=alt.value(0), text="names:N")
+    )
+    beside = alt.hconcat(
+        alt.layer(points, numbers).properties(width=480, height=480),
+        listed.properties(width=10, height=10, view=alt.ViewConfig(stroke=None)),
+    )
+    beside = beside.resolve_scale(color="independent", shape="independent")
+    return charts.spec(
+        beside.properties(title=f"{table.paper}: ours against the paper"),
+        rows=rows,
+        far=[{"paper": x, "ours": y, "numbers": ", ".join(of)} for (x, y), of in places.items()],
+        names=[{"names": "\n".join(names)}],
+    )
+
+
 def take_in(folder: Path) -> list[Path]:
-    """Copy a finished table and its figures into the folder of its recipes; the paths there."""
+    """Copy a finished table and its figures into the folder of its recipes, and draw it; the paths there."""
     table = read_table(folder / "table.json")
     home = paper_folder(table.paper)
     if table.scale == "smoke":
@@ -204,12 +240,14 @@ def take_in(folder: Path) -> list[Path]:
             f"Expected all rows of {table.paper} in {folder} but {', '.join(missing)} are missing. Run `reproduce` "
             "without --rows."
         )
-    figures = figures_at(table.scale, _content(home).get("figures", []))
-    names = ["table.json", "against-paper.png", *(figure["file"] for figure in figures)]
+    figures = [one for one in _content(home).get("figures", []) if table.scale in one.get("scales", [table.scale])]
+    names = ["table.json", *(figure["file"] for figure in figures)]
     place = place_of(home, table.scale)
     place.mkdir(exist_ok=True)
     found = [(inside(folder, name), inside(place, name)) for name in names]
-    return [write_whole(to, path.read_bytes()) for path, to in found if path.is_file()]
+    written = [write_whole(to, path.read_bytes()) for path, to in found if path.is_file()]
+    against = against_figure(table)
+    return [*written, charts.write_png(place / "against-paper.png", against)] if against else written
 
 
 def pages(recipes: Path) -> dict[Path, str]:

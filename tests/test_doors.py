@@ -98,7 +98,7 @@ def test_no_file_of_a_run_is_elsewhere(folder, kind):
 
 
 def test_no_figure_is_drawn_elsewhere(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(figures._KINDS, "volume_by_round", lambda *_: None)
+    monkeypatch.setitem(figures.KINDS_OF_FIGURES, "volume_by_round", lambda *_: None)
     before = all_below(tmp_path)
     for name in (*EVIL, "../x.png", "a/../../x.png", str(tmp_path / "x.png")):
         figure = {"file": name, "kind": "volume_by_round", "panels": {"": {"A": "A"}}}

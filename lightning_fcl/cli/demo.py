@@ -9,11 +9,10 @@ from pathlib import Path
 import yaml
 
 from lightning_fcl.cli.jobs import Job, run_jobs
-from lightning_fcl.evaluation.comparison import compare_page, labelled
+from lightning_fcl.evaluation.comparison import compare_page, runs_by_name
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.markdown import markdown_table
-from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import recipes_folder
 
 
@@ -34,8 +33,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
         Job(label, (recipe,), 0, out / "flwf-2t-replay"),
     ]
     run_jobs(jobs, workers=1)
-    results = labelled([job.out for job in jobs])
-    page = write_whole(out / "report.html", render(compare_page(results)))
+    results = runs_by_name([job.out for job in jobs])
+    page = write_whole(out / "report.html", compare_page(results))
     numbers = {label: {one.name: one.text for one in headlines(result)} for label, (result,) in results.items()}
     columns = list(dict.fromkeys(name for of in numbers.values() for name in of))
     print("\n" + markdown_table(["", *columns], [[label, *of.values()] for label, of in numbers.items()]))

@@ -6,11 +6,10 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fcl.evaluation.comparison import compare_page, labelled, runs_below
+from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.table import read_table
-from lightning_fcl.evaluation.webpage import render
 
 
 def command(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -26,4 +25,4 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     table = read_table(alone / "table.json") if alone and (alone / "table.json").is_file() else None
     out: Path = options.out or (alone or Path("runs")) / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    print(f"Written: {write_whole(out, render(compare_page(labelled(runs), table)))}")
+    print(f"Written: {write_whole(out, compare_page(runs_by_name(runs), table))}")

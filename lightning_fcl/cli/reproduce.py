@@ -13,12 +13,9 @@ import yaml
 from lightning_fcl.cli.jobs import Job, finished, run_jobs
 from lightning_fcl.cli.kept import keep, take
 from lightning_fcl.errors import at_least
-from lightning_fcl.evaluation.against import against_figure
-from lightning_fcl.evaluation.figures import figures_at, write_figures
-from lightning_fcl.evaluation.files import save_figure, write_whole
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.table import Table, write_table
 from lightning_fcl.evaluation.task_by_task import with_tasks
-from lightning_fcl.evaluation.webpage import render
 from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of, row_slug, row_words
 
 
@@ -26,8 +23,8 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
-    The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`,
-    and ``against-paper.png`` where the paper tells numbers. Runs kept beside the recipes are taken as finished.
+    The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`.
+    Runs kept beside the recipes are taken as finished.
     """
     options = _options(parser, words)
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
@@ -37,7 +34,7 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     out = options.out or Path("runs") / f"{paper}-{scale}"
     rows = paper_rows(folder, [row.strip() for row in options.rows.split(",")] if options.rows else None, scale)
     content = yaml.safe_load((folder / "rows.yaml").read_text())
-    figures = figures_at(scale, content.get("figures", []))
+    figures = [one for one in content.get("figures", []) if scale in one.get("scales", [scale])]
     jobs = {name: _jobs(name, row, scale, seeds, out, options.tasks) for name, row in rows.items()}
     kept = place_of(folder, scale)
     take([job for runs in jobs.values() for job in runs], out, kept)
@@ -99,20 +96,19 @@ def _write(
     figures: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the table and the figures of some rows, and say where they are."""
+    from lightning_fcl.evaluation.comparison import compare_page  # what draws takes a second to import
+    from lightning_fcl.evaluation.figures import write_figures
+
     every = [one for runs in results.values() for one in runs]
     metrics = list(dict.fromkeys([*more, *(name for one in every for name in one["expected"])]))
     metrics += [name for name in whole.metrics if "_after_" in name]
     table = whole.only(metrics or whole.metrics)
     as_json, markdown = write_table(out, table)
     drawn = write_figures(out, figures, results)
-    if against := against_figure(table):
-        drawn.append(save_figure(against, out / "against-paper.png"))
     print(markdown.read_text())
     if drawn:
         print(f"Figures: {', '.join(map(str, drawn))}")
-    from lightning_fcl.evaluation.comparison import compare_page  # it takes a second to import
-
-    page = write_whole(out / "report.html", render(compare_page(results, table)))
+    page = write_whole(out / "report.html", compare_page(results, table))
     print(
         f"{len(every)} runs. Table: {markdown} and {as_json}; all in one page: {page}; of each run: "
         f"{out}/*/seed-*/report.html"

@@ -20,13 +20,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import altair as alt
 import numpy as np
 import optuna
 import pandas as pd
 import yaml
-from matplotlib import pyplot
-from matplotlib.figure import Figure
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
@@ -34,7 +33,8 @@ from lightning_fcl.cli.jobs import Job, finished, run_job, side_by_side, telling
 from lightning_fcl.cli.journal import open_study
 from lightning_fcl.cli.search import Search, check, trial_recipe
 from lightning_fcl.errors import at_least
-from lightning_fcl.evaluation.files import save_figure, write_whole
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.running.rows import config_words, slug
 
@@ -235,7 +235,7 @@ def write_results(study: optuna.Study, search: Search, named: str, out: Path) ->
         raise ValueError(
             f"All {len(failures)} trials failed, the first so: {reason.rstrip('.')}. Mend it, then use --restart."
         )
-    plot = save_figure(trials_figure(study, search), out / "trials.png")
+    plot = charts.write_png(out / "trials.png", trials_figure(study, search))
     recipe = write_best(study.best_trial, len(frame), search, named, out)
     shown = done.sort_values(search.objective, ascending=search.direction == "minimize", kind="stable")[:10]
     columns = {search.objective: search.objective, "trial": "trial"} | _short(list(search.space))
@@ -248,19 +248,25 @@ def write_results(study: optuna.Study, search: Search, named: str, out: Path) ->
     print(f"\n{len(done)} trials, and {len(failures)} that failed. Best: {recipe}; all: {table} and {plot}")
 
 
-def trials_figure(study: optuna.Study, search: Search) -> Figure:
+def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
     """The objective of a search's trials against each setting, a panel per setting, later trials darker."""
-    matplotlib.use("agg")  # Optuna draws with pyplot, which may look for a display
-    names = _short(list(search.space))
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        drawn = optuna.visualization.matplotlib.plot_slice(study, [*search.space], target_name=search.objective)
-        panels = np.ravel(np.asarray(drawn))
-        for panel in panels:
-            panel.set_xlabel(names[panel.get_xlabel()])
-    figure: Figure = panels[0].figure
-    pyplot.close(figure)
-    return figure
+    order = alt.Color("trial:Q", scale=alt.Scale(range=["#b9d4e8", "#08306b"]), legend=None)
+    base = charts.chart_of("rows").mark_point(filled=True, size=60, opacity=0.9)
+    base = base.encode(y=alt.Y("value:Q", title=search.objective, scale=alt.Scale(zero=False, padding=8)), color=order)
+    panels = []
+    for path, name in _short(list(search.space)).items():
+        what, field = search.distributions[path], path.replace(".", " ")  # a dot would lead into it
+        if isinstance(what, FloatDistribution | IntDistribution):
+            scale = alt.Scale(type="log" if what.log else "linear", zero=False, padding=8)
+            x = alt.X(f"{field}:Q", title=name, scale=scale)
+        else:
+            x = alt.X(f"{field}:N", title=name)
+        panels.append(base.encode(x=x).properties(width=220, height=220))
+    rows = []
+    for trial in _those(study, TrialState.COMPLETE):
+        settings = {path.replace(".", " "): value for path, value in trial.params.items()}
+        rows.append({"trial": trial.number, "value": trial.value, **settings})
+    return charts.spec(alt.concat(*panels, columns=4), rows=rows)
 
 
 def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out: Path) -> Path:

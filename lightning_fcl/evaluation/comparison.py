@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from lightning_fcl.evaluation import comparison_charts as charts
-from lightning_fcl.evaluation.against import stands, told, verdict
-from lightning_fcl.evaluation.comparison_charts import Groups, Headlines
-from lightning_fcl.evaluation.headline import headlines, number_text
-from lightning_fcl.evaluation.report_page import extent_of
+from lightning_fcl.evaluation import comparison_charts
+from lightning_fcl.evaluation.against import of_paper, standing, stands
+from lightning_fcl.evaluation.comparison_charts import RunsByName
+from lightning_fcl.evaluation.headline import Headline, headlines, number_text
+from lightning_fcl.evaluation.metrics import quantity
+from lightning_fcl.evaluation.names import extent_of
+from lightning_fcl.evaluation.pages import render
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, metric_title
-from lightning_fcl.evaluation.webpage import Cell, Chart, Grid, Page, Section, Tile
 
-__all__ = ["compare_page", "labelled", "runs_below"]
-
-Results: TypeAlias = Mapping[str, Any]
+__all__ = ["compare_page", "runs_below", "runs_by_name"]
 
 
-def compare_page(groups: Groups, table: Table | None = None) -> Page:
-    """The page of several runs.
+def compare_page(groups: RunsByName, table: Table | None = None) -> str:
+    """The HTML of the page of several runs.
 
     Args:
         groups: The seeds of each, by the name to show.
@@ -34,16 +33,37 @@ def compare_page(groups: Groups, table: Table | None = None) -> Page:
     """
     if not groups:
         raise ValueError("Expected at least one run but got none. Name the folders of runs.")
-    runs = sum(map(len, groups.values()))
-    found = {label: [{one.name: one for one in headlines(run)} for run in runs] for label, runs in groups.items()}
-    sections = [_at_a_glance(groups, found), *_against(table), *_drawn(groups, found), _what_ran(groups)]
-    title = " against ".join(groups) if len(groups) < 3 else "Runs side by side"
-    return Page(
-        title=f"{table.paper}: our runs and the paper's numbers" if table else title,
-        subtitle=f"{len(groups)} rows, {runs} runs" + (f", at the scale {table.scale}" if table else ""),
-        warnings=_warnings(groups, table),
-        tiles=_verdict_tiles(table),
-        sections=sections,
+    runs = [run for of in groups.values() for run in of]
+    found = {label: [{one.name: one for one in headlines(run)} for run in of] for label, of in groups.items()}
+    what = quantity(runs[0]["record"])
+    names = list(dict.fromkeys(name for of in found.values() for run in of for name in run))
+    extents = {label: extent_of(of[0]) for label, of in groups.items()}
+    extents = extents if len({*extents.values()}) > 1 else {}
+    head = ["", *(["extent"] if extents else []), *names]
+    lines = [
+        [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
+        for label, of in found.items()
+    ]
+    return render(
+        "comparison.html",
+        groups=groups,
+        table=table,
+        several_seeds=len(runs) > len(groups),
+        runs=len(runs),
+        stopped=[label for label, of in groups.items() if not all(run["finished"] for run in of)],
+        on_validation=[
+            label for label, of in groups.items() if any(run.get("measured_on") == "validation" for run in of)
+        ],
+        glance=[head, *lines],
+        standing=standing(table) if table else None,
+        told=list(dict.fromkeys(metric_title(name) for _, name, _ in of_paper(table))) if table else [],
+        against_paper=_against(table) if table else [],
+        charts={
+            "against": comparison_charts.against(table) if table else None,
+            "rounds": comparison_charts.rounds(groups, what),
+            "clients": comparison_charts.clients(groups, what),
+            "kept": comparison_charts.kept(found, what),
+        },
     )
 
 
@@ -64,7 +84,7 @@ def runs_below(folders: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def labelled(runs: Sequence[Path]) -> dict[str, list[Results]]:
+def runs_by_name(runs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """Runs by the name to show: their row's, or that of their folder where two would have the same.
 
     Folders called ``seed-0``, ``seed-1`` in one folder, as `reproduce` makes them, are the seeds of one row.
@@ -72,7 +92,7 @@ def labelled(runs: Sequence[Path]) -> dict[str, list[Results]]:
     Raises:
         ValueError: If the results of one are not understood.
     """
-    by_place: dict[Path, list[Results]] = {}
+    by_place: dict[Path, list[dict[str, Any]]] = {}
     for run in runs:
         by_place.setdefault(run.parent if run.name.startswith("seed-") else run, []).append(read_results(run))
     names = [of[0]["recipe"]["row"] if of[0]["recipe"] else "" for of in by_place.values()]
@@ -82,83 +102,19 @@ def labelled(runs: Sequence[Path]) -> dict[str, list[Results]]:
     }
 
 
-def _at_a_glance(groups: Groups, found: Headlines) -> Section:
-    names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
-    extents = {label: extent_of(runs[0]) for label, runs in groups.items()}
-    differ = len({*extents.values()}) > 1
-    lines = [
-        [Cell(label), *([Cell(extents[label])] if differ else []), *(Cell(_mean(runs, name)) for name in names)]
-        for label, runs in found.items()
-    ]
-    text = "Mean ± standard deviation over the seeds." if _has_seeds(groups) else ""
-    return Section("At a glance", text, grids=[Grid(["", *(["extent"] if differ else []), *names], lines)])
-
-
-def _has_seeds(groups: Groups) -> bool:
-    return any(len(runs) > 1 for runs in groups.values())
-
-
-def _mean(runs: Sequence[Mapping[str, Any]], name: str) -> str:
-    values = [run[name].value for run in runs if name in run]
-    if not values:
+def _mean(found: Sequence[Headline]) -> str:
+    if not found:
         return "-"
-    unit = next(run[name].unit for run in runs if name in run)
+    values, unit = [one.value for one in found], found[0].unit
     spread = f" ± {number_text(float(np.std(values, ddof=1)), unit)}" if len(values) > 1 and np.ptp(values) > 0 else ""
     return number_text(float(np.mean(values)), unit) + spread
 
 
-def _verdict_tiles(table: Table | None) -> list[Tile]:
-    if table is None or not (of := verdict(table)).cells:
-        return []
+def _against(table: Table) -> list[list[str | tuple[str, str]]]:
+    """A line for each row: the numbers of which the paper tells some, and how they stand to them."""
+    names = list(dict.fromkeys(name for _, name, _ in of_paper(table)))
     return [
-        Tile(of.word, f"{of.near} of {of.cells}", "numbers within .05 of the paper's"),
-        Tile("inside the spread", str(of.spread), "others within two standard deviations over the seeds"),
-        Tile("outside", str(of.outside), "further away, or not measured"),
-    ]
-
-
-def _warnings(groups: Groups, table: Table | None) -> list[str]:
-    said = []
-    if table is not None and table.scale != "paper":
-        said.append(f"Ours are at the scale `{table.scale}`; the paper's numbers are of its own scale.")
-    if short := [label for label, runs in groups.items() if not all(run["finished"] for run in runs)]:
-        said.append(f"Stopped before the end: {', '.join(short)}.")
-    if instead := [label for label, runs in groups.items() if any(r.get("measured_on") == "validation" for r in runs)]:
-        said.append(f"Measured on validation samples in place of the test set: {', '.join(instead)}.")
-    return said
-
-
-def _against(table: Table | None) -> list[Section]:
-    if table is None or not any(told(table)):
-        return []
-    metrics = list(dict.fromkeys(name for _, name, _ in told(table)))
-    lines = [
-        [Cell(row), *(Cell(of[name].text(name), stands(of[name])) if name in of else Cell("-") for name in metrics)]
+        [row, *((of[name].text(name), stands(of[name])) if name in of else "-" for name in names)]
         for row, of in table.rows.items()
+        if names
     ]
-    text = "Ours, with the paper's number in brackets. Blue: within .05 of it. Grey: within two standard deviations of "
-    text += "the seeds. Orange: outside."
-    caption = "Every number against the paper's; the grey band is .05 wide on both sides."
-    points = [Chart(caption, drawn)] if (drawn := charts.against(table)) else []
-    grid = Grid(["", *map(metric_title, metrics)], lines)
-    return [Section("Against the paper", text, grids=[grid], charts=points)]
-
-
-def _drawn(groups: Groups, found: Headlines) -> list[Section]:
-    ticks = "A tick for each client and seed, at the end, on all that it has learnt; a diamond for their mean."
-    curve = "Mean over the seeds, with one standard deviation." if _has_seeds(groups) else "A line for each run."
-    parts = (
-        ("Round by round", curve, charts.rounds(groups)),
-        ("Who is worst off", ticks, charts.clients(groups)),
-        ("Learnt and forgotten", "Right and low is best.", charts.kept(charts.quantity_of(groups), found)),
-    )
-    return [Section(title, charts=[Chart(caption, spec)]) for title, caption, spec in parts if spec]
-
-
-def _what_ran(groups: Groups) -> Section:
-    lines = [
-        [label, str(run["seed"]), f"{run['seconds']:.0f} s", run["machine"], run["command"]]
-        for label, runs in groups.items()
-        for run in runs
-    ]
-    return Section("What ran", grids=[Grid.of(["", "seed", "time", "machine", "command"], lines)], folded=True)

@@ -1,44 +1,34 @@
 """The figures of a paper: what `rows.yaml` says of them, drawn from the results of its rows over seeds."""
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from __future__ import annotations
 
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import altair as alt
 import numpy as np
 
-from lightning_fcl.errors import require
+from lightning_fcl.evaluation import charts
+from lightning_fcl.evaluation.charts import Drawn, Points, Spec, over_seeds, spec
 from lightning_fcl.evaluation.communication import BANDWIDTHS, communication_time, volumes
-from lightning_fcl.evaluation.continual import FloatArray
-from lightning_fcl.evaluation.files import save_figure
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.metrics import stream_accuracies, task_curves
-from lightning_fcl.evaluation.panels import (
-    Density,
-    communication_panels,
-    density_panels,
-    experience_labels,
-    experience_names,
-    stream_accuracy_panels,
-    task_panels,
-    volume_panels,
-)
+from lightning_fcl.evaluation.names import experience_labels, experience_names
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+Runs: TypeAlias = Sequence[Mapping[str, Any]]
+"""Contents of ``results.json`` of the seeds of a row."""
 
-T = TypeVar("T")
-Results: TypeAlias = Mapping[str, Any]
-Panels: TypeAlias = Mapping[str, Mapping[str, str]]
-ResultsByRow: TypeAlias = Mapping[str, Sequence[Results]]
+Panels: TypeAlias = Mapping[str, Mapping[str, tuple[str, Runs]]]
+"""For each panel's title the label of each line, with its row and that row's runs."""
+
+_WIDTHS = {1: 640, 2: 400, 3: 280, 4: 215}  # of a panel, by how many stand side by side
 
 
-def figures_at(scale: str, figures: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that are drawn at a scale: all that name none of their own under ``scales``, or this one among them."""
-    return [figure for figure in figures if scale in figure.get("scales", [scale])]
-
-
-def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: ResultsByRow) -> list[Path]:
+def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_row: Mapping[str, Runs]) -> list[Path]:
     """Draw the figures of a paper, without the panels whose rows were not all run: a line on stderr names those.
 
     Args:
@@ -53,108 +43,202 @@ def write_figures(out: Path, figures: Sequence[Mapping[str, Any]], results_by_ro
     """
     paths = []
     for figure in figures:
-        every: Panels = figure["panels"]
-        rows = dict.fromkeys(row for lines in every.values() for row in lines.values())
-        missing = [row for row in rows if not results_by_row.get(row)]
-        panels = {name: lines for name, lines in every.items() if not {*lines.values()} & {*missing}}
+        every: Mapping[str, Mapping[str, str]] = figure["panels"]
+        missing = dict.fromkeys(row for of in every.values() for row in of.values() if not results_by_row.get(row))
+        panels = {
+            name: {label: (row, results_by_row[row]) for label, row in of.items()}
+            for name, of in every.items()
+            if not {*of.values()} & {*missing}
+        }
         if missing:
             what = f"Panels of figure {figure['file']} are" if panels else f"Figure {figure['file']} is"
             print(f"{what} left out: not run: {', '.join(missing)}.", file=sys.stderr)
-        if not panels:
-            continue
-        drawn = _KINDS[figure["kind"] + (" of experiences" if figure.get("experiences") else "")]
-        paths.append(save_figure(drawn(figure.get("title", ""), panels, results_by_row), inside(out, figure["file"])))
+        if panels:
+            draw = KINDS_OF_FIGURES[figure["kind"] + (" of experiences" if figure.get("experiences") else "")]
+            paths.append(charts.write_png(inside(out, figure["file"]), draw(panels, figure.get("title", ""))))
     return paths
 
 
-def _of_each(
-    panels: Panels, results_by_row: ResultsByRow, curve: Callable[[str, Sequence[Results]], T]
-) -> dict[str, dict[str, T]]:
-    """For each panel and label what a function makes of its row's results."""
-    return {
-        name: {label: curve(row, results_by_row[row]) for label, row in lines.items()} for name, lines in panels.items()
-    }
+def _points(panels: Panels, curve: Callable[[str, Runs], Points]) -> Points:
+    """What a function makes of each row's runs, with the panel and the line that it belongs to."""
+    return [
+        {"panel": panel, "line": label, **point}
+        for panel, lines in panels.items()
+        for label, (row, runs) in lines.items()
+        for point in curve(row, runs)
+    ]
 
 
-def _padded(curves: Iterable[FloatArray]) -> FloatArray:
-    """Curves of several seeds below each other; NaN where one has ended."""
-    return np.asarray(require("pandas", "lines up curves").DataFrame(map(list, curves)), dtype=np.float64)
+def _faceted(layers: Sequence[alt.Chart], panels: Panels, height: int, columns: int = 0) -> alt.FacetChart:
+    """The panels beside and below each other, on the same axes."""
+    number = len(panels)
+    columns = columns or (number if number <= 3 else 2 if number == 4 else 3 if number <= 9 else 4)
+    chart = alt.layer(*layers).properties(width=_WIDTHS[min(columns, 4)], height=height)
+    return chart.facet(alt.Facet("panel:N", title=None, sort=[*panels]), columns=columns)
 
 
-def _draw_accuracy(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
-    rows = dict.fromkeys(row for lines in panels.values() for row in lines.values())
-    called = [experience_names(one["record"]) for row in rows for one in results_by_row[row]]
-    longest = max(called, key=len)
-    # Where the experiences are others in other runs, only their numbers are common to all.
-    same = all(names == longest[: len(names)] for names in called)
-    names = longest if same else [str(number + 1) for number in range(len(longest))]
-
-    def after_each(row: str, results: Sequence[Results]) -> FloatArray:
-        return _padded(stream_accuracies(one["record"]) for one in results)
-
-    return stream_accuracy_panels(_of_each(panels, results_by_row, after_each), names, title)
+def _names(points: Points) -> list[str]:
+    return list(dict.fromkeys(point["line"] for point in points))
 
 
-def _draw_tasks(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
-    def after_each(row: str, results: Sequence[Results]) -> tuple[FloatArray, FloatArray]:
-        accuracy, forgotten = zip(*(task_curves(one["record"]) for one in results), strict=True)
-        if not max(map(len, accuracy)):
-            raise ValueError(
-                f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
-                "`ContinualMetrics` test the clients."
-            )
-        return _padded(accuracy), _padded(forgotten)
-
-    return task_panels(_of_each(panels, results_by_row, after_each), title)
+def _wrapped(name: str, letters: int = 34) -> str:
+    return "\n".join(textwrap.wrap(name, letters, break_long_words=False))
 
 
-def _draw_communication(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
-    def in_all(row: str, results: Sequence[Results]) -> tuple[FloatArray, FloatArray]:
-        volume = np.mean([volumes(one["record"]).sum(axis=1) for one in results], axis=0)
-        times = [[communication_time(one["record"], bandwidth) for bandwidth in BANDWIDTHS] for one in results]
-        return volume, np.mean(times, axis=0)
-
-    return communication_panels(_of_each(panels, results_by_row, in_all), BANDWIDTHS, title)
-
-
-def _draw_volumes(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
-    def of_rounds(row: str, results: Sequence[Results]) -> FloatArray:
-        return _padded(volumes(one["record"]).sum(axis=0) for one in results)
-
-    return volume_panels(_of_each(panels, results_by_row, of_rounds), title)
+def _alike(points: Points) -> dict[str, str]:
+    """For each line the names of all that have the same points: they are drawn as one."""
+    of: dict[str, list[Any]] = {}
+    for point in points:
+        of.setdefault(point["line"], []).append({**point, "line": ""})
+    groups: dict[str, list[str]] = {}
+    for line, found in of.items():
+        groups.setdefault(repr(found), []).append(line)
+    return {line: _wrapped(", ".join(group)) for group in groups.values() for line in group}
 
 
-def _draw_density(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
-    return density_panels(_of_each(panels, results_by_row, lambda row, results: _densities(row, results)[-1]), title)
+def _merged(points: Points, names: Mapping[str, str]) -> Points:
+    """The points of the first of all lines that share a name, under that name."""
+    first = {name: line for line, name in reversed(names.items())}
+    return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
 
 
-def _draw_densities(title: str, panels: Panels, results_by_row: ResultsByRow) -> "Figure":
+def draw_accuracy(panels: Panels, title: str) -> Spec:
+    called = [experience_names(run["record"]) for of in panels.values() for _, runs in of.values() for run in runs]
+    names = max(called, key=len)
+    if any(names[: len(other)] != other for other in called):  # only their numbers are common to all
+        names = [str(number + 1) for number in range(len(names))]
+    names = [_wrapped(name, 14) for name in names]
+    rows = _points(panels, lambda _, runs: over_seeds(stream_accuracies(run["record"]) for run in runs))
+    axis = alt.Axis(labelAngle=-30 if sum(map(len, names)) * len(panels) > 120 else 0)
+    x = alt.X("experience:O", title="after experience", sort=names, scale=alt.Scale(domain=names), axis=axis)
+    layers = charts.bands(
+        charts.chart_of("rows").encode(x=x), _names(rows), "stream accuracy", alt.Scale(domain=[0, 1])
+    )
+    rows = [{**row, "experience": names[row["round"] - 1]} for row in rows]
+    return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
+
+
+def draw_tasks(panels: Panels, title: str) -> Spec:
+    accuracy, lost = (_points(panels, partial(_after_tasks, which)) for which in range(2))
+    x, names = charts.round_axis(max(point["round"] for point in accuracy), "after task"), _names(accuracy)
+    parts = []
+    for data, of in (("accuracy", "average accuracy"), ("lost", "forgetting")):
+        base, scale = charts.chart_of(data), alt.Scale(zero=False)
+        zero = [base.mark_rule().encode(y=alt.datum(0))] if of == "forgetting" else []
+        layers = charts.bands(base.encode(x=x), names, f"{of}, mean of the clients", scale)
+        parts.append(_faceted([*layers, *zero], panels, 280, columns=max(len(panels), 2)))
+    beside = alt.hconcat(*parts) if len(panels) == 1 else alt.vconcat(*parts)
+    return spec(beside.properties(title=title), accuracy=accuracy, lost=lost)
+
+
+def _after_tasks(which: int, row: str, runs: Runs) -> Points:
+    curves = [task_curves(run["record"])[which] for run in runs]
+    if not max(map(len, curves)):
+        raise ValueError(
+            f"Expected clients with several tasks in the results of row {row} but none was tested. Let "
+            "`ContinualMetrics` test the clients."
+        )
+    return over_seeds(curves)
+
+
+def draw_communication(panels: Panels, title: str) -> Spec:
+    parts, data = [], {}
+    for panel, lines in panels.items():
+        bars = _points({panel: lines}, lambda _, runs: _volume(runs))
+        times = _points({panel: lines}, lambda _, runs: _times(runs))
+        names = _alike([*bars, *times])
+        data[f"volumes {panel}"] = [
+            {**bar, "row": _wrapped(bar["line"], 28), "line": names[bar["line"]]} for bar in bars
+        ]
+        data[f"times {panel}"] = _merged(times, names)
+        together = _names(data[f"volumes {panel}"])
+        both = _volumes_chart(f"volumes {panel}", together), _times_chart(f"times {panel}", together)
+        sized = [chart.properties(width=400, height=max(200, 22 * len(lines))) for chart in both]
+        parts.append(alt.hconcat(*sized).properties(title=alt.Title(panel, anchor="start", fontWeight="bold")))
+    beside = alt.vconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    return spec(beside.properties(title=title), **data)
+
+
+def _volumes_chart(data: str, names: Sequence[str]) -> Drawn:
+    shade = alt.Opacity("way:N", scale=alt.Scale(domain=["up", "down"], range=[1, 0.45]), legend=None)
+    begin = alt.X("begin:Q", title="volume of all clients (MB of a million bytes): dark up, light down")
+    base = charts.chart_of(data).encode(y=alt.Y("row:N", title=None, sort=None))
+    bars = base.mark_bar().encode(x=begin, x2="end:Q", color=charts.colour("line", names), opacity=shade)
+    total = base.transform_filter("datum.way == 'down'").mark_text(align="left", dx=4)
+    return alt.layer(bars, total.encode(x="end:Q", text=alt.Text("end:Q", format=",.4~r")))
+
+
+def _times_chart(data: str, names: Sequence[str]) -> Drawn:
+    label = "datum.value >= 1e6 ? datum.value / 1e6 + ' MB/s' : datum.value / 1e3 + ' KB/s'"
+    axis = alt.Axis(values=[*BANDWIDTHS], labelAngle=-30, labelExpr=label)
+    x = alt.X("bandwidth:Q", title="bandwidth of a client", scale=alt.Scale(type="log"), axis=axis)
+    _, *layers = charts.bands(charts.chart_of(data).encode(x=x), names, "communication time (s)", alt.Scale(type="log"))
+    return alt.layer(*layers)
+
+
+def _volume(runs: Runs) -> Points:
+    """Megabytes of all clients up, and from there those down, mean over the seeds."""
+    up, down = np.mean([volumes(run["record"]).sum(axis=1) for run in runs], axis=0) / 1e6
+    return [{"way": "up", "begin": 0.0, "end": up}, {"way": "down", "begin": up, "end": up + down}]
+
+
+def _times(runs: Runs) -> Points:
+    times = [[communication_time(run["record"], bandwidth) for bandwidth in BANDWIDTHS] for run in runs]
+    return [
+        {"bandwidth": one, "value": time or np.nan}
+        for one, time in zip(BANDWIDTHS, np.mean(times, axis=0), strict=True)
+    ]
+
+
+def draw_volumes(panels: Panels, title: str) -> Spec:
+    rows = _points(panels, lambda _, runs: over_seeds(volumes(run["record"]).sum(axis=0) / 1e6 for run in runs))
+    rows = _merged(rows, _alike(rows))
+    longest = max(row["round"] for row in rows)
+    base = charts.chart_of("rows").encode(x=charts.round_axis(longest))
+    layers = charts.bands(base, _names(rows), "MB per round", alt.Scale(zero=True))
+    return spec(_faceted(layers, panels, 230).properties(title=title), rows=rows)
+
+
+def draw_densities(panels: Panels, title: str) -> Spec:
+    rows = _points(panels, lambda row, runs: charts.density_points(*_densities(row, runs)[-1]))
+    return spec(
+        _faceted([charts.density_lines(_names(rows), ordered=False)], panels, 200).properties(title=title), rows=rows
+    )
+
+
+def draw_experiences(panels: Panels, title: str) -> Spec:
     """Each panel's one row, a line for each experience."""
-    drawn: dict[str, dict[str, Density]] = {}
-    for name, lines in panels.items():
-        (row,) = lines.values()
-        labels = experience_labels([one["record"] for one in results_by_row[row]])
-        drawn[name] = dict(zip(labels, _densities(row, results_by_row[row]), strict=False))
-    return density_panels(drawn, title, ordered=True)
+    rows = [
+        {"panel": panel, "line": name, **point}
+        for panel, lines in panels.items()
+        for row, runs in lines.values()
+        for name, density in zip(
+            experience_labels([run["record"] for run in runs]), _densities(row, runs), strict=False
+        )
+        for point in charts.density_points(*density)
+    ]
+    return spec(
+        _faceted([charts.density_lines(_names(rows), ordered=True)], panels, 200).properties(title=title), rows=rows
+    )
 
 
-def _densities(row: str, results: Sequence[Results]) -> list[Density]:
-    """The density of a row after each experience, mean over its seeds."""
-    every = [one.get("densities", {}).get("experiences", []) for one in results]
+def _densities(row: str, runs: Runs) -> list[tuple[Any, Any]]:
+    """The edges of the bins and the density of a row after each experience, mean over its seeds."""
+    every = [run.get("densities", {}).get("experiences", []) for run in runs]
     if not all(every):
         raise ValueError(
             f"Expected `densities` in the results of row {row} but got none. Add `ActivationDensity` to its callbacks "
             "and train to the end of an experience."
         )
-    edges = results[0]["densities"]["edges"]
+    edges = runs[0]["densities"]["edges"]
     return [(edges, np.mean([one["all"] for one in entries], axis=0)) for entries in zip(*every, strict=False)]
 
 
-_KINDS = {
-    "stream_accuracy": _draw_accuracy,
-    "activation_density": _draw_density,
-    "activation_density of experiences": _draw_densities,
-    "average_accuracy": _draw_tasks,
-    "communication": _draw_communication,
-    "volume_by_round": _draw_volumes,
+KINDS_OF_FIGURES: Mapping[str, Callable[[Panels, str], Spec]] = {
+    "stream_accuracy": draw_accuracy,
+    "activation_density": draw_densities,
+    "activation_density of experiences": draw_experiences,
+    "average_accuracy": draw_tasks,
+    "communication": draw_communication,
+    "volume_by_round": draw_volumes,
 }

@@ -17,12 +17,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightning_fcl.errors import NoRoomError, require
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_fcl.errors import NoRoomError
 
 if sys.platform != "win32":
     import fcntl
@@ -131,14 +127,6 @@ def occupied(folder: Path) -> Iterator[None]:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure whole or not at all."""
-    canvas = require("matplotlib.backends.backend_agg", "draws figures").FigureCanvasAgg(figure)
-    with replacing(path) as temporary:
-        canvas.print_png(temporary)  # `savefig` would draw it twice
-    return path
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.evaluation.metrics import curves, quantity, sign
-from lightning_fcl.evaluation.plots import model_name
+from lightning_fcl.evaluation.names import model_name
 
 __all__ = ["Headline", "ends_of_clients", "headlines"]
 

@@ -102,8 +102,8 @@ def models_tested(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
-    """Accuracy, or `quantity`, per group and round of every model of a record, the server first.
+def curves(record: Mapping[str, Any], measure: str | None = None) -> dict[str, Curve]:
+    """Accuracy, or a measure, by default `quantity`, per group and round of every model of a record, the server first.
 
     Example:
         >>> rounds = [{"round": 0, "experience": {"server": 0}, "correct": {"server": [5, 1]}}]
@@ -114,7 +114,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, Curve]:
     result = {}
     for model in sorted(record["tasks"], key=lambda model: bool(model != "server")):
         if entries := _tested(record, model):
-            on, groups = _on(record, [models_tested(entry)[model] for entry in entries]), range(len(record["groups"]))
+            on = _on(record, [models_tested(entry)[model] for entry in entries], measure)
+            groups = range(len(record["groups"]))
             numbers = np.array([entry["experience"][model] for entry in entries], dtype=np.int64)
             result[model] = Curve(
                 rounds=np.array([entry["round"] for entry in entries], dtype=np.int64),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from lightning_fcl.evaluation.clock import simulated_times
-from lightning_fcl.evaluation.continual import part_name
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.metrics import models_tested
+from lightning_fcl.evaluation.metrics import curves, models_tested
+
+_WAYS = ("upload_bytes", "download_bytes")
 
 
 def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
@@ -23,34 +25,20 @@ def write_csv(path: Path, record: Mapping[str, Any]) -> Path:
     """
     names = [one["name"] for one in record.get("measures", [])]
     heads = [[name, *(f"{name} {group}" for group in record["groups"])] for name in names]
+    columns = list(itertools.chain(*heads)) or ["accuracy", *record["groups"]]
+    tested: dict[tuple[int, str], list[float]] = {}
+    for name in names or [None]:
+        for model, curve in curves(record, name).items():
+            for number, whole, groups in zip(curve.rounds, curve.overall, curve.accuracy.tolist(), strict=True):
+                tested.setdefault((int(number), model), []).extend([float(whole), *groups])
+    times = simulated_times(record).tolist()
     text = io.StringIO()
     writer = csv.writer(text)
-    columns = list(itertools.chain(*heads)) or ["accuracy", *record["groups"]]
-    times = simulated_times(record).tolist()
-    ends = [[time] for time in times] or [[] for _ in record["rounds"]]
-    writer.writerow(
-        ["round", "model", *columns, "upload_bytes", "download_bytes", *(["simulated_time"] if times else [])]
-    )
-    for entry, end in zip(record["rounds"], ends, strict=True):
-        ways, found = [entry[key] for key in ("upload_bytes", "download_bytes")], models_tested(entry)
-        for model in dict.fromkeys([*found, *ways[0], *ways[1]]):
-            cells = [""] * len(columns)
-            if model in found:
-                cells = _measured_cells(found[model], names, record) if names else _counted_cells(found[model], record)
-            writer.writerow([entry["round"], model, *cells, *(way.get(model, "") for way in ways), *end])
+    writer.writerow(["round", "model", *columns, *_WAYS, *(["simulated_time"] if times else [])])
+    for number, entry in enumerate(record["rounds"]):
+        for model in dict.fromkeys([*models_tested(entry), *entry[_WAYS[0]], *entry[_WAYS[1]]]):
+            cells = tested.get((entry["round"], model), [nan] * len(columns))
+            plain = ["" if isnan(cell) else cell for cell in cells]
+            traffic = [entry[way].get(model, "") for way in _WAYS]
+            writer.writerow([entry["round"], model, *plain, *traffic, *times[number : number + 1]])
     return write_whole(path, text.getvalue())
-
-
-def _counted_cells(correct: Sequence[int | None], record: Mapping[str, Any]) -> list[Any]:
-    totals = record["totals"]
-    groups = ["" if c is None or not n else c / n for c, n in zip(correct, totals, strict=True)]
-    return ["" if None in correct else sum(c or 0 for c in correct) / sum(totals), *groups]
-
-
-def _measured_cells(
-    values: Mapping[str, Mapping[str, float | None]], names: Sequence[str], record: Mapping[str, Any]
-) -> list[Any]:
-    numbers = range(len(record["groups"]))
-    parts = [part_name(numbers), *(part_name([number]) for number in numbers)]
-    cells = [values[name].get(part) for name in names for part in parts]
-    return ["" if cell is None else cell for cell in cells]

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import write_whole
-from lightning_fcl.evaluation.results import read_results, seal
+from lightning_fcl.evaluation.results import CONFIG, read_results, seal
 from lightning_fcl.evaluation.rounds import write_csv
-from lightning_fcl.evaluation.webpage import render
 
 __all__ = ["write_files", "write_page"]
 
@@ -34,7 +32,8 @@ def write_files(folder: str | Path) -> Path:
 
 def write_page(folder: Path, results: Mapping[str, Any]) -> Path:
     """Write ``report.html`` of a run."""
-    require("altair", "draws the charts of reports")
-    from lightning_fcl.evaluation.report_page import recipe_of, run_page  # with Altair, a second of imports
+    from lightning_fcl.evaluation.run_page import run_page  # with Altair, a second of imports
 
-    return write_whole(folder / "report.html", render(run_page(results, recipe_of(folder))))
+    path = folder / CONFIG
+    recipe = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return write_whole(folder / "report.html", run_page(results, recipe))

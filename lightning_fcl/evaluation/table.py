@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
 
-T = TypeVar("T")
-
-FORMAT = 1
-"""The format of ``table.json``."""
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -53,10 +50,6 @@ class Cell:
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
 
 
-Rows: TypeAlias = Mapping[str, Mapping[str, Cell]]
-"""For each row its cells, by their metrics."""
-
-
 @dataclass(frozen=True)
 class Table:
     """The rows of a paper's table, and what made them.
@@ -72,7 +65,7 @@ class Table:
     versions: Mapping[str, str]
     machine: str
     seconds: float
-    rows: Rows
+    rows: Mapping[str, Mapping[str, Cell]]
 
     @classmethod
     def of(cls, results: Sequence[Mapping[str, Any]], paper: str, scale: str, command: str) -> Table:
@@ -135,7 +128,7 @@ def write_table(folder: str | Path, table: Table) -> tuple[Path, Path]:
     note += f" Written by lightning-fcl {__version__}."
     markdown = f"{markdown_table(['', *map(metric_title, table.metrics)], lines)}\n\n{note}\n"
     content = {
-        "format": FORMAT,
+        "format": _FORMAT,
         **{name: value for name, value in vars(table).items() if name != "rows"},
         "seeds": table.seeds,
         "rows": {row: {name: _plain(cell) for name, cell in of.items()} for row, of in table.rows.items()},
@@ -158,27 +151,16 @@ def read_table(path: str | Path) -> Table:
     except ValueError as error:
         raise ValueError(f"Expected {path} to hold JSON but got: {error}. Write it anew.") from error
     form = content.get("format") if isinstance(content, dict) else None
-    if form != FORMAT:
+    if form != _FORMAT:
         raise ValueError(
-            f"Expected {path} to be of format {FORMAT} but it is of {'none' if form is None else form}: another "
+            f"Expected {path} to be of format {_FORMAT} but it is of {'none' if form is None else form}: another "
             "version of lightning-fcl wrote it. Write it anew with `lightning-fcl reproduce`."
         )
-    where = f"in {path}"
-    rows: dict[str, dict[str, Cell]] = {}
-    every: dict[str, Any] = _get(content, "rows", dict, where)
-    for row in every:
-        of: dict[str, Any] = _get(every, row, dict, where)
-        rows[row] = {name: _cell(_get(of, name, dict, where), f"of {name} in row {row} {where}") for name in of}
-    versions: dict[str, Any] = _get(content, "versions", dict, where)
-    return Table(
-        paper=_get(content, "paper", str, where),
-        scale=_get(content, "scale", str, where),
-        command=_get(content, "command", str, where),
-        versions={name: _get(versions, name, str, where) for name in versions},
-        machine=_get(content, "machine", str, where),
-        seconds=_get(content, "seconds", (int, float), where),
-        rows=rows,
-    )
+    try:
+        rows = {row: {name: _cell(cell) for name, cell in of.items()} for row, of in content["rows"].items()}
+        return Table(**{field.name: content[field.name] for field in fields(Table)} | {"rows": rows})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Expected {path} to hold a table but got: {error!r}. Write it anew.") from error
 
 
 def metric_title(name: str) -> str:
@@ -197,19 +179,9 @@ def _plain(cell: Cell) -> dict[str, Any]:
     return {**summary, "values": {str(seed): value for seed, value in sorted(cell.values.items())}}
 
 
-def _cell(content: Mapping[str, Any], where: str) -> Cell:
-    number, given = (int, float), _get(content, "values", dict, where)
-    if not all(str(seed).isdigit() for seed in given):
-        raise ValueError(f"Expected `values` {where} to have a number for each seed but got {given}. Write it anew.")
-    paper = None if content.get("paper") is None else _get(content, "paper", number, where)
-    return Cell({int(seed): _get(given, seed, number, where) for seed in given}, paper)
-
-
-def _get(content: Any, name: str, kind: type[T] | tuple[type[T], ...], where: str) -> T:
-    found = content.get(name) if isinstance(content, Mapping) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"Expected `{name}` {where} but got {found}. Write the table anew.")
-    return found
+def _cell(content: Mapping[str, Any]) -> Cell:
+    paper = content["paper"]
+    return Cell({int(seed): float(v) for seed, v in content["values"].items()}, None if paper is None else float(paper))
 
 
 def _distinct(texts: Iterable[str]) -> str:

@@ -277,7 +277,6 @@ def test_reproduce_writes_the_table_and_continues(data_folder, tmp_path, capsys)
     assert set(table.rows["FCL-FT"]) == names
     assert table.rows["FCL-FT"]["A_2/client1"].n == 2
     assert table.rows["FCL-FT"]["A_2/client1"].paper == 0.5
-    assert (tmp_path / "against-paper.png").is_file()
     capsys.readouterr()
     stamp = (tmp_path / "fcl-ft" / "seed-0" / "results.json").stat().st_mtime_ns
     (tmp_path / "fcl-ft" / "seed-1" / "results.json").unlink()  # as if it had been cut off before its end
@@ -332,9 +331,9 @@ def test_reproduce_draws_the_figures_of_a_paper(tmp_path, monkeypatch, capsys, r
     (folder / "rows.yaml").write_text(FIGURES)
     main(["reproduce", "toy", "--rows", "one", "--seeds", "2", "--workers", "1", "--out", str(out)])
     said = capsys.readouterr()
-    assert f"Figures: {out}/accuracy.png, {out}/density.png, {out}/against-paper.png" in said.out
+    assert f"Figures: {out}/accuracy.png, {out}/density.png" in said.out
     assert "Figure both.png is left out: not run: two." in said.err
-    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png", "against-paper.png"}
+    assert {path.name for path in out.glob("*.png")} == {"accuracy.png", "density.png"}
     results = json.loads((out / "one" / "seed-1" / "results.json").read_text())
     assert len(results["densities"]["experiences"]) == 2 and len(results["densities"]["experiences"][0]["all"]) == 100
     assert (out / "one" / "seed-1" / "report.html").exists()

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import yaml
-from matplotlib.figure import Figure
 from optuna.distributions import FloatDistribution
 
 from lightning_fcl.cli import tune as module
@@ -67,7 +66,7 @@ def pretend(monkeypatch):
             (job.out / "fingerprint").write_text(job.fingerprint)
 
         monkeypatch.setattr(module, "run_job", run_job)
-        monkeypatch.setattr(module, "trials_figure", lambda study, search: Figure())
+        monkeypatch.setattr(module, "trials_figure", lambda study, search: {"mark": "point"})
         return seen
 
     return use
@@ -128,7 +127,7 @@ def test_a_row_is_searched_for_with_all_that_it_says(search, tmp_path, recipe, m
         (job.out / "fingerprint").write_text(job.fingerprint)
 
     monkeypatch.setattr(module, "run_job", run_job)
-    monkeypatch.setattr(module, "trials_figure", lambda study, search: Figure())
+    monkeypatch.setattr(module, "trials_figure", lambda study, search: {"mark": "point"})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     given = {"configs": ["tiny.yaml"], "set": {"data.batch_size": 7, "trainer.strategy.init_args.local_epochs": 3}}
     given["scaled"] = {"small": {LR: 0.5}}

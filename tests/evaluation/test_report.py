@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import vl_convert
 
-from lightning_fcl.evaluation.comparison import compare_page, labelled, runs_below
+from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
 from lightning_fcl.evaluation.headline import headlines
 from lightning_fcl.evaluation.metrics import curves, matrices, summarize
-from lightning_fcl.evaluation.report_page import run_page
 from lightning_fcl.evaluation.results import is_whole, read_results, write_results
 from lightning_fcl.evaluation.run_folder import write_files
+from lightning_fcl.evaluation.run_page import run_page
 from lightning_fcl.evaluation.table import Table
-from lightning_fcl.evaluation.webpage import render
 
 EXPECTED = {"A_gen/client1": 0.753, "F_2/client1": 0.212, "A_gen/other": 0.5}
 
@@ -70,6 +69,44 @@ def results(row="FLwF-2T/FT", seed=0, expected=None, **shape):
     }
 
 
+class Reader(HTMLParser):
+    """Every tag with its attributes, charts by what they show, tables by their titles, and the text that is seen."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.charts, self.seen, self.tables, self.style = [], {}, [], {}, ""
+        self._in, self._title, self._caption = [""], "", ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        self._caption = attrs.get("aria-label", self._caption)
+        if tag in ("script", "style", "h2", "summary"):
+            self._in.append(f"{tag} {attrs.get('type', '')}".strip())
+        elif tag == "tr":
+            self.tables.setdefault(self._title, []).append([])
+        elif tag in ("th", "td"):
+            self.tables[self._title][-1].append(("", attrs.get("class", "")))
+
+    def handle_endtag(self, tag):
+        if tag in ("script", "style", "h2", "summary"):
+            self._in.pop()
+
+    def handle_data(self, text):
+        inside = self._in[-1]
+        if inside == "script application/json":
+            self.charts[self._caption] = json.loads(text)
+        elif inside == "style":
+            self.style += text
+        elif inside != "script":
+            self.seen.append(text.strip())
+            self._title = text if inside in ("h2", "summary") else self._title
+            if text.strip() and self.tags[-1][0] in ("th", "td"):
+                *_, (before, kind) = cells = self.tables[self._title][-1]
+                cells[-1] = before + text, kind
+
+
 def save(folder, content):
     folder.mkdir(exist_ok=True)
     write_results(folder, content)
@@ -78,11 +115,11 @@ def save(folder, content):
 
 def test_a_page_tells_what_ran_and_compares_with_the_paper():
     content = results(expected=EXPECTED)
-    page = run_page(content)
-    said = str(page)
+    reader = Reader(run_page(content))
+    said = " ".join(reader.seen)
     for part in (
         "FLwF-2T/FT (flwf)",
-        "seed\\xa00",
+        "seed\xa00",
         "12.3 s",
         "a small computer",
         "torch 2.13.0",
@@ -90,19 +127,23 @@ def test_a_page_tells_what_ran_and_compares_with_the_paper():
     ):
         assert part in said
     ours = content["metrics"]["A_gen/client1"]
-    lines = {line[0].text: [cell.text for cell in line[1:]] for line in page.sections[0].grids[0].lines}
+    lines = {line[0][0]: [text for text, _ in line[1:]] for line in reader.tables["Against the paper"]}
     assert lines["A_gen client1"] == [f"{ours:.3f}", "0.753", f"{ours - 0.753:+.3f}"]
     assert lines["A_gen other"] == ["-", "0.500", "-"]
-    every = next(section.grids[0] for section in page.sections if section.title == "Every metric")
-    server = next(line for line in every.lines if line[0].text == "server")
-    assert server[every.head.index("A_gen")].text == f"{content['metrics']['A_gen/server']:.3f}"
-    wire = next(section.grids[0] for section in page.sections if section.title == "On the wire and inside")
-    assert [cell.text for cell in wire.lines[0]] == ["round 5", "generalized", "non-finite weights"]
+    head, server, *_ = reader.tables["Every metric"]
+    assert server[0][0] == "server"
+    assert server[head.index(("A_gen", ""))][0] == f"{content['metrics']['A_gen/server']:.3f}"
+    _, left_out = reader.tables["On the wire and inside"]
+    assert [text for text, _ in left_out] == [
+        "round 5",
+        "generalized",
+        "non-finite weights",
+    ]
 
 
 def test_a_page_of_one_task_compares_with_no_paper():
-    page = run_page(results(tasks=1))
-    assert page.sections[0].title != "Against the paper" and "A_2" not in str(page)
+    page = Reader(run_page(results(tasks=1)))
+    assert "Against the paper" not in page.seen and not any("A_2" in text for text in page.seen)
 
 
 def test_broken_results_are_named(tmp_path):
@@ -122,33 +163,6 @@ def test_broken_results_are_named(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
-class Reader(HTMLParser):
-    """Every tag with its attributes, the charts, and the text that is seen."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.charts, self.seen, self.style = [], [], [], ""
-        self._in = [""]
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag in ("script", "style"):
-            self._in.append(f"{tag} {dict(attrs).get('type', '')}".strip())
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            self._in.pop()
-
-    def handle_data(self, text):
-        if self._in[-1] == "script application/json":
-            self.charts.append(json.loads(text))
-        elif self._in[-1] == "style":
-            self.style += text
-        elif not self._in[-1]:
-            self.seen.append(text.strip())
-
-
 def assert_asks_no_host(page):
     reader = Reader(page)
     for tag, attrs in reader.tags:
@@ -157,7 +171,7 @@ def assert_asks_no_host(page):
     assert not re.search(r"url\(|@import", reader.style)
     policy = next(attrs["content"] for tag, attrs in reader.tags if attrs.get("http-equiv"))
     assert policy.startswith("default-src 'none';") and "http" not in policy
-    for chart in reader.charts:
+    for chart in reader.charts.values():
         assert '"url"' not in json.dumps(chart) and '"href"' not in json.dumps(chart)
     return reader
 
@@ -201,7 +215,7 @@ def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
     assert len(page) < 2_000_000
     reader = assert_asks_no_host(page)
     assert reader.charts
-    for chart in reader.charts:
+    for chart in reader.charts.values():
         vl_convert.vegalite_to_vega(json.dumps(chart))
         assert rows_of(chart)
     assert "model: <script>alert(1)</script>" in reader.seen and "<script>alert" not in page
@@ -211,8 +225,7 @@ def test_a_page_is_one_file_whose_charts_can_be_drawn(tmp_path, shape):
 
 def test_the_charts_show_what_the_record_says():
     content = results(groups=10, tasks=5)
-    sections = run_page(content).sections
-    drawn = {chart.caption.split(".")[0]: chart.spec for section in sections for chart in section.charts}
+    drawn = {caption.split(".")[0]: spec for caption, spec in Reader(run_page(content)).charts.items()}
     every = curves(content["record"])
     server = next(chart for name, chart in drawn.items() if name.startswith("The server"))
     ours = {(row["line"], row["round"]): row["value"] for row in rows_of(server) if "line" in row}
@@ -255,7 +268,7 @@ def test_a_thousand_clients_are_counted_and_the_worst_named():
             entry["correct"][str(client)] = rng.integers(101, size=3).tolist()
             entry["experience"][str(client)] = 0
     content["record"]["tasks"] |= {str(client): [[0, 1, 2]] for client in range(1000)}
-    page = render(run_page(content))
+    page = run_page(content)
     assert len(page) < 2_000_000
     text = " ".join(Reader(page).seen)
     assert "1002 of 1002 clients were tested" in text
@@ -278,14 +291,15 @@ def test_another_quantity_than_accuracy_is_drawn_as_it_is():
         entry["values"]["c"], entry["experience"]["c"] = {"MSE": {"0": 90.0}}, 0
     record["tasks"]["c"] = [[0]]
     record["measures"] = [{"name": "MSE", "higher_is_better": False}]
-    page = run_page(results() | {"record": record, "metrics": summarize(record)})
-    assert [(tile.name, tile.value) for tile in page.tiles] == [("final MSE", "38.000"), ("worst-off client", "90.000")]
-    spread = [row for row in rows_of(page.sections[0].charts[0].spec) if "who" in row]
-    assert [(row["who"], row["worst"], row["best"]) for row in spread] == [("c", 90, 40), ("c", 90, 39), ("c", 90, 38)]
-    for section in page.sections:
-        for chart in section.charts:
-            vl_convert.vegalite_to_vega(json.dumps(chart.spec))
-            assert "[0, 1]" not in json.dumps(list(find(chart.spec, "domain")))
+    page = Reader(run_page(results() | {"record": record, "metrics": summarize(record)}))
+    numbers = " ".join(filter(None, page.seen[page.seen.index("38.000") : page.seen.index("MSE, round by round")]))
+    assert numbers.startswith("38.000 final MSE") and "90.000 worst-off client" in numbers
+    first, *_ = page.charts.values()
+    spread = [(row["worst client"], row["worst"], row["best"]) for row in rows_of(first) if "worst" in row]
+    assert spread == [("c", 90, 40), ("c", 90, 39), ("c", 90, 38)]
+    for chart in page.charts.values():
+        vl_convert.vegalite_to_vega(json.dumps(chart))
+        assert "[0, 1]" not in json.dumps(list(find(chart, "domain")))
 
 
 def test_a_run_without_rounds_and_a_stopped_one_say_so(tmp_path):
@@ -303,10 +317,10 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     write_files(save(tmp_path, results()))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def full_disk(page):
+    def full_disk(results, recipe):
         raise OSError("disk full")
 
-    monkeypatch.setattr("lightning_fcl.evaluation.run_folder.render", full_disk)
+    monkeypatch.setattr("lightning_fcl.evaluation.run_page.run_page", full_disk)
     with pytest.raises(OSError, match="disk full"):
         write_files(tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -321,16 +335,17 @@ def test_runs_side_by_side(tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
     write_results(alone, results(row=None))
-    groups = labelled(runs_below([tmp_path]))
+    groups = runs_by_name(runs_below([tmp_path]))
     assert {label: len(runs) for label, runs in groups.items()} == {str(alone): 1, "Row one <b>": 3, "Row two <b>": 2}
-    page = render(compare_page(groups))
+    page = compare_page(groups)
     reader = assert_asks_no_host(page)
     assert len(reader.charts) == 3 and "Row one <b>" in reader.seen
     finals = [run["metrics"]["final_accuracy/server"] for run in groups["Row one <b>"]]
     assert f"{np.mean(finals):.3f} ± {np.std(finals, ddof=1):.3f}" in reader.seen
-    for chart in reader.charts:
+    for chart in reader.charts.values():
         vl_convert.vegalite_to_vega(json.dumps(chart))
-    curve = [row for row in rows_of(reader.charts[0]) if row["row"] == "Row one <b>" and row["round"] == 6]
+    rows = rows_of(next(iter(reader.charts.values())))
+    curve = [row for row in rows if row["line"] == "Row one <b>" and row["round"] == 6]
     whole = next(row for row in curve if row["view"].startswith("server"))
     assert whole["value"] == pytest.approx(np.mean(finals), abs=1e-4) and whole["seeds"] == 3
     with pytest.raises(ValueError, match="at least one run but got none"):
@@ -341,28 +356,27 @@ def test_runs_side_by_side(tmp_path):
 
 def test_many_rows_have_one_in_front():
     groups = {f"row {number}": [results(seed=number)] for number in range(12)}
-    chart = compare_page(groups).sections[1].charts[0].spec
+    chart = next(iter(Reader(compare_page(groups)).charts.values()))
     assert "in front " in list(find(chart, "name"))
     vl_convert.vegalite_to_vega(json.dumps(chart))
 
 
 def test_a_paper_stands_beside_its_table():
     runs = [results(seed=seed, expected={"A_gen/client1": 0.5, "F_2/client1": -3.0}) for seed in range(2)]
-    page = compare_page({"FLwF-2T/FT": runs}, Table.of(runs, "flwf", "small", "lightning-fcl reproduce flwf"))
-    assert page.warnings == ["Ours are at the scale `small`; the paper's numbers are of its own scale."]
-    assert [tile.value for tile in page.tiles] == ["1 of 2", "0", "1"]
-    grid = page.sections[1].grids[0]
-    assert [cell.kind for cell in grid.lines[0]] == ["", "near", "outside"]
-    assert 'class="outside"' in render(page)
+    page = Reader(compare_page({"FLwF-2T/FT": runs}, Table.of(runs, "flwf", "small", "lightning-fcl reproduce flwf")))
+    said = " ".join(filter(None, page.seen))
+    assert "Ours are at the scale `small`; the paper's numbers are of its own scale." in said
+    assert "1 of 2 partly reproduced" in said and "0 inside the spread" in said and "1 outside" in said
+    assert [kind for _, kind in page.tables["Against the paper"][1]] == ["", "near", "outside"]
 
 
 def test_the_script_is_kept_and_a_damaged_one_made_anew(tmp_path, monkeypatch):
-    from lightning_fcl.evaluation import webpage
+    from lightning_fcl.evaluation import pages
 
     made = []
     monkeypatch.setenv("LIGHTNING_FCL_CACHE", str(tmp_path))
-    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda: made.append(1) or "draw('</script>')")
-    library = webpage._library.__wrapped__
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda snippet: made.append(1) or "draw('</script>')")
+    library = pages._library.__wrapped__
     assert library() == library() == "draw('<\\/script>')" and len(made) == 1
     (kept,) = (tmp_path / "scripts").iterdir()
     kept.write_text("steal()")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import vl_convert
 
 from lightning_fcl.evaluation.table import Cell, Table
 
@@ -131,3 +132,25 @@ def test_parts_of_other_names_stay(make_pages):
     page = "a\n<!-- main: small -->\nold\n<!-- end -->\nb\n<!-- mine -->\nstays\n<!-- end -->"
     made = make_pages.render(page, lambda name, of: f"{name} of {of}" if name == "main" else None)
     assert made == page.replace("old", "main of small")
+
+
+def test_the_picture_has_each_number_and_names_those_furthest_out(make_pages):
+    rows = {
+        "one": {"accuracy/server": Cell({0: 0.50, 1: 0.52}, 0.56), "loss/server": Cell({0: 0.50, 1: 0.60}, 0.65)},
+        "two": {"accuracy/server": Cell({0: 0.50}, 0.8), "loss/server": Cell({0: 0.1, 1: 0.102}, 0.5)},
+    }
+    figure = make_pages.against_figure(table(rows))
+    data = figure["datasets"]
+    assert [row["ours"] for row in data["rows"]] == pytest.approx([0.51, 0.55, 0.5, 0.101])
+    assert data["names"][0]["names"].split("\n")[1:3] == ["1 two", "· loss server: 0.101, paper 0.500"]
+    assert [point["numbers"] for point in data["far"]] == ["1", "2", "3"]
+    text = vl_convert.vegalite_to_svg(figure)
+    assert "at its scale" in text and "loss server" in text
+    other = vl_convert.vegalite_to_svg(make_pages.against_figure(table(rows, scale="small")))
+    assert "ours at the scale `small`" in other
+    assert make_pages.against_figure(table({"one": {"accuracy/server": Cell({0: 0.5})}})) is None
+
+
+def test_points_close_by_share_their_numbers(make_pages):
+    rows = {row: {"accuracy/server": Cell({0: y}, 0.6)} for row, y in {"a": 0.9, "b": 0.901, "c": 0.1}.items()}
+    assert [point["numbers"] for point in make_pages.against_figure(table(rows))["datasets"]["far"]] == ["1", "2, 3"]

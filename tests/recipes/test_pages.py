@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from lightning_fcl.evaluation.figures import _KINDS
+from lightning_fcl.evaluation.figures import KINDS_OF_FIGURES
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.table import Cell, Table, read_table, write_table
 from lightning_fcl.running.rows import expanded, paper_rows, recipes_folder
@@ -48,7 +48,7 @@ def test_each_figure_can_be_drawn(path):
     rows = expanded(content)
     for figure in content.get("figures", []):
         assert {"file", "kind", "panels"} <= {*figure} <= {"file", "kind", "panels", "title", "experiences", "scales"}
-        assert figure["kind"] in _KINDS and inside(path.parent, figure["file"]).suffix == ".png"
+        assert figure["kind"] in KINDS_OF_FIGURES and inside(path.parent, figure["file"]).suffix == ".png"
         assert figure["panels"]
         for lines in figure["panels"].values():
             assert lines and {*lines.values()} <= {*rows}
@@ -75,7 +75,7 @@ def toy(tmp_path, monkeypatch, make_pages):
 def write(folder, scale="small", rows=("one", "two")):
     cells = {row: {"final/server": Cell({0: 0.5, 1: 0.6}, 0.56)} for row in rows}
     write_table(folder, Table("toy", scale, f"lightning-fcl reproduce toy --scale {scale}", {}, "a box", 60.0, cells))
-    for name in ("against-paper.png", "curves.png", "other.png"):
+    for name in ("curves.png", "other.png"):
         (folder / name).write_bytes(b"a picture")
 
 

@@ -1,0 +1,172 @@
+"""What all charts share: data, axes, colours, lines of several seeds, and the ways to a page and to a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import altair as alt
+import numpy as np
+import vl_convert
+from numpy.typing import ArrayLike
+
+from lightning_fcl.evaluation.continual import FloatArray
+from lightning_fcl.evaluation.files import write_whole
+from lightning_fcl.evaluation.metrics import Curve
+from lightning_fcl.evaluation.names import model_name
+
+Points: TypeAlias = list[dict[str, Any]]
+Spec: TypeAlias = dict[str, Any]
+Drawn: TypeAlias = alt.Chart | alt.LayerChart | alt.FacetChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
+
+# Okabe and Ito's palette: its colours stay apart for colour-blind readers. Yellow is left out, too faint for lines.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#777777")
+_SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left", "triangle-right")
+_DASHES = [dash for dash in ([1, 0], [6, 3], [2, 2]) for _ in COLOURS]
+_PNG = {
+    "font": "sans-serif",
+    "lineBreak": "\n",
+    "axis": {"titleFontWeight": "normal", "titleFontSize": 12, "labelFontSize": 11, "labelLimit": 0, "domain": False},
+    "axisQuantitative": {"gridColor": "#e6e6e6"},
+    "legend": {"labelLimit": 0, "labelFontSize": 11, "symbolLimit": 0, "symbolOpacity": 1},
+    "header": {"labelAnchor": "start", "labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 0},
+    "title": {"anchor": "middle", "fontSize": 14, "fontWeight": "normal", "offset": 12},
+    "view": {"stroke": "#999999"},
+    "facet": {"spacing": 18},
+}
+
+
+def chart_of(name: str) -> alt.Chart:
+    """A chart of the data of this name, which `spec` is given: Altair would check every row of its own."""
+    return alt.Chart(alt.NamedData(name=name))
+
+
+def spec(chart: Drawn, **data: Points) -> Spec:
+    """What is drawn, in Vega-Lite, with its data by name."""
+    made: Spec = chart.to_dict()
+    plain = {name: [{key: _plain(value) for key, value in row.items()} for row in rows] for name, rows in data.items()}
+    return {**made, "datasets": made.get("datasets", {}) | plain}
+
+
+def on_page(chart: Drawn, height: int = 260, **data: Points) -> Spec:
+    """What is drawn in the browser: as wide as its place, so many pixels high."""
+    wide = {"width": "container", "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {**spec(chart.properties(height=height), **data), **wide}
+
+
+def write_png(path: Path, drawn: Spec) -> Path:
+    """Write a picture of what is drawn: no browser and no host is asked."""
+    return write_whole(path, vl_convert.vegalite_to_png(drawn, scale=1.5, config=_PNG))
+
+
+def _plain(value: Any) -> Any:
+    """A number to four digits; nothing for one that is not finite."""
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.4g}") if np.isfinite(value) else None
+    return value
+
+
+def by_round(every: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
+    """What each client came to on all that it had learnt, in the rounds in which it was tested."""
+    found: dict[int, dict[str, float]] = {}
+    for model, curve in every.items():
+        for number, value in zip(curve.rounds.tolist(), curve.learnt.tolist(), strict=True):
+            if model != "server" and np.isfinite(value):
+                found.setdefault(number, {})[model] = value
+    return dict(sorted(found.items()))
+
+
+def over_seeds(curves: Iterable[FloatArray]) -> Points:
+    """The mean of several seeds' curves in each round, from 1, and one standard deviation; NaN is left out."""
+    seeds, points = [*curves], []
+    for place in range(max(map(len, seeds), default=0)):
+        values = np.array([curve[place] for curve in seeds if place < len(curve) and np.isfinite(curve[place])])
+        if len(values):
+            mean, std = values.mean(), values.std(ddof=1) if len(values) > 1 else 0.0
+            ends = {"low": mean - std, "high": mean + std} if len(seeds) > 1 else {}
+            points.append({"round": place + 1, "value": mean, "std": std, "seeds": len(values), **ends})
+    return points
+
+
+def scale_of(quantity: str) -> alt.Scale:
+    """The scale of a quantity: accuracies go from 0 to 1, another as it will."""
+    return alt.Scale(domain=[0, 1]) if quantity == "accuracy" else alt.Scale(zero=False)
+
+
+def value_axis(quantity: str, field: str = "value:Q") -> alt.Y:
+    return alt.Y(field, title=quantity, scale=scale_of(quantity))
+
+
+def round_axis(rounds: int, title: str = "round") -> alt.X:
+    """The axis of so many rounds, which are whole numbers from 1."""
+    ticks = [*range(1, rounds + 1, max(1, -(-rounds // 12)))]
+    scale = alt.Scale(nice=False, domain=[0.5, rounds + 0.5])
+    return alt.X("round:Q", title=title, axis=alt.Axis(values=ticks, format="d", labelOverlap=True), scale=scale)
+
+
+def whole_numbers() -> alt.Axis:
+    """The axis of whole numbers in a row, some of them left out where there is no room."""
+    return alt.Axis(labelAngle=0, labelOverlap=True)
+
+
+def heat(quantity: str) -> alt.Color:
+    """The colours of a heat map of a quantity: they differ in lightness as well."""
+    domain = [0, 1] if quantity == "accuracy" else alt.Undefined
+    return alt.Color("value:Q", title=quantity, scale=alt.Scale(scheme="viridis", domain=domain))
+
+
+def looks(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    """Each name's colour, or shape or dashes, from the first again where there are more names."""
+    scale = alt.Scale(domain=[*names], range=[values[number % len(values)] for number in range(len(names))])
+    return {"sort": [*names], "title": None, "scale": scale}
+
+
+def colour(field: str, names: Sequence[str], colours: Sequence[str] = COLOURS) -> alt.Color:
+    return alt.Color(f"{field}:N", **looks(names, colours))
+
+
+def shape(field: str, names: Sequence[str]) -> alt.Shape:
+    return alt.Shape(f"{field}:N", **looks(names, _SHAPES))
+
+
+def dots(base: alt.Chart) -> alt.Chart:
+    made: alt.Chart = base.mark_point(filled=True, size=36, opacity=1)
+    return made
+
+
+def bands(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -> list[alt.Chart]:
+    """A line for each name in its band: all have a colour, a shape of their points, and beyond the colours dashes."""
+    base = base.encode(color=colour("line", names))
+    value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
+    band = base.mark_area(opacity=0.16).encode(y=low, y2="high:Q")
+    line = base.mark_line().encode(y=value, strokeDash=alt.StrokeDash("line:N", **looks(names, _DASHES)))
+    return [band, line, dots(base).encode(y=value, shape=shape("line", names))]
+
+
+def density_points(edges: ArrayLike, density: ArrayLike) -> Points:
+    """A point in the middle of each bin of a density."""
+    ends, values = np.asarray(edges), np.asarray(density)
+    return [{"activation": x, "value": value} for x, value in zip((ends[:-1] + ends[1:]) / 2, values, strict=True)]
+
+
+def density_lines(names: Sequence[str], ordered: bool) -> alt.Chart:
+    """The densities of a reservoir's activations, in steps; those of an order go from dark to light."""
+    shades = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0, 0.88]))
+    look = alt.Color("line:N", sort=[*names], title=None, scale=shades) if ordered else colour("line", names)
+    x = alt.X("activation:Q", scale=alt.Scale(domain=[-1, 1]), axis=alt.Axis(tickCount=4))
+    made: alt.Chart = chart_of("rows").mark_line(interpolate="step")
+    return made.encode(x=x, y=alt.Y("value:Q", title="density"), color=look)
+
+
+def chosen(chart: Drawn, models: Sequence[str], what: str = "model ") -> Drawn:
+    """The chart of one model, with a list to choose it from where there are several."""
+    labels = [model_name(model) for model in models]
+    bind = alt.binding_select(options=[*models], labels=labels, name=what) if len(models) > 1 else alt.Undefined
+    shown = alt.param(name="shown", value=models[0], bind=bind)
+    return chart.transform_filter("datum.model == shown").add_params(shown)
+
+
+def tips(**fields: str) -> list[alt.Tooltip]:
+    """What shows under the pointer: fields by what they are called; an empty name stands for the field's."""
+    return [alt.Tooltip(field=field, type="nominal", title=title or field) for field, title in fields.items()]

@@ -1,0 +1,123 @@
+"""The page of a run: what ran, what came out and for whom, and the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from lightning_fcl.errors import listed
+from lightning_fcl.evaluation import run_charts
+from lightning_fcl.evaluation.against import stands
+from lightning_fcl.evaluation.headline import ends_of_clients, headlines
+from lightning_fcl.evaluation.metrics import curves, quantity
+from lightning_fcl.evaluation.names import experience_labels, extent_of, model_name
+from lightning_fcl.evaluation.pages import render
+from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
+
+_WORST = 10
+_MEANINGS = {
+    "A_gen": "accuracy on the whole test set, mean over the rounds",
+    "A_per": "accuracy on all groups the client has learnt so far, mean over the rounds",
+    "A_T": "accuracy on all tasks, mean over the rounds of the last task",
+    "F_T": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
+    "final_accuracy": "accuracy on the whole test set after the last round",
+    "stream_accuracy": "accuracy on the test data of all experiences so far, after the last round",
+    "average_accuracy": "mean of the accuracies on all tasks after the last round",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
+    "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
+    "kept_bytes": "what stays with a client between rounds, when the run ends",
+    "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
+}
+_MEASURED = {
+    "general": "on the whole test set, mean over the rounds",
+    "personal": "on all groups the client has learnt so far, mean over the rounds",
+    "final": "on the whole test set after the last round",
+    "stream": "on the test data of all experiences so far, after the last round",
+    "average": "mean over the tasks after the last round",
+    "learning": "on a task after its last round, mean over tasks",
+    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task: above 0",
+    "BWT": "backward transfer: what was gained on a task from its last round to the end of the run; below 0 if lost",
+    "training": "on all samples that clients have trained on, after the last round",
+}
+
+
+def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
+    """The HTML of a run's page.
+
+    Args:
+        results: The contents of its ``results.json``.
+        recipe: The recipe with every default, to copy.
+    """
+    record, metrics = results["record"], results["metrics"]
+    every, ends = curves(record), ends_of_clients(record)
+    values = [value for _, value in ends]
+    worst = [[model_name(model), f"{value:.3f}", str(every[model].rounds[-1] + 1)] for model, value in ends]
+    kinds = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics if not name.endswith("/total")))
+    limits = [entry["limits"] for entry in record["rounds"] if entry.get("limits")]
+    drawn = {
+        "overview": run_charts.overview(record, every),
+        "over_time": run_charts.over_time(record, every),
+        "by_group": run_charts.by_group(record, every),
+        "ends": run_charts.ends(record, ends),
+        "matrix": run_charts.matrix(record),
+        "kept_tasks": run_charts.kept_tasks(record),
+        "traffic": run_charts.traffic(record),
+        "densities": run_charts.densities(results.get("densities", {"experiences": []}), experience_labels([record])),
+    }
+    return render(
+        "run.html",
+        results=results,
+        record=record,
+        recipe=recipe,
+        extent=extent_of(results),
+        headlines=headlines(results),
+        against_paper=[_against(name, metrics.get(name), paper) for name, paper in results["expected"].items()],
+        quantity=quantity(record),
+        charts=drawn,
+        tested=(len(ends), min(values), max(values), np.std(values, ddof=1)) if len(values) > 1 else None,
+        worst_off=worst[:_WORST] if len(worst) > _WORST else [],
+        left_out=[*_left_out(record)],
+        limits=limits[-1] if limits else None,
+        kinds=kinds,
+        metrics=_metrics(metrics, kinds),
+        meanings=_meanings(kinds, record),
+    )
+
+
+def _against(name: str, ours: float | None, paper: float) -> list[str | tuple[str, str]]:
+    if ours is None:
+        return [metric_title(name), "-", metric_number(name, paper), "-"]
+    kind = stands(Cell({0: ours}, paper))
+    return [metric_title(name), (metric_number(name, ours), kind), metric_number(name, paper), f"{ours - paper:+.3f}"]
+
+
+def _left_out(record: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Whose upload did not count in which round, and why."""
+    for entry in record["rounds"]:
+        why = [
+            *entry.get("dropped", {}).items(),
+            *((one, "its loss was not finite") for one in entry.get("diverged", [])),
+        ]
+        why += [(one, f"nodes that say they are it: {listed(of)}") for one, of in entry.get("claims", {}).items()]
+        yield from ([f"round {entry['round'] + 1}", client, reason] for client, reason in why)
+
+
+def _metrics(metrics: Mapping[str, float], kinds: list[str]) -> list[list[str]]:
+    """A line for each model."""
+    models = dict.fromkeys(name.rpartition("/")[2] for name in metrics if not name.endswith("/total"))
+    order = sorted(models, key=lambda model: {"server": 0, "clients": 1}.get(model, 2))
+    return [[model_name(m), *(metric_number(kind, metrics.get(f"{kind}/{m}")) for kind in kinds)] for m in order]
+
+
+def _meanings(kinds: list[str], record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What each metric means that has a meaning."""
+    # A_5 and F_5 are explained as A_T and F_T.
+    meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
+    for one in record.get("measures", []):
+        way = "higher" if one["higher_is_better"] else "lower"
+        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEASURED.items()}
+    own = ", of the client's own model: after its last local training of each task, before aggregation"
+    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items() if meaning}
+    return [(kind, meaning) for kind in kinds if (meaning := meanings.get(kind))]
