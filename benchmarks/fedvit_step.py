@@ -20,6 +20,7 @@ import time
 import warnings
 from pathlib import Path
 
+import altair as alt
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from lightning_fcl import Classifier, FederatedStrategy, FederatedStream
 from lightning_fcl.callbacks import EWC, FedKNOW, FedViT, FedWEIT
 from lightning_fcl.data.scenarios import FedViTScenario
 from lightning_fcl.data.split import Split
+from lightning_fcl.evaluation import charts
 from lightning_fcl.methods import fedvit
 from lightning_fcl.models import Decomposed, ViT
 
@@ -168,25 +170,22 @@ class Bytes(Callback):
 
 def draw(options):
     """Print and draw what the methods keep with the number of tasks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     # Little training: what is kept does not depend on it.
     cheap = {"k": 1, "select_every": 1000, "head_epochs": 1, "body_epochs": 1, "integration_epochs": 0}
     methods = [FedViT(rho=KEPT, **cheap), FedKNOW(rho=0.1, tune_epochs=0, **cheap), FedWEIT(), EWC()]
-    figure, ax = plt.subplots(figsize=(5.5, 3.8), layout="constrained")
+    points = []
     for method in methods:
         counter, name = Bytes(), type(method).__name__
         fit(make_stream(TASKS), method, options.quick, counter)
         mib = [count / 2**20 for count in counter.counted]
         print(f"{name:8} MiB kept after each task: {', '.join(f'{value:.2f}' for value in mib)}", flush=True)
-        ax.plot(range(1, TASKS + 1), mib, marker="o", label=name)
-    ax.set(xlabel="tasks (FedViT: ten images of each, 32 x 32)", ylabel="MiB kept for a client", yscale="log")
-    ax.legend(loc="center", bbox_to_anchor=(0.5, 0.47), ncol=4)
+        points += [{"line": name, "round": task, "value": value} for task, value in enumerate(mib, start=1)]
+    x = charts.round_axis(TASKS, "tasks (FedViT: ten images of each, 32 x 32)")
+    names = [type(method).__name__ for method in methods]
+    layers = charts.bands(charts.chart_of("rows").encode(x=x), names, "MiB kept for a client", alt.Scale(type="log"))
     options.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out / "memory_with_tasks.png", dpi=150)
+    chart = alt.layer(*layers[1:]).properties(width=420, height=280)
+    charts.write_png(options.out / "memory_with_tasks.png", charts.spec(chart, rows=points))
 
 
 def main():

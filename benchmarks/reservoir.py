@@ -21,8 +21,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import altair as alt
 import lightning.pytorch as L
-import matplotlib
 import numpy as np
 import reservoirpy
 import torch
@@ -35,11 +35,9 @@ from lightning_fcl import FederatedStrategy, FederatedStream, ReservoirClassifie
 from lightning_fcl.callbacks import IntrinsicPlasticity
 from lightning_fcl.data.scenarios import ClassIncremental
 from lightning_fcl.data.split import Split
+from lightning_fcl.evaluation import charts
 from lightning_fcl.models import EchoStateNetwork
 from lightning_fcl.models.ridge import accumulate
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 BATCH, STEPS, UNITS, INPUTS, CLASSES = 128, 200, 300, 6, 4
 BETA, LEAK = 1.0, 0.5
@@ -247,20 +245,24 @@ def scaling(out, quick):
         ("steps", f"seconds of {BATCH} sequences, {UNITS} units", lambda n: states(UNITS, n),
          [50, 100, 200, 400, 800, 1600, 3200], 1),
     ]  # fmt: skip
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    grown = []
-    for ax, (name, what, function, sizes, power) in zip(axes, panels, strict=True):
+    grown, data, parts = [], {}, []
+    for name, what, function, sizes, power in panels:
         sizes = sizes[: 3 if quick else None]
         times = [function(size) for size in sizes]
-        label = "proportional to the square" if power == 2 else "proportional"
-        ax.loglog(sizes, times, "o-", label="measured")
-        ax.loglog(sizes, [times[-1] * (size / sizes[-1]) ** power for size in sizes], "--", color="0.6", label=label)
-        ax.set_xticks(sizes, [str(size) for size in sizes])
-        ax.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        ax.set(xlabel=name, ylabel=what)
-        ax.legend()
         grown.append({"against": name, "sizes": sizes, "what": what, "values": times})
-    figure.savefig(out / "reservoir_scaling.png", dpi=150)
+        label = "proportional to the square" if power == 2 else "proportional"
+        expected = [times[-1] * (size / sizes[-1]) ** power for size in sizes]
+        both = {"measured": times, label: expected}
+        data[name] = [
+            {"line": line, "size": size, "value": value}
+            for line, values in both.items()
+            for size, value in zip(sizes, values, strict=True)
+        ]
+        x = alt.X("size:Q", title=name, scale=alt.Scale(type="log"), axis=alt.Axis(values=sizes))
+        _, *layers = charts.bands(charts.chart_of(name).encode(x=x), [*both], what, alt.Scale(type="log"))
+        parts.append(alt.layer(*layers).properties(width=250, height=250))
+    whole = alt.hconcat(*parts).resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    charts.write_png(out / "reservoir_scaling.png", charts.spec(whole, **data))
     return grown
 
 

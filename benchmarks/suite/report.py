@@ -4,6 +4,9 @@ import json
 import statistics
 from pathlib import Path
 
+import altair as alt
+
+from lightning_fcl.evaluation import charts
 from suite.measuring import ENGINES, name_of
 
 ROOT = Path(__file__).parents[2]
@@ -104,66 +107,58 @@ def about(found):
 
 def plot(found, path):
     """Curves with the number of clients, the engines' processes, and the size of the model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     curves = [
         ("digits-", "clients, all in each round", "round", "seconds a round"),
         ("drawn-", "clients, 100 drawn", "memory", "peak MiB"),
         ("width-", "hidden units", "round", "seconds a round"),
     ]
-    measured = [([name for name in found if name.startswith(begin)], *labels) for begin, *labels in curves]
-    measured = [curve for curve in measured if len(curve[0]) > 1]  # of a single size there is no curve
-    rows = len(measured) // 2 + 1
-    figure, axes = plt.subplots(rows, 2, figsize=(11, 3.75 * rows), layout="constrained", squeeze=False)
-    for axis, (names, *labels) in zip(axes.flat, measured, strict=False):
-        _curves(axis, found, names, *labels)
-    _ranks(axes.flat[len(measured)], found)
-    for unused in axes.flat[len(measured) + 1 :]:
-        unused.set_visible(False)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    data, parts = {}, []
+    for begin, label, key, unit in curves:
+        names = [name for name in found if name.startswith(begin)]
+        if len(names) > 1:  # of a single size there is no curve
+            data[label] = _points(found, names, key)
+            scale = alt.Scale(type="log") if key == "round" else alt.Scale(zero=True)
+            base = charts.chart_of(label).encode(x=alt.X("size:Q", title=label, scale=alt.Scale(type="log")))
+            engines = list(dict.fromkeys(point["line"] for point in data[label]))
+            parts.append(alt.layer(*charts.bands(base, engines, unit, scale)[1:]))
+    data["gains"] = _gains(found)
+    bars = (
+        charts.chart_of("gains")
+        .mark_bar()
+        .encode(
+            x=alt.X("workload:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
+            xOffset="line:N",
+            y=alt.Y("value:Q", title="one process by two: times faster", scale=alt.Scale(domain=[0, 2.3])),
+            color=charts.colour("line", ["Trainer", "by hand"]),
+        )
+    )
+    twice = charts.chart_of("gains").mark_rule(strokeDash=[2, 2]).encode(y=alt.datum(2))
+    parts.append(alt.layer(bars, twice))
+    whole = alt.concat(*(part.properties(width=380, height=270) for part in parts), columns=2)
+    whole = whole.resolve_scale(color="independent", shape="independent", strokeDash="independent")
+    charts.write_png(Path(path), charts.spec(whole, **data))
 
 
-def _curves(axis, found, names, label, key, unit):
-    """One line an engine."""
-    for number, engine in enumerate(ENGINES):
-        points = []
-        for name in names:
-            fine = [run[key] for run in found[name]["engines"].get(engine, []) if key in run]
-            if fine:
-                points.append((int(name.rpartition("-")[2]), statistics.median(fine)))
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o", color=f"C{number}", label=name_of(engine))
-    axis.set(xscale="log", xlabel=label, ylabel=unit, yscale="log" if key == "round" else "linear")
-    if axis.lines:
-        axis.legend(frameon=False, fontsize=8)
-    if key == "memory":
-        axis.set_ylim(bottom=0)
+def _points(found, names, key):
+    """The median of each engine at each size."""
+    return [
+        {"line": name_of(engine), "size": int(name.rpartition("-")[2]), "value": statistics.median(fine)}
+        for engine in ENGINES
+        for name in names
+        if (fine := [run[key] for run in found[name]["engines"].get(engine, []) if key in run])
+    ]
 
 
-def _ranks(axis, found):
+def _gains(found):
     """How much faster two processes are than one, ours and by hand."""
-    names = [name for name in ("har", "har-uneven", "esn", "vit") if name in found]
-    pairs = {"Trainer": ("ours", "ours-two-ranks"), "by hand": ("loop", "loop-two")}
-    for number, (label, (one, two)) in enumerate(pairs.items()):
-        for place, name in enumerate(names):
-            engines = found[name]["engines"]
+    points = []
+    for label, (one, two) in {"Trainer": ("ours", "ours-two-ranks"), "by hand": ("loop", "loop-two")}.items():
+        for name in ("har", "har-uneven", "esn", "vit"):
+            engines = found[name]["engines"] if name in found else {}
             runs = zip(engines.get(one, []), engines.get(two, []), strict=False)
-            gains = [a["round"] / b["round"] for a, b in runs if "round" in a and "round" in b]
-            if gains:
-                bars = axis.bar(place + 0.4 * number - 0.2, statistics.median(gains), 0.36, color=f"C{2 * number}")
-                bars.set_label(label if label not in axis.get_legend_handles_labels()[1] else "")
-    axis.set_xticks(range(len(names)), names)
-    axis.axhline(2, color="grey", linestyle=":")
-    axis.set(ylabel="one process by two: times faster", ylim=(0, 2.3))
-    if axis.containers:
-        axis.legend(frameon=False, fontsize=8)
+            if gains := [a["round"] / b["round"] for a, b in runs if "round" in a and "round" in b]:
+                points.append({"line": label, "workload": name, "value": statistics.median(gains)})
+    return points
 
 
 def write(out, documents=False):
