@@ -27,7 +27,7 @@ class Standing(NamedTuple):
         return "reproduced" if share <= 0.1 else "not reproduced" if share > 0.5 else "partly reproduced"
 
 
-def distance(cell: Cell) -> float:
+def distance_to_paper(cell: Cell) -> float:
     """How far a mean is from the paper's number, both as printed, to three digits; infinite if one is not there."""
     if cell.mean is None or cell.paper is None:
         return float("inf")
@@ -38,7 +38,7 @@ def stands(cell: Cell) -> str:
     """How a mean stands to the paper's number, as `Standing` counts; nothing where the paper tells none."""
     if cell.paper is None:
         return ""
-    off = abs(distance(cell))
+    off = abs(distance_to_paper(cell))
     in_spread = cell.n > 1 and off <= 2 * (cell.std or 0.0)
     return "near" if off <= NEAR + 1e-9 else "spread" if in_spread else "outside"
 

@@ -89,13 +89,13 @@ def over_seeds(curves: Iterable[FloatArray]) -> Points:
     return points
 
 
-def scale_of(quantity: str) -> alt.Scale:
+def quantity_scale(quantity: str) -> alt.Scale:
     """The scale of a quantity: accuracies go from 0 to 1, another as it will."""
     return alt.Scale(domain=[0, 1]) if quantity == "accuracy" else alt.Scale(zero=False)
 
 
 def value_axis(quantity: str, field: str = "value:Q") -> alt.Y:
-    return alt.Y(field, title=quantity, scale=scale_of(quantity))
+    return alt.Y(field, title=quantity, scale=quantity_scale(quantity))
 
 
 def round_axis(rounds: int, title: str = "round") -> alt.X:

@@ -14,7 +14,7 @@ from lightning_fcl.evaluation.comparison_charts import RunsByName
 from lightning_fcl.evaluation.headline import Headline, headlines, number_text
 from lightning_fcl.evaluation.metrics import quantity
 from lightning_fcl.evaluation.names import extent_of
-from lightning_fcl.evaluation.pages import render
+from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.results import read_results
 from lightning_fcl.evaluation.table import Table, metric_title
 
@@ -44,7 +44,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
         [label, *([extents[label]] if extents else []), *(_mean([run[n] for run in of if n in run]) for n in names)]
         for label, of in found.items()
     ]
-    return render(
+    return fill_template(
         "comparison.html",
         groups=groups,
         table=table,

@@ -9,7 +9,7 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.against import NEAR, distance, of_paper, stands
+from lightning_fcl.evaluation.against import NEAR, distance_to_paper, of_paper, stands
 from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, on_page
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.headline import Headline, ends_of_clients
@@ -39,7 +39,7 @@ def rounds(groups: RunsByName, what: str) -> Spec | None:
     base = charts.chart_of("rows").transform_filter("datum.view == view").encode(x=charts.round_axis(longest))
     base = base.encode(tooltip=charts.tips(line="row", round="", value="mean", std="", seeds=""))
     if len(groups) <= len(COLOURS):
-        layers = charts.bands(base, [*groups], what, charts.scale_of(what))
+        layers = charts.bands(base, [*groups], what, charts.quantity_scale(what))
         return on_page(alt.layer(*layers).add_params(choice), 320, rows=rows)
     # More lines than colours: all are pale but one.
     row = alt.param(name="row", value=next(iter(groups)), bind=alt.binding_select(options=[*groups], name="in front "))
@@ -61,7 +61,7 @@ def clients(groups: RunsByName, what: str) -> Spec | None:
         return None
     base = charts.chart_of("rows").encode(y=alt.Y("row:N", sort=[*groups], title=None))
     ticks = base.mark_tick(thickness=2, size=16, opacity=0.55, color=COLOURS[1])
-    ticks = ticks.encode(x=alt.X("value:Q", title=what, scale=charts.scale_of(what)))
+    ticks = ticks.encode(x=alt.X("value:Q", title=what, scale=charts.quantity_scale(what)))
     ticks = ticks.encode(tooltip=charts.tips(row="", client="", seed="", value=what))
     means = base.mark_point(shape="diamond", filled=True, size=70, color=COLOURS[0], opacity=1)
     means = means.encode(x="mean(value):Q", tooltip=["row:N", alt.Tooltip("mean(value):Q", title="mean", format=".3f")])
@@ -105,7 +105,7 @@ def compared(table: Table) -> Points:
     for row, name, cell in of_paper(table):
         if cell.mean is not None and cell.paper is not None:
             two, kind = 2 * (cell.std or 0.0), _KINDS[stands(cell)]
-            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": abs(distance(cell))}
+            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": abs(distance_to_paper(cell))}
             points.append(
                 point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
             )

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Tasks: TypeAlias = Sequence[Sequence[int]]
-Values: TypeAlias = Callable[[Iterable[int]], FloatArray]
+ValuesOf: TypeAlias = Callable[[Iterable[int]], FloatArray]
 """What a model came to on the test samples of some groups, round by round, shape (R,)."""
 
 
@@ -151,7 +151,7 @@ def stream_accuracy(correct: ArrayLike, totals: ArrayLike, experience: ArrayLike
 # The same of any quantity: accuracy, or what a task is measured by in its place.
 
 
-def counted(correct: ArrayLike, totals: ArrayLike) -> Values:
+def counted(correct: ArrayLike, totals: ArrayLike) -> ValuesOf:
     """Accuracy, of counts (R, G) and totals (G,); NaN on groups without a sample."""
     counts, sizes = np.asarray(correct, dtype=np.float64), np.asarray(totals, dtype=np.float64)
 
@@ -162,7 +162,7 @@ def counted(correct: ArrayLike, totals: ArrayLike) -> Values:
     return on
 
 
-def measured(rounds: Sequence[Mapping[str, float | None]]) -> Values:
+def values_of_measure(rounds: Sequence[Mapping[str, float | None]]) -> ValuesOf:
     """A measure, of what it came to in each round on the samples of some groups, by `part_name`, or NaN."""
     return lambda groups: np.array([row.get(part_name(groups)) for row in rounds], dtype=np.float64)
 
@@ -172,7 +172,7 @@ def part_name(groups: Iterable[int]) -> str:
     return "+".join(map(str, sorted(set(groups))))
 
 
-def personal_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+def personal_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
     """What a model came to on all groups that it had learnt by then, round by round, shape (R,)."""
     learnt: set[int] = set()
     values = []
@@ -182,12 +182,12 @@ def personal_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArr
     return np.asarray(values, dtype=np.float64)
 
 
-def personal_value(on: Values, experience: ArrayLike, tasks: Tasks) -> float:
+def personal_value(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> float:
     """What `personal_accuracy` is of accuracy."""
     return finite_mean(personal_values(on, experience, tasks))
 
 
-def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
+def value_matrix(on: ValuesOf, experience: ArrayLike, tasks: Tasks, rounds: Literal["mean", "last"]) -> FloatArray:
     """What `accuracy_matrix` is of accuracy."""
     on_task = np.stack([on(groups) for groups in tasks], axis=1)
     numbers = np.asarray(experience, dtype=np.int64)
@@ -198,7 +198,7 @@ def value_matrix(on: Values, experience: ArrayLike, tasks: Tasks, rounds: Litera
     return matrix
 
 
-def stream_values(on: Values, experience: ArrayLike, tasks: Tasks) -> FloatArray:
+def stream_values(on: ValuesOf, experience: ArrayLike, tasks: Tasks) -> FloatArray:
     """What `stream_accuracy` is of accuracy."""
     numbers = np.asarray(experience, dtype=np.int64)
     result = np.full(len(tasks), np.nan)

@@ -22,7 +22,7 @@ from lightning_fcl.evaluation.communication import totals
 from lightning_fcl.evaluation.continual import (
     FloatArray,
     Tasks,
-    Values,
+    ValuesOf,
     accuracy_matrix,
     average_accuracy,
     backward_transfer,
@@ -31,13 +31,13 @@ from lightning_fcl.evaluation.continual import (
     forgetting,
     general_accuracy,
     learning_accuracy,
-    measured,
     personal_accuracy,
     personal_value,
     personal_values,
     stream_accuracy,
     stream_values,
     value_matrix,
+    values_of_measure,
 )
 
 __all__ = [
@@ -304,13 +304,13 @@ def _tested(record: Mapping[str, Any], model: str) -> list[Mapping[str, Any]]:
     return [entry for entry in record["rounds"] if model in models_tested(entry)]
 
 
-def _on(record: Mapping[str, Any], found: list[Any], measure: str | None = None) -> Values:
+def _on(record: Mapping[str, Any], found: list[Any], measure: str | None = None) -> ValuesOf:
     if "measures" not in record:
         return counted(found, record["totals"])
-    return measured([one[measure or quantity(record)] for one in found])
+    return values_of_measure([one[measure or quantity(record)] for one in found])
 
 
-def _history(record: Mapping[str, Any], model: str, measure: str | None = None) -> tuple[Values, list[int], Tasks]:
+def _history(record: Mapping[str, Any], model: str, measure: str | None = None) -> tuple[ValuesOf, list[int], Tasks]:
     """Values, experiences and tasks of a model in the rounds in which it was tested."""
     entries = _tested(record, model)
     found = [models_tested(entry)[model] for entry in entries]

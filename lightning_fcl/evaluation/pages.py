@@ -18,7 +18,7 @@ from lightning_fcl.evaluation.files import cache_folder, write_whole
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render(template: str, **values: Any) -> str:
+def fill_template(template: str, **values: Any) -> str:
     """The HTML of a template: whatever the values say is shown as text, and the browser may ask for nothing else."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),

@@ -147,7 +147,7 @@ def ends(record: Record, found: Sequence[tuple[str, float]]) -> Spec | None:
     if len(rows) > _BARS:
         bins = alt.X("value:Q", bin=alt.Bin(maxbins=40), title=title)
         return on_page(bars.encode(x=bins, y=alt.Y("count()", title="clients"), tooltip=["count()"]), rows=rows)
-    x = alt.X("value:Q", title=title, scale=charts.scale_of(what) if what == "accuracy" else alt.Scale(zero=True))
+    x = alt.X("value:Q", title=title, scale=charts.quantity_scale(what) if what == "accuracy" else alt.Scale(zero=True))
     y = alt.Y("client:N", sort=None, title=None)
     return on_page(bars.encode(x=x, y=y, tooltip=charts.tips(client="", value=what)), 17 * len(rows), rows=rows)
 

@@ -13,7 +13,7 @@ from lightning_fcl.evaluation.against import stands
 from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import curves, quantity
 from lightning_fcl.evaluation.names import experience_labels, extent_of, model_name
-from lightning_fcl.evaluation.pages import render
+from lightning_fcl.evaluation.pages import fill_template
 from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
 _WORST = 10
@@ -66,7 +66,7 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
         "traffic": run_charts.traffic(record),
         "densities": run_charts.densities(results.get("densities", {"experiences": []}), experience_labels([record])),
     }
-    return render(
+    return fill_template(
         "run.html",
         results=results,
         record=record,
