@@ -1,10 +1,11 @@
 """Bring finished tables, and the pages of recipes, up to date: python recipes/make_pages.py [RUN ...].
 
 Each RUN is what ``lightning-fcl reproduce`` wrote, as runs/flwf-paper: its table and figures go into the folder of its
-recipes, with a picture of the table against the paper. Then what stands between ``<!-- NAME -->`` and ``<!-- end -->`` in each page is made anew from the tables; a
-page's own text stays. ``<!-- verdict -->`` says how near a table is to the paper, ``<!-- written -->`` what wrote it,
-``<!-- papers -->`` lists papers; other names are those of layouts in ``rows.yaml``, and parts of no such name are left
-as they are. ``<!-- written: small -->`` is of the table in the folder ``small``.
+recipes, with a picture of the table against the paper. Then what stands between ``<!-- NAME -->`` and ``<!-- end -->``
+in each page is made anew from the tables; a page's own text stays. ``<!-- verdict -->`` says how near a table is to the
+paper, ``<!-- written -->`` what wrote it, ``<!-- papers -->`` lists papers; other names are those of layouts in
+``rows.yaml``, and parts of no such name are left as they are. ``<!-- written: small -->`` is of the table in the folder
+``small``.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _alike(points: Points) -> dict[str, str]:
     return {line: _wrapped(", ".join(group)) for group in groups.values() for line in group}
 
 
-def _merged(points: Points, names: Mapping[str, str]) -> Points:
+def _merged(points: Points, names: dict[str, str]) -> Points:
     """The points of the first of all lines that share a name, under that name."""
     first = {name: line for line, name in reversed(names.items())}
     return [{**p, "line": names[p["line"]]} for p in points if first[names[p["line"]]] == p["line"]]
