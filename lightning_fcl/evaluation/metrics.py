@@ -11,7 +11,7 @@ Functions of arrays take ``correct``, shape (R, G), a row for each round and a c
 each of the T tasks; ``matrix``, shape (T, T), that of `accuracy_matrix`; and ``t``, the number of tasks learnt.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -221,11 +221,10 @@ def summarize(record: Mapping[str, Any]) -> dict[str, float]:
         >>> summary["A_per/a"], summary["A_2/a"], summary["F_2/clients"], summary["upload_bytes/total"]
         (0.75, 0.5, 1.0, 80.0)
     """
-    metrics_of = _measures_of if "measures" in record else _metrics_of
-    models = {model: metrics_of(record, model) for model in curves(record)}
-    before = before_aggregation(record)
-    for model in curves(before):
-        found = {name: value for name, value in metrics_of(before, model).items() if name.startswith(_AFTER_TASKS)}
+    measures = [one["name"] for one in record["measures"]] if "measures" in record else [None]
+    models, before = _all_metrics(record, measures), before_aggregation(record)
+    for model, metrics in _all_metrics(before, measures).items():
+        found = {name: value for name, value in metrics.items() if name.startswith(_AFTER_TASKS)}
         models[model] = models.get(model, {}) | {f"{name}_own": value for name, value in found.items()}
     clients = [metrics for model, metrics in models.items() if model != "server"]
     names = dict.fromkeys(name for metrics in clients for name in metrics)
@@ -253,45 +252,33 @@ def before_aggregation(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**record, "tasks": tasks, "rounds": rounds}
 
 
-def _metrics_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
-    on, experience, tasks = history = _history(record, model)
-    overall = on(range(len(record["groups"])))
-    metrics = {"A_gen": float(overall[_before_rounds(record, model) :].mean())}
+def _all_metrics(record: Mapping[str, Any], measures: Sequence[str | None]) -> dict[str, dict[str, float]]:
+    return {
+        model: {name: value for one in measures for name, value in _metrics_of(record, model, one).items()}
+        for model in curves(record)
+    }
+
+
+def _metrics_of(record: Mapping[str, Any], model: str, measure: str | None = None) -> dict[str, float]:
+    """The metrics of accuracy, or of a measure, which has its name in theirs."""
+    on, experience, tasks = history = _history(record, model, measure)
+    general, personal, of, lost = "A_gen", "A_per", "accuracy", ""
+    if measure is not None:
+        general, personal, of, lost = f"general_{measure}", f"personal_{measure}", measure, f"_{measure}"
+    overall, passed, t = on(range(len(record["groups"]))), stream_values(*history), len(tasks)
+    tested = overall[_before_rounds(record, model) :]
+    metrics = {general: float(tested.mean()) if measure is None else finite_mean(tested)}
     if model != "server":
-        metrics["A_per"] = personal_value(*history)
-    metrics["final_accuracy"] = float(overall[-1])
-    passed = stream_values(*history)
-    metrics["stream_accuracy"] = float(passed[experience[-1]])
-    if (t := len(tasks)) > 1:
-        mean, last = value_matrix(*history, "mean"), value_matrix(*history, "last")
-        metrics[f"A_{t}"] = average_accuracy(mean, t)
-        metrics[f"F_{t}"] = forgetting(mean, t)
-        metrics["average_accuracy"] = average_accuracy(last, t)
-        metrics["forgetting"] = forgetting(last, t)
-        metrics["BWT"] = backward_transfer(last)
-        metrics["learning_accuracy"] = learning_accuracy(last)
-        metrics |= {f"stream_accuracy_{i}": float(value) for i, value in enumerate(passed)}
-    return metrics
-
-
-def _measures_of(record: Mapping[str, Any], model: str) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name in (one["name"] for one in record["measures"]):
-        on, experience, tasks = history = _history(record, model, name)
-        overall, way = on(range(len(record["groups"]))), sign(record, name)
-        metrics[f"general_{name}"] = finite_mean(overall[_before_rounds(record, model) :])
-        metrics[f"final_{name}"] = float(overall[-1])
-        if model != "server":
-            metrics[f"personal_{name}"] = personal_value(*history)
-        passed = stream_values(*history)
-        metrics[f"stream_{name}"] = float(passed[experience[-1]])
-        if (t := len(tasks)) > 1:
-            last = value_matrix(*history, "last")
-            metrics[f"average_{name}"] = average_accuracy(last, t)
-            metrics[f"learning_{name}"] = learning_accuracy(last)
-            metrics[f"forgetting_{name}"] = forgetting(way * last, t)
-            metrics[f"BWT_{name}"] = backward_transfer(way * last)
-            metrics |= {f"stream_{name}_{i}": float(value) for i, value in enumerate(passed)}
+        metrics[personal] = personal_value(*history)
+    metrics |= {f"final_{of}": float(overall[-1]), f"stream_{of}": float(passed[experience[-1]])}
+    if t > 1:
+        mean, last, way = value_matrix(*history, "mean"), value_matrix(*history, "last"), sign(record, measure)
+        metrics |= {f"A_{t}": average_accuracy(mean, t), f"F_{t}": forgetting(mean, t)} if measure is None else {}
+        metrics[f"average_{of}"] = average_accuracy(last, t)
+        metrics[f"forgetting{lost}"] = forgetting(way * last, t)
+        metrics[f"BWT{lost}"] = backward_transfer(way * last)
+        metrics[f"learning_{of}"] = learning_accuracy(last)
+        metrics |= {f"stream_{of}_{i}": float(value) for i, value in enumerate(passed)}
     return metrics
 
 
