@@ -139,7 +139,7 @@ def bands(base: alt.Chart, names: Sequence[str], title: str, scale: alt.Scale) -
     """A line for each name in its band: all have a colour, a shape of their points, and beyond the colours dashes."""
     base = base.encode(color=colour("line", names))
     value, low = (alt.Y(field, title=title, scale=scale) for field in ("value:Q", "low:Q"))
-    band = base.mark_area(opacity=0.16).encode(y=low, y2="high:Q")
+    band = base.mark_area(opacity=0.16, clip=True).encode(y=low, y2="high:Q")
     line = base.mark_line().encode(y=value, strokeDash=alt.StrokeDash("line:N", **looks(names, _DASHES)))
     return [band, line, dots(base).encode(y=value, shape=shape("line", names))]
 
