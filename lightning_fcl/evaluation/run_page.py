@@ -18,28 +18,18 @@ from lightning_fcl.evaluation.table import Cell, metric_number, metric_title
 
 _WORST = 10
 _MEANINGS = {
-    "A_gen": "accuracy on the whole test set, mean over the rounds",
-    "A_per": "accuracy on all groups the client has learnt so far, mean over the rounds",
-    "A_T": "accuracy on all tasks, mean over the rounds of the last task",
-    "F_T": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
-    "final_accuracy": "accuracy on the whole test set after the last round",
-    "stream_accuracy": "accuracy on the test data of all experiences so far, after the last round",
-    "average_accuracy": "mean of the accuracies on all tasks after the last round",
-    "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task",
-    "learning_accuracy": "accuracy on a task after its last round, mean over tasks",
-    "kept_bytes": "what stays with a client between rounds, when the run ends",
-    "BWT": "backward transfer: change of the accuracy on a task from its last round to the end of the run",
-}
-_MEASURED = {
     "general": "on the whole test set, mean over the rounds",
     "personal": "on all groups the client has learnt so far, mean over the rounds",
     "final": "on the whole test set after the last round",
     "stream": "on the test data of all experiences so far, after the last round",
-    "average": "mean over the tasks after the last round",
+    "average": "on each task after the last round, mean over the tasks",
     "learning": "on a task after its last round, mean over tasks",
     "forgetting": "what was lost on the earlier tasks since their best, by the last round of each task: above 0",
     "BWT": "backward transfer: what was gained on a task from its last round to the end of the run; below 0 if lost",
     "training": "on all samples that clients have trained on, after the last round",
+    "T": "on all tasks, mean over the rounds of the last task",
+    "F": "what was lost on the earlier tasks since their best, by the means over each task's rounds",
+    "kept_bytes": "what stays with a client between rounds, when the run ends",
 }
 
 
@@ -113,11 +103,14 @@ def _metrics(metrics: Mapping[str, float], kinds: list[str]) -> list[list[str]]:
 
 def _meanings(kinds: list[str], record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What each metric means that has a meaning."""
-    # A_5 and F_5 are explained as A_T and F_T.
-    meanings = {kind: _MEANINGS.get(f"{kind[0]}_T" if kind[2:].isdigit() else kind) for kind in kinds}
+    meanings = {kind: meaning for kind, meaning in _MEANINGS.items() if kind in ("forgetting", "BWT", "kept_bytes")}
+    meanings |= {f"{kind}_accuracy": f"accuracy {meaning}" for kind, meaning in _MEANINGS.items()}
+    meanings |= {"A_gen": meanings["general_accuracy"], "A_per": meanings["personal_accuracy"]}
+    meanings |= {kind: meanings["T_accuracy"] for kind in kinds if kind[:2] == "A_" and kind[2:].isdigit()}
+    meanings |= {kind: _MEANINGS["F"] for kind in kinds if kind[:2] == "F_"}
     for one in record.get("measures", []):
         way = "higher" if one["higher_is_better"] else "lower"
-        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEASURED.items()}
+        meanings |= {f"{k}_{one['name']}": f"{one['name']} ({way} is better) {what}" for k, what in _MEANINGS.items()}
     own = ", of the client's own model: after its last local training of each task, before aggregation"
-    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items() if meaning}
-    return [(kind, meaning) for kind in kinds if (meaning := meanings.get(kind))]
+    meanings |= {f"{kind}_own": f"{meaning}{own}" for kind, meaning in meanings.items()}
+    return [(kind, meanings[kind]) for kind in kinds if kind in meanings]
