@@ -25,12 +25,11 @@ import yaml
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.against import NEAR, standing, stands
 from lightning_fcl.evaluation.comparison_charts import compared, scatter
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.evaluation.markdown import markdown_table
-from lightning_fcl.evaluation.table import Cell, Table, metric_number, read_table
+from lightning_fcl.evaluation.table import NEAR, Cell, Table, metric_number, read_table
 from lightning_fcl.running.rows import expanded, paper_folder, paper_rows, place_of, recipes_folder
 
 _BLOCK = re.compile(r"(<!-- ([\w-]+)(?:: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -111,7 +110,7 @@ class Layout:
     def _shown(self, name: str, cell: Cell) -> str:
         if self.kind == "percentile":
             return _percentile(name, cell)
-        far = self.bold and stands(cell) in ("spread", "outside")
+        far = self.bold and cell.stands in ("spread", "outside")
         return cell.text(name, "**" if far else "")
 
 
@@ -127,7 +126,7 @@ def render(text: str, parts: Callable[[str, str], str | None]) -> str:
 
 def verdict_block(table: Table | None, why: str) -> str:
     """One sentence on how near a table is to the paper's, why, and the figure that shows it."""
-    found = standing(table) if table else None
+    found = table.standing if table else None
     if table is None or not found or not sum(found):
         return _wrapped(f"**Not compared**: no number that the paper tells has been measured at its scale. {why}")
     at = "" if table.scale == "paper" else f" at the scale `{table.scale}`, beside numbers of the paper's own scale"
@@ -149,7 +148,7 @@ def papers_block(papers: Mapping[str, tuple[Table | None, str]]) -> str:
     """A line for each paper: how near its table is, if there is one of its scale, and why."""
     lines = []
     for paper, (table, why) in papers.items():
-        found = standing(table) if table else None
+        found = table.standing if table else None
         counts = [sum(found), *found] if found and sum(found) else ["-"] * 4
         word = found.verdict if found else "not compared"
         lines.append([f"[{paper}]({paper}/README.md)", word, *map(str, counts), why])

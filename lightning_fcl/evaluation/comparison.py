@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from lightning_fcl.evaluation import comparison_charts
-from lightning_fcl.evaluation.against import of_paper, standing, stands
 from lightning_fcl.evaluation.comparison_charts import RunsByName
 from lightning_fcl.evaluation.headline import Headline, headlines, number_text
 from lightning_fcl.evaluation.metrics import quantity
@@ -55,8 +54,7 @@ def compare_page(groups: RunsByName, table: Table | None = None) -> str:
             label for label, of in groups.items() if any(run.get("measured_on") == "validation" for run in of)
         ],
         glance=[head, *lines],
-        standing=standing(table) if table else None,
-        told=list(dict.fromkeys(metric_title(name) for _, name, _ in of_paper(table))) if table else [],
+        told=list(dict.fromkeys(metric_title(name) for _, name, _ in table.told)) if table else [],
         against_paper=_against(table) if table else [],
         charts={
             "against": comparison_charts.against(table) if table else None,
@@ -112,9 +110,9 @@ def _mean(found: Sequence[Headline]) -> str:
 
 def _against(table: Table) -> list[list[str | tuple[str, str]]]:
     """A line for each row: the numbers of which the paper tells some, and how they stand to them."""
-    names = list(dict.fromkeys(name for _, name, _ in of_paper(table)))
+    names = list(dict.fromkeys(name for _, name, _ in table.told))
     return [
-        [row, *((of[name].text(name), stands(of[name])) if name in of else "-" for name in names)]
+        [row, *((of[name].text(name), of[name].stands) if name in of else "-" for name in names)]
         for row, of in table.rows.items()
         if names
     ]

@@ -9,12 +9,11 @@ import altair as alt
 import numpy as np
 
 from lightning_fcl.evaluation import charts
-from lightning_fcl.evaluation.against import NEAR, distance_to_paper, of_paper, stands
 from lightning_fcl.evaluation.charts import COLOURS, Drawn, Points, Spec, on_page
 from lightning_fcl.evaluation.continual import FloatArray
 from lightning_fcl.evaluation.headline import Headline, ends_of_clients
 from lightning_fcl.evaluation.metrics import curves
-from lightning_fcl.evaluation.table import Table, metric_title
+from lightning_fcl.evaluation.table import NEAR, Table, metric_title
 
 _VIEWS = ("server, whole test set", "clients, on what each has learnt")
 _KINDS = {"near": "within .05", "spread": "inside the spread", "outside": "outside"}
@@ -102,10 +101,10 @@ def against(table: Table) -> Spec | None:
 def compared(table: Table) -> Points:
     """Every number that the paper tells and ours were measured of."""
     points: Points = []
-    for row, name, cell in of_paper(table):
+    for row, name, cell in table.told:
         if cell.mean is not None and cell.paper is not None:
-            two, kind = 2 * (cell.std or 0.0), _KINDS[stands(cell)]
-            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": abs(distance_to_paper(cell))}
+            two, kind = 2 * (cell.std or 0.0), _KINDS[cell.stands]
+            point = {"row": row, "metric": metric_title(name), "stands": kind, "off": cell.off}
             points.append(
                 point | {"paper": cell.paper, "ours": cell.mean, "low": cell.mean - two, "high": cell.mean + two}
             )

@@ -9,7 +9,6 @@ import numpy as np
 
 from lightning_fcl.errors import listed
 from lightning_fcl.evaluation import run_charts
-from lightning_fcl.evaluation.against import stands
 from lightning_fcl.evaluation.headline import ends_of_clients, headlines
 from lightning_fcl.evaluation.metrics import curves, quantity
 from lightning_fcl.evaluation.names import experience_labels, extent_of, model_name
@@ -79,7 +78,7 @@ def run_page(results: Mapping[str, Any], recipe: str = "") -> str:
 def _against(name: str, ours: float | None, paper: float) -> list[str | tuple[str, str]]:
     if ours is None:
         return [metric_title(name), "-", metric_number(name, paper), "-"]
-    kind = stands(Cell({0: ours}, paper))
+    kind = Cell({0: ours}, paper).stands
     return [metric_title(name), (metric_number(name, ours), kind), metric_number(name, paper), f"{ours - paper:+.3f}"]
 
 

@@ -7,11 +7,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_fcl import __version__
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.markdown import markdown_table
+
+NEAR = 0.05
+"""How far from the paper's number a mean is near it."""
 
 _FORMAT = 1
 
@@ -43,11 +46,42 @@ class Cell:
     def n(self) -> int:
         return len(self.values)
 
+    @property
+    def off(self) -> float:
+        """How far the mean is from the paper's number, both as printed, to three digits; infinite if one is missing."""
+        if self.mean is None or self.paper is None:
+            return float("inf")
+        return abs(round(self.mean, 3) - round(self.paper, 3))
+
+    @property
+    def stands(self) -> str:
+        """How the mean stands to the paper's number, as `Standing` counts; nothing where the paper tells none."""
+        if self.paper is None:
+            return ""
+        in_spread = self.n > 1 and self.off <= 2 * (self.std or 0.0)
+        return "near" if self.off <= NEAR + 1e-9 else "spread" if in_spread else "outside"
+
     def text(self, name: str, mark: str = "") -> str:
         """The number as tables show it, ``ours ± std (paper)``: no ± for one seed, or where all seeds are the same."""
         spread = f" ± {metric_number(name, self.std)}" if self.n > 1 and (self.std or "_bytes" not in name) else ""
         paper = f" ({metric_number(name, self.paper)})" if self.paper is not None else ""
         return f"{mark}{metric_number(name, self.mean)}{mark}{spread}{paper}"
+
+
+class Standing(NamedTuple):
+    """How many numbers of a table are near the paper's, otherwise within two standard deviations, or outside."""
+
+    near: int
+    spread: int
+    outside: int
+
+    @property
+    def verdict(self) -> str:
+        """Reproduced if at most a tenth lies outside, not if more than half does."""
+        if not sum(self):
+            return "not compared"
+        share = self.outside / sum(self)
+        return "reproduced" if share <= 0.1 else "not reproduced" if share > 0.5 else "partly reproduced"
 
 
 @dataclass(frozen=True)
@@ -89,6 +123,16 @@ class Table:
     @property
     def metrics(self) -> list[str]:
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
+
+    @property
+    def told(self) -> list[tuple[str, str, Cell]]:
+        """The row, the metric and the number of all that the paper tells."""
+        return [(row, name, c) for row, of in self.rows.items() for name, c in of.items() if c.paper is not None]
+
+    @property
+    def standing(self) -> Standing:
+        found = [cell.stands for _, _, cell in self.told]
+        return Standing(*(found.count(kind) for kind in Standing._fields))
 
     def only(self, metrics: Sequence[str]) -> Table:
         """The same with some metrics only, in their order."""

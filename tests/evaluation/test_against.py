@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_fcl.evaluation.against import Standing, standing
 from lightning_fcl.evaluation.comparison_charts import against
-from lightning_fcl.evaluation.table import Cell, Table
+from lightning_fcl.evaluation.table import Cell, Standing, Table
 
 ROWS = {
     "one": {
@@ -25,9 +24,9 @@ def table(rows=ROWS, scale="paper"):
 
 
 def test_numbers_are_near_in_the_spread_or_outside():
-    assert standing(table()) == Standing(near=1, spread=1, outside=3)
-    assert standing(table({"one": {"a/server": Cell({0: 0.4504}, 0.5)}})).near == 1
-    assert standing(table({"one": {"a/server": Cell({0: 0.4486}, 0.5)}})).outside == 1
+    assert table().standing == Standing(near=1, spread=1, outside=3)
+    assert table({"one": {"a/server": Cell({0: 0.4504}, 0.5)}}).standing.near == 1
+    assert table({"one": {"a/server": Cell({0: 0.4486}, 0.5)}}).standing.outside == 1
 
 
 @pytest.mark.parametrize(
