@@ -8,8 +8,8 @@ import pytest
 
 from lightning_fcl.evaluation.clock import simulated_times, time_to
 from lightning_fcl.evaluation.metrics import curves, summarize
-from lightning_fcl.evaluation.rounds import write_csv
 from lightning_fcl.evaluation.run_charts import over_time
+from lightning_fcl.evaluation.run_folder import write_csv
 
 
 def record_of(correct, seconds=None, tasks=1):
