@@ -32,7 +32,7 @@ ROWS = {mark: list(TOOL["promises"](mark)) for mark in LIGHTNING}
 CODELESS = {"index", "reliability", "changelog", "security", "own-project"}
 PAGES = [path for path in DOCS if path.stem not in CODELESS and path.parent.name not in ("api", "papers", "notebooks")]
 # Others' commands want data, a hub, or minutes.
-COMMANDS = [README, *(FOLDER / name for name in ("quickstart.md", "recipes.md", "reports.md", "resume.md", "tune.md"))]
+COMMANDS = [README, *(FOLDER / name for name in ("recipes.md", "reports.md", "what-stays-the-same.md"))]
 
 
 @pytest.mark.seconds
@@ -67,7 +67,7 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
 def test_the_index_names_every_page():
     """As a link, which works on GitHub, too; that the menu has each is what the build looks at."""
     text = (FOLDER / "index.md").read_text()
-    elsewhere = {"papers": "../recipes/README.md", "api": "api/index.md"}  # they have lists of their own
+    elsewhere = {"papers": "../recipes/README.md"}  # it has a list of its own
     named = {"security": "../SECURITY.md", "changelog": "../CHANGELOG.md"}
     for path in DOCS:
         own = named.get(path.stem, path.relative_to(FOLDER).as_posix())

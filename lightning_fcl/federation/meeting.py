@@ -155,5 +155,5 @@ def check_processes(environment: ClusterEnvironment, processes: int, nodes: int)
         raise ValueError(
             f"Expected each of `num_nodes={nodes}` machines to have MASTER_ADDR, MASTER_PORT and NODE_RANK in its "
             f"environment but {', '.join(missing)} is not set: they would wait for each other. Set them as "
-            "docs/scale-out.md tells, or leave `num_nodes` out."
+            "docs/scale.md tells, or leave `num_nodes` out."
         )

@@ -276,7 +276,7 @@ def same(left, right):
 
 @pytest.mark.may(
     "have buffers that are not kept, attributes, gradients that last, optimizers with numbers in their groups",
-    "[each client begins without what others left](steps-of-a-client.md)",
+    "[each client begins without what others left](trainer.md#what-begins-anew-with-each-client)",
 )
 @pytest.mark.parametrize("make", MODULES)
 def test_a_client_sends_the_same_alone_and_after_others(uploads, make):

@@ -104,7 +104,7 @@ METHODS = {
 FAST = ["averages", "a server optimizer", "replay and two teachers", "sums at the server", "krum", "a swarm"]
 
 
-@pytest.mark.argument("devices", "honoured: a process each, to [the same bits](scale-out.md)")
+@pytest.mark.argument("devices", "honoured: a process each, to [the same bits](scale.md)")
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
