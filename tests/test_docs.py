@@ -64,6 +64,20 @@ def test_the_code_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: py
                 main(shlex.split(line, comments=True)[1:])
 
 
+@pytest.mark.seconds
+def test_the_front_page_s_methods_remember_what_fine_tuning_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """About .77 and .2, it says."""
+    monkeypatch.chdir(tmp_path)
+    program = next(code for language, code in BLOCK.findall(README.read_text()) if language == "python")
+    accuracies = []
+    for given in ("callbacks=methods", "callbacks=[]"):
+        L.seed_everything(0, verbose=False)
+        names = {}
+        exec(program.replace("callbacks=methods", given), names)
+        accuracies.append(float(names["trainer"].callback_metrics["test/accuracy"]))
+    assert accuracies[0] > accuracies[1] + 0.3
+
+
 def test_the_index_names_every_page():
     """As a link, which works on GitHub, too; that the menu has each is what the build looks at."""
     text = (FOLDER / "index.md").read_text()
