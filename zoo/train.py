@@ -5,20 +5,20 @@ With --cards nothing is trained: the cards of all that is here are written anew,
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_fcl.evaluation.files import locked, write_whole
+from lightning_fcl.evaluation.files import locked, sha256, write_whole
+from lightning_fcl.hub.sums import check_file, write_sums
 from lightning_fcl.running.rows import paper_folder, paper_rows, recipes_folder, row_slug
 from lightning_fcl.zoo import publish
 from lightning_fcl.zoo.card import card
-from lightning_fcl.zoo.entry import CARD, CONFIG, WEIGHTS, check_file, file_told, read_config
+from lightning_fcl.zoo.entry import CARD, CONFIG, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.loading import read_tensors
 from lightning_fcl.zoo.publishing import spread_of
-from lightning_fcl.zoo.registry import LOCK, published_in, register, registered
+from lightning_fcl.zoo.registry import LOCK, REGISTRY, read_registry, register
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs"
@@ -45,16 +45,14 @@ def renew_card(folder: Path) -> bool:
 
     Weights and version stay. Cut off, it goes on.
     """
-    entry = read_config(folder)
-    check_file(folder / WEIGHTS, entry.files[WEIGHTS])
+    entry, digests = read_entry(folder / CONFIG), read_files(folder)
+    check_file(folder / WEIGHTS, digests[WEIGHTS])
     old = (folder / CARD).read_bytes() if (folder / CARD).is_file() else b""
-    numbers = sum(value.numel() for value in read_tensors(folder / WEIGHTS).values())
-    text = card(entry, spread_of(entry), numbers).encode()
+    text = card(entry, spread_of(entry), read_tensors(folder / WEIGHTS)).encode()
     with locked(folder.parent / LOCK):
         write_whole(folder / CARD, text)
-        files = {name: file_told(folder / name) if name == CARD else told for name, told in entry.files.items()}
-        write_whole(folder / CONFIG, replace(entry, files=files).text())
-        register(folder.parent, published_in(folder))
+        write_sums(folder / SUMS, {**digests, CARD: sha256(folder / CARD)})
+        register(folder)
     return text != old
 
 
@@ -70,7 +68,7 @@ def publish_all(names: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--cards"]:
-        for one in registered(HERE):
+        for one in read_registry(HERE / REGISTRY):
             if renew_card(HERE / one.folder):
                 print(HERE / one.folder)
     else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser
-from collections.abc import Iterator, Sequence
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_fcl.cli.ls import KINDS
 from lightning_fcl.cli.main import COMMANDS
@@ -23,40 +23,26 @@ _PREAMBLE = {
 }
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description, parser.epilog = "Print what a shell needs to complete commands, recipes and options.", MORE
     parser.add_argument("shell", choices=tuple(_PREAMBLE))
-    shell = parser.parse_args(words[1:]).shell
+
+
+def run(options: Namespace) -> None:
     shtab = require("shtab", "writes what shells complete by")
-    preamble = _PREAMBLE[shell] % (_RECIPES, " ".join(named_recipes()))
-    script = shtab.complete(_whole(shtab), shell, preamble={shell: preamble})
-    # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.
-    print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if shell == "zsh" else script)
-
-
-class _TakenError(Exception):
-    """A command has said what it takes."""
-
-
-class _Listening(ArgumentParser):
-    """A parser that hears what a command takes, and ends it there."""
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _TakenError
-
-
-def _whole(shtab: Any) -> ArgumentParser:
     whole = ArgumentParser("lightning-fcl")
     whole.add_argument("--version", action="store_true")
-    commands = whole.add_subparsers(parser_class=_Listening)
+    commands = whole.add_subparsers()
     for name, (module, what) in COMMANDS.items():
-        parser = commands.add_parser(name, help=" ".join(what.partition("lightning-fcl")[0].split()).rstrip(":"))
-        try:
-            import_module(f"lightning_fcl.cli.{module}").command(parser, [name])
-        except _TakenError:
-            for action in _actions(parser):
-                _complete(action, shtab)
-    return whole
+        about = " ".join(what.partition("lightning-fcl")[0].split()).rstrip(":")
+        parser = commands.add_parser(name, help=about, conflict_handler="resolve")
+        import_module(f"lightning_fcl.cli.{module}").arguments(parser)
+        for action in _actions(parser):
+            _complete(action, shtab)
+    preamble = _PREAMBLE[options.shell] % (_RECIPES, " ".join(named_recipes()))
+    script = shtab.complete(whole, options.shell, preamble={options.shell: preamble})
+    # zsh looks for scripts by their first line; one that is evaluated says itself what it completes.
+    print(f"{script}\ncompdef _shtab_lightning_fcl lightning-fcl" if options.shell == "zsh" else script)
 
 
 def _actions(parser: ArgumentParser) -> Iterator[Action]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_fcl.evaluation.files import write_whole
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Write a recipe into one flat file, comments kept."
     parser.add_argument("recipe", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, or a YAML file")
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the file to write")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     if options.file.exists() and not options.force:
         raise ValueError(f"Expected a new file but {options.file} is there. Name another, or say --force.")
     if not options.file.parent.is_dir():

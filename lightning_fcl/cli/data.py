@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Look after data sets."
     parser.add_argument("action", choices=("list", "check", "fetch"))
     parser.add_argument("names", nargs="*", help="data sets (default: all)")
     parser.add_argument("--root", help="folder of the data sets (default: $LIGHTNING_FCL_DATA)")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     from lightning_fcl.data import datasets
 
     known = datasets.describe()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import yaml
@@ -16,10 +15,13 @@ from lightning_fcl.evaluation.markdown import markdown_table
 from lightning_fcl.running.rows import recipes_folder
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Run and compare the quickstart."
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
-    out: Path = parser.parse_args(words[1:]).out
+
+
+def run(options: Namespace) -> None:
+    out: Path = options.out
     recipe = recipes_folder() / "quickstart.yaml"
     finetuning = out / "fine-tuning.yaml"
     out.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 WHAT = """A recipe on real machines, over Flower.
@@ -16,39 +15,35 @@ WHAT = """A recipe on real machines, over Flower.
 """
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    if words[1:2] == ["executor"]:
-        from lightning_fcl.deployment.resident import stay
-
-        stay(words[2:])
-        return
+def arguments(parser: ArgumentParser) -> None:
     parser.description = WHAT
     parser.add_argument("what", choices=("flower", "split", "executor"))
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="as `lightning-fcl fit` takes it")
     parser.add_argument("--out", type=Path, help="folder of the files (default: app, or shares)")
     parser.add_argument("--publisher", default="lightning-fcl", help="who publishes the app, for Flower")
-    options, more = parser.parse_known_args(words[1:])
+
+
+def run(options: Namespace) -> None:
+    if options.what == "executor":
+        from lightning_fcl.deployment.resident import stay
+
+        stay(options.words[1:])
+        return
     out: Path = options.out or Path({"flower": "app", "split": "shares"}[options.what])
     kind = "*.toml" if options.what == "flower" else "*.npz"
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not any(out.glob(kind)))):
         raise ValueError(f"Expected a folder of its own at {out} but it holds something else. Choose another by --out.")
-    from lightning_fcl.running.fit import resolve
-    from lightning_fcl.running.named import recipe_words
+    from lightning_fcl.running.fit import read_parts, resolve
+    from lightning_fcl.running.named import find_recipes
 
-    recipe = resolve(["fit", *recipe_words(options.recipes), *more])
+    recipe = find_recipes(options.recipes)
     if options.what == "flower":
         from lightning_fcl.deployment.app import write_app
 
-        files = write_app(recipe, out, Path(options.recipes[-1]).stem, options.publisher)
+        resolved = resolve(["fit", *recipe.command_words, *options.more])
+        files = write_app(resolved, out, Path(options.recipes[-1]).stem, options.publisher)
     else:
-        files = _split(options.recipes, more, out)
+        from lightning_fcl.deployment.own_data import write_split
+
+        files = write_split(read_parts(recipe.configs, [*recipe.words, *options.more]).datamodule, out)
     print("\n".join(map(str, files)))
-
-
-def _split(recipes: Sequence[str], more: Sequence[str], out: Path) -> list[Path]:
-    from lightning_fcl.deployment.own_data import write_split
-    from lightning_fcl.running.fit import read_parts
-    from lightning_fcl.running.named import together
-
-    configs, words = together(recipes)
-    return write_split(read_parts(configs, [*words, *more]).datamodule, out)

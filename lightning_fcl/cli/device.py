@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ your own has the entries of one of them.
 """
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "What a microcontroller would need to run a recipe: nothing is trained."
     parser.epilog = MORE
     add = parser.add_argument
@@ -31,9 +31,12 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--samples", type=int, metavar="N", help="samples of an epoch (default: the recipe's, or 28)")
     add("--input", metavar="1,64,48", help="shape of a sample (default: that of the recipe's data)")
     add("--out", type=Path, help="folder for device.json and device.md (default: none)")
-    options = vars(parser.parse_args(words[1:]))
-    recipes, shape = [*options.pop("recipes"), *options.pop("config")], options.pop("input")
-    report_recipe(recipes, input_shape=None if shape is None else _parse_shape(shape), **options)
+
+
+def run(options: Namespace) -> None:
+    shape = None if options.input is None else _parse_shape(options.input)
+    recipes = [*options.recipes, *options.config]
+    report_recipe(recipes, options.profile, options.link, options.nodes, options.samples, shape, options.out)
 
 
 def report_recipe(
@@ -57,9 +60,10 @@ def report_recipe(
     from lightning_fcl.evaluation.files import write_whole
     from lightning_fcl.models.quantization import fold_batchnorm
     from lightning_fcl.running.fit import read_parts
-    from lightning_fcl.running.named import together
+    from lightning_fcl.running.named import find_recipes
 
-    parts = read_parts(*together([str(recipe) for recipe in recipes]))
+    recipe = find_recipes([str(recipe) for recipe in recipes])
+    parts = read_parts(recipe.configs, recipe.words)
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
         fold_batchnorm(parts.model)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:

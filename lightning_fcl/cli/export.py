@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Write a run's model as files for devices, compared with PyTorch."
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: what was --out of `fit`")
     parser.add_argument("--format", choices=("onnx", "executorch"), default="onnx", help="(default: onnx)")
     parser.add_argument("--out", type=Path, help="folder of the files (default: RUN/export)")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     from torch import nn
 
     from lightning_fcl.device.export import WithoutTrainer, export_executorch, export_onnx

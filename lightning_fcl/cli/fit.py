@@ -1,20 +1,21 @@
-"""`lightning-fcl fit` and `test`: names of recipes and runs, and what is said at the end; the rest is Lightning's."""
+"""`lightning-fcl fit`: names of recipes and runs, and what is said at the end; the rest is Lightning's."""
 
 from __future__ import annotations
 
 import inspect
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import chain, count, takewhile
 from pathlib import Path
+from typing import Any
 
 from lightning_fcl.door import many_imports, summaries
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.results import CONFIG, run_of
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.hub.checkpoint import newest_checkpoint
+from lightning_fcl.running.named import find_recipes, read_recipe
 
-WHAT = {"fit": "Train what a recipe says.", "test": "Test a run's newest checkpoint, or another."}
 MORE = """Every argument of the Trainer, the model and the data can follow, as in
   lightning-fcl fit quickstart --trainer.max_epochs 3 --data.partition.clients 20
   lightning-fcl fit my.yaml more.yaml     later files go over earlier ones
@@ -29,62 +30,44 @@ _HELPED = [
 ]
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
-    name, *words = words
-    parser.description, parser.epilog = WHAT[name], MORE
+def arguments(parser: ArgumentParser) -> None:
+    parser.description, parser.epilog = "Train what a recipe says.", MORE
     parser.allow_abbrev = False  # `--model` is none of `--model.pretrained`
-    what = "a name of `lightning-fcl ls recipes`, a YAML file, or a run's folder: its newest checkpoint counts"
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE" if name == "fit" else "RUN", help=what)
-    parser.add_argument("--config", action="append", default=[], metavar="RECIPE", help="the same")
-    parser.add_argument("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
-    parser.add_argument("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
-    parser.add_argument("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from, or to test")
-    parser.add_argument("--model.pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
-    if helped := [word for word in words if word.startswith("--help=")]:
-        print(_help(helped[0].partition("=")[2]))
+    parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="CLASS", help="this, or what a class does")
+    add = parser.add_argument
+    add("recipes", nargs="*", metavar="RECIPE", help="a name of `lightning-fcl ls recipes`, a file, or a run's folder")
+    add("--config", action="append", default=[], metavar="RECIPE", help="the same")
+    add("--out", help="folder of the results (default: what the recipe says, or runs/fit)")
+    add("--seed_everything", type=int, metavar="SEED", help="seed of everything (default: 0)")
+    add("--ckpt_path", default="", metavar="FILE", help="checkpoint to continue from")
+    add("--model.pretrained", dest="pretrained", metavar="NAME", help="network of the zoo in place of the recipe's")
+
+
+def run(options: Namespace) -> None:
+    recipes, words = words_of(options)
+    if len(recipes) == 1 and Path(recipes[0]).is_dir():
+        words = [*words_of_run(Path(recipes[0]), options.ckpt_path), *words]
+        print(f"goes on from {words[1]}")
+        _fit(words)
         return
-    positional = [*takewhile(lambda word: not word.startswith("-"), words)]
-    options, _ = parser.parse_known_args(words[len(positional) :])
+    words = [*find_recipes(recipes).command_words, *words]
+    if options.pretrained:
+        words = _with_published(words)
+    if not options.ckpt_path and not {"--print_config", "--help"} & {*words}:
+        words += ["--out", str(_free(options.out or _out([*recipes, *options.config])))]
+    _fit(words)
+
+
+def words_of(options: Namespace) -> tuple[list[str], list[str]]:
+    """The recipes that a command line begins with, and its other words, once the recipes among these are looked at."""
     for recipe in options.config:
-        if not Path(recipe).exists():
-            raise FileNotFoundError(f"Expected a recipe at {recipe} but there is no such file.")
-        read_yaml(Path(recipe))  # refuses what is none, before anything heavy is imported
-    words = [word.replace("--help.all", "--help") for word in words[len(positional) :]]
-    from lightning_fcl.running.named import recipe_words
-
-    is_run = len(positional) == 1 and (Path(positional[0]).is_dir() or (name == "test" and not options.config))
-    words = [*(_of_run(Path(positional[0]), options.ckpt_path) if is_run else recipe_words(positional)), *words]
-    with many_imports():  # after what may be refused without them
-        from lightning_fcl.running.fit import run
-
-    if is_run:
-        print(f"{'goes on from' if name == 'fit' else 'tests'} {words[1]}")
-        done = run([name, *words])
-        if name == "fit" and done.leaves_results:
-            print(_end(done.out))
-        return
-    if name == "test":
-        if not options.ckpt_path and "--help" not in words:
-            raise ValueError(
-                "Expected a checkpoint to test but got none. Name a run's folder, as in lightning-fcl test runs/fit."
-            )
-        run([name, *words])
-        return
-    words = _with_published(words) if vars(options)["model.pretrained"] else words
-    if "--print_config" in words or "--help" in words:
-        run([name, *words])
-        return
-    if not options.ckpt_path:
-        words = [*words, "--out", str(_free(options.out or _out([*positional, *options.config])))]
-    done = run([name, *words])
-    if done.leaves_results:
-        print(_end(done.out))
+        read_recipe(Path(recipe))  # before anything heavy is imported
+    recipes = [*takewhile(lambda word: not word.startswith("-"), options.words)]
+    return recipes, [word.replace("--help.all", "--help") for word in options.words[len(recipes) :]]
 
 
-def _of_run(folder: Path, checkpoint: str) -> list[str]:
-    """The words for a run's recipe, its folder, and its newest checkpoint unless another one is told."""
-    from lightning_fcl.hub.checkpoint import newest_checkpoint
-
+def words_of_run(folder: Path, checkpoint: str) -> list[str]:
+    """The words for a run's recipe, its folder, and its newest checkpoint unless another one is given."""
     config, checkpoints = folder / CONFIG, folder / "checkpoints"
     if not config.is_file() or not any(checkpoints.glob("*.ckpt")):
         raise ValueError(f"Expected the folder of a run, with config.yaml and checkpoints, but got {folder}.")
@@ -94,9 +77,17 @@ def _of_run(folder: Path, checkpoint: str) -> list[str]:
     return ["--ckpt_path", str(chosen), "--config", str(config), "--out", str(folder)]
 
 
+def _fit(words: Sequence[str]) -> None:
+    with many_imports():  # after what may be refused without them
+        from lightning_fcl.running.fit import run as train
+    done = train(["fit", *words])
+    if done.leaves_results:
+        print(_end(done.out))
+
+
 def _out(recipes: Sequence[str]) -> str:
     """The folder of the results, where the command line does not say."""
-    said = [read_yaml(Path(one)) for one in recipes if Path(one).is_file()]
+    said = [read_recipe(Path(one)) for one in recipes if Path(one).is_file()]
     outs = [str(content["out"]) for content in said if isinstance(content, dict) and content.get("out")]
     outs += [str(run) for one in recipes if (run := run_of(Path(one)))]
     names = [Path(one).stem if Path(one).is_file() else one.replace("@", "-") for one in recipes]
@@ -126,14 +117,22 @@ def _end(out: Path) -> str:
     return "\n".join([*numbers, *lines, f"keep it:  lightning-fcl zoo push {out} --name my.network --to my-zoo"])
 
 
-def _help(name: str) -> str:
-    short = name.rpartition(".")[2]
-    known = {one: package for package in _HELPED for one in summaries(package)}
-    if short not in known:
-        raise ValueError(f"Expected --help= and a class of lightning-fcl but got {name}.{did_you_mean(short, known)}")
-    made = getattr(import_module(known[short]), short)
-    arguments = ",\n    ".join(str(one) for one in inspect.signature(made).parameters.values())
-    return f"{known[short]}.{short}(\n    {arguments},\n)\n\n{inspect.getdoc(made)}"
+class _Help(Action):
+    """Prints what a class does and its arguments, or what a command does and its own."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+        if values is None:
+            parser.print_help()
+            parser.exit()
+        short = values.rpartition(".")[2]
+        homes = {name: package for package in _HELPED for name in summaries(package)}
+        if short not in homes:
+            hint = did_you_mean(short, homes)
+            raise ValueError(f"Expected --help= and a class of lightning-fcl but got {values}.{hint}")
+        made = getattr(import_module(homes[short]), short)
+        lines = ",\n    ".join(map(str, inspect.signature(made).parameters.values()))
+        print(f"{homes[short]}.{short}(\n    {lines},\n)\n\n{inspect.getdoc(made)}")
+        parser.exit()
 
 
 def _with_published(words: Sequence[str]) -> list[str]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from fnmatch import fnmatch
 
 from lightning_fcl.door import summaries
 from lightning_fcl.errors import did_you_mean, one_of
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "List what there is, a line each."
     parser.add_argument("kind", nargs="?", metavar="KIND", help=f"one of {', '.join(KINDS)} (default: how many)")
     parser.add_argument("pattern", nargs="?", default="", help='part of a name, or a pattern such as "flwf/*-ex"')
     parser.add_argument("--json", action="store_true", help="as JSON: what each is, by its name")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     if options.kind is None:
         counts = {kind: len(of()) for kind, of in KINDS.items()}
         text = "\n".join(f"{kind:12}{count:4}   lightning-fcl ls {kind}" for kind, count in counts.items())

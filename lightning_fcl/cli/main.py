@@ -21,13 +21,13 @@ from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import own_temporary_folder
 from lightning_fcl.running.stop import Stopped, end, stop
 
-# A command's module, and what it is for. Modules are imported when asked for: a list of commands needs none of them.
+# A command's module, which has `arguments(parser)` and `run(options)` and is imported when asked for; and what it does.
 COMMANDS = {
     "ls": ("ls", "list recipes, methods, models, data sets, scenarios, or the zoo"),
     "cp": ("cp", "a recipe as one file of yours: lightning-fcl cp flwf/flwf-2t-ft my.yaml"),
     "validate": ("validate", "check a recipe, its data and its shapes, without training"),
     "fit": ("fit", "train what a recipe says:    lightning-fcl fit quickstart"),
-    "test": ("fit", "test a run's model:          lightning-fcl test runs/quickstart"),
+    "test": ("test", "test a run's model:          lightning-fcl test runs/quickstart"),
     "report": ("report", "one page of a run, or of several side by side: lightning-fcl report RUN RUN"),
     "reproduce": ("reproduce", "run a paper's recipes:       lightning-fcl reproduce flwf --seeds 5"),
     "tune": ("tune", "search for settings:         lightning-fcl tune SEARCH.yaml --trials 50"),
@@ -39,6 +39,8 @@ COMMANDS = {
     "data": ("data", "list, check or fetch data sets"),
     "completion": ("completion", 'completion in bash or zsh:  eval "$(lightning-fcl completion bash)"'),
 }
+PASSING_ON = ("fit", "test", "validate", "deploy")  # what they do not know is for Lightning, or for Flower
+_FORESEEN = (ValueError, OSError, ModuleNotFoundError)
 EPILOG = """
 `lightning-fcl COMMAND --help` tells more.
 Data sets lie below $LIGHTNING_FCL_DATA (default ~/.cache/lightning-fcl/data).
@@ -71,31 +73,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # means what the recipe meant.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
+    own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw, conflict_handler="resolve")
     with stop.listening():
         try:
-            own = argparse.ArgumentParser(f"lightning-fcl {command}", formatter_class=raw)
             with own_temporary_folder(), _spoken_by_the_first():
-                import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}").command(own, words)
+                module = import_module(f"lightning_fcl.cli.{COMMANDS[command][0]}")
+                module.arguments(own)
+                options, more = own.parse_known_args(words[1:], argparse.Namespace(words=words[1:]))
+                if more and command not in PASSING_ON:
+                    own.error(f"unrecognized arguments: {' '.join(more)}")
+                options.more = more
+                module.run(options)
             sys.stdout.flush()
         except Stopped as stopped:
             parser.exit(128 + stopped.number, f"lightning-fcl: {stopped.message}\n")
         except BrokenPipeError:  # who reads the output, such as `head`, wants no more of it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             parser.exit(128 + signal.SIGPIPE)
-        except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        except Exception as error:
+            foreseen = isinstance(error, _FORESEEN) or str(error).startswith("Expected ")
+            if stop.signal and not foreseen:
+                # What was still to be done, with processes that were told to stop as well, has come to no end.
+                end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
             if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
                 raise
-            if isinstance(error, TypeError) and not str(error).startswith("Expected "):
+            if not foreseen:
                 parser.exit(1, _kept(error, words))
             where = "(LIGHTNING_FCL_TRACEBACK=1 shows where it came from.)"
             parser.exit(2, f"lightning-fcl: error: {_plain(str(error))}\n{where}\n")
-        except Exception as error:
-            if not stop.signal:
-                if os.environ.get("LIGHTNING_FCL_TRACEBACK"):
-                    raise
-                parser.exit(1, _kept(error, words))
-            # What was still to be done, with processes that were told to stop as well, has come to no end.
-            end(stop.signal, "stopped in the midst of a round. Go on from the newest checkpoint.")
 
 
 @contextmanager

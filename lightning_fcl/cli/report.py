@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_fcl.evaluation.comparison import compare_page, runs_below, runs_by_name
@@ -12,11 +11,13 @@ from lightning_fcl.evaluation.run_folder import write_files
 from lightning_fcl.evaluation.table import read_table
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Write report.html of a run; of several, one page with all of them side by side."
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or one that holds runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: report.html in the only folder)")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     runs = runs_below(options.runs)
     alone = options.runs[0] if len(options.runs) == 1 else None
     if runs == [alone] and options.out is None:

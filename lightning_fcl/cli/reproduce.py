@@ -19,14 +19,32 @@ from lightning_fcl.evaluation.task_by_task import with_tasks
 from lightning_fcl.running.rows import Row, at_scale, paper_folder, paper_rows, place_of, row_slug, row_words
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
+    parser.description = "Run a paper's recipes."
+    add = parser.add_argument
+    add("paper", help="name of a folder of recipes, as in: flwf")
+    add("--rows", help="rows of the paper's table, separated by commas (default: all)")
+    add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
+    add(
+        "--scale",
+        choices=("smoke", "small", "medium", "paper"),
+        default="paper",
+        help="size of the runs (default: paper)",
+    )
+    add("--tasks", type=int, metavar="N", help="first tasks of each run (default: all); the same run goes on to more")
+    add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
+    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
+    add("--keep", action="store_true", help="keep the runs beside the recipes, where the same command takes them from")
+
+
+def run(options: Namespace) -> None:
     """Run a paper's recipes and write ``table.json`` and ``table.md``; what is finished already is not run again.
 
     The table has the metrics of which the paper tells a number, and those that ``rows.yaml`` lists under ``metrics``.
     The figures that it describes under ``figures`` are drawn too, see `lightning_fcl.evaluation.figures.write_figures`.
     Runs kept beside the recipes are taken as finished.
     """
-    options = _options(parser, words)
     paper, seeds, scale, workers = options.paper, options.seeds, options.scale, options.workers
     folder = paper_folder(paper)
     given = {"workers": workers, "tasks": options.tasks}
@@ -52,26 +70,6 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     for name, runs in jobs.items() if options.keep else ():
         for job in runs:
             print(f"Kept: {keep(job, out, kept, _command(paper, scale, job.seed + 1, name, options.tasks))}")
-
-
-def _options(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    parser.description = "Run a paper's recipes."
-    add = parser.add_argument
-    add("paper", help="name of a folder of recipes, as in: flwf")
-    add("--rows", help="rows of the paper's table, separated by commas (default: all)")
-    add("--seeds", type=int, default=1, metavar="N", help="seeds 0..N-1 (default: 1)")
-    add(
-        "--scale",
-        choices=("smoke", "small", "medium", "paper"),
-        default="paper",
-        help="size of the runs (default: paper)",
-    )
-    add("--tasks", type=int, metavar="N", help="first tasks of each run (default: all); the same run goes on to more")
-    add("--out", type=Path, help="folder of the results (default: runs/PAPER-SCALE)")
-    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    add("--finished", action="store_true", help="run nothing: the table is of the runs that are finished")
-    add("--keep", action="store_true", help="keep the runs beside the recipes, where the same command takes them from")
-    return parser.parse_args(words[1:])
 
 
 def _command(paper: str, scale: str, seeds: int, rows: str | None, tasks: int | None, finished: bool = False) -> str:

@@ -19,16 +19,15 @@ from typing import Any, Literal
 
 import pandas as pd
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_fcl.errors import at_least, did_you_mean
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.hub.documents import parse, read_yaml
 from lightning_fcl.running.rows import config_words, paper_rows
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchFile:
     """What a search file says.
 
     Args:
@@ -36,11 +35,9 @@ class Search:
         cases: Settings that stay as they are in a search of their own, for each case by its name.
         first_seed: The first of the seeds, so that settings may be chosen on others than those of a table.
         scale: The scale of the row of ``rows.yaml`` whose settings are searched for, if it is one.
-        words: What else the command line of each run says: that of such a row.
-        points: The grid, where it is not that of the space.
     """
 
-    configs: tuple[Path, ...]
+    configs: list[str]
     objective: str
     space: dict[str, Any]
     trials: int | None = None
@@ -49,10 +46,24 @@ class Search:
     direction: Literal["maximize", "minimize"] = "maximize"
     measure_on: Literal["validation", "test"] = "validation"
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    case: str | None = None
     first_seed: int = 0
     scale: str = "paper"
+
+
+@dataclass(frozen=True)
+class Search(SearchFile):
+    """One of the searches that a search file says.
+
+    Args:
+        recipes: The files of its recipe.
+        words: What else the command line of each run says: that of a row.
+        case: Which of its cases.
+        points: The grid, where it is not that of the space.
+    """
+
+    recipes: tuple[Path, ...] = ()
     words: tuple[str, ...] = ()
+    case: str | None = None
     points: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -75,28 +86,19 @@ class Search:
 
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
         """
-        content, parser = read_yaml(path), ArgumentParser(exit_on_error=False)
-        known = parser.add_class_arguments(cls, skip={"case", "words", "points"})
-        if not isinstance(content, dict):
-            raise ValueError(f"Expected {path} to have configs, objective and space but got {content}.")
-        for name in content:
-            if name not in known:
-                raise ValueError(f"Expected {', '.join(known)} in {path} but got {name}.{did_you_mean(name, known)}")
-        if isinstance(content.get("configs"), str):
-            content["configs"] = [content["configs"]]
-        if isinstance(cases := content.get("cases"), dict):
-            content["cases"] = {str(name): fixed for name, fixed in cases.items()}
-        try:
-            told = vars(parser.parse_object(copy.deepcopy(content)))
-        except ArgumentError as error:
-            raise ValueError(f"Expected {path} to be a search file but got: {error}.") from error
-        told["configs"] = tuple(path.parent / name for name in told["configs"])
-        if missing := [str(config) for config in told["configs"] if not config.is_file()]:
+        content = read_yaml(path)
+        told = content if isinstance(content, dict) else {}
+        space, cases = (told.get(name, {}) for name in ("space", "cases"))
+        cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else {"": cases}
+        if not all(isinstance(one, dict) for one in (space, *cases.values())):
+            raise ValueError(f"Expected `space`, and each of `cases`, in {path} to hold settings by name.")
+        if isinstance(told.get("configs"), str):
+            content = {**told, "configs": [told["configs"]]}
+        file = parse(SearchFile, content, path, space=space, cases=cases)
+        recipes = tuple(path.parent / name for name in file.configs)
+        if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:
             raise ValueError(f"Expected the recipes of `configs` beside {path} but there is no {', '.join(missing)}.")
-        told |= {
-            name: content[name] for name in ("space", "cases") if name in content
-        }  # a parser makes classes of mappings
-        search = cls(**{**told, "case": case, **({} if trials is None else {"trials": trials})})
+        search = cls(**{**vars(file), "trials": trials or file.trials}, recipes=recipes, case=case)
         return search if row is None else search.of_row(path.parent, row)
 
     def of_row(self, folder: Path, name: str) -> Search:
@@ -104,7 +106,7 @@ class Search:
         row, set_here = paper_rows(folder, [name], self.scale)[name], {*self.space, *self.fixed}
         pairs = zip(row.words[::2], row.words[1::2], strict=True)
         words = [word for pair in pairs if pair[0].removeprefix("--") not in set_here for word in pair]
-        return replace(self, configs=(*row.configs, *self.configs), words=tuple(words))
+        return replace(self, recipes=(*row.configs, *self.recipes), words=tuple(words))
 
     def among(self, file: Path) -> Search:
         """The same search with the best settings of another one over the same space, by its ``trials.csv``."""
@@ -150,7 +152,7 @@ class Search:
 
     def fingerprint(self, seed: int) -> str:
         """Changes when trials would no longer be comparable; a search may be made longer."""
-        content = {**asdict(self), "trials": None, "configs": [path.read_text() for path in self.configs], "seed": seed}
+        content = {**asdict(self), "trials": None, "recipes": [path.read_text() for path in self.recipes], "seed": seed}
         content["cases"] = self.fixed  # the others are searches of their own
         return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
@@ -230,7 +232,7 @@ def check(search: Search) -> list[dict[str, Any]]:
     """Try whether ``fit`` knows the paths and takes their first values; gives the recipe's callbacks."""
     from lightning_fcl.running.fit import as_list, resolve
 
-    words = [*config_words(search.configs), *search.words]
+    words = [*config_words(search.recipes), *search.words]
     recipe = resolve(["fit", *words])
     callbacks: list[dict[str, Any]] = as_list(recipe["trainer"]["callbacks"])
     lowest = {key: what[0] if isinstance(what, list) else what["low"] for key, what in search.space.items()}

@@ -14,7 +14,7 @@ import statistics
 import sys
 import textwrap
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -62,7 +62,7 @@ A search that was cut off continues. Its results: best.yaml, trials.csv, trials.
 """
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description, parser.epilog = "Search for the settings of a recipe.", MORE
     add = parser.add_argument
     add("file", type=Path, metavar="SEARCH.yaml", help="what to search for, and where")
@@ -74,11 +74,13 @@ def command(parser: ArgumentParser, words: Sequence[str]) -> None:
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--seed", type=int, default=0, help="seed of the settings drawn (default: 0)")
     add("--restart", action="store_true", help="delete the trials that are there and begin anew")
-    options = parser.parse_args(words[1:])
+
+
+def run(options: Namespace) -> None:
     file, seed, workers = options.file, options.seed, options.workers
+    at_least(1, **{name: value for name in ("trials", "workers") if (value := vars(options)[name]) is not None})
     search = Search.read(file, options.trials, options.case, options.row)
     search = search if options.among is None else search.among(options.among)
-    at_least(1, workers=1 if workers is None else workers)
     grid = list(itertools.islice(search.grid(), search.trials)) if search.sampler == "grid" else []
     names = [slug(name) for name in (search.case, options.row) if name is not None]
     out = options.out or Path("runs") / "-".join(["tune", file.stem, *names])
@@ -145,7 +147,7 @@ def trial_jobs(search: Search, number: int, recipe: Mapping[str, Any], out: Path
     file = write_whole(folder / "trial.yaml", yaml.safe_dump(dict(recipe), sort_keys=False))
     extra = (*search.words, "--recipe.measure_on", search.measure_on, "--trainer.enable_progress_bar", "false")
     return [
-        Job(f"trial {number}, seed {seed}", (*search.configs, file), seed, folder / f"seed-{seed}", extra)
+        Job(f"trial {number}, seed {seed}", (*search.recipes, file), seed, folder / f"seed-{seed}", extra)
         for seed in range(search.first_seed, search.first_seed + search.seeds)
     ]
 
@@ -272,7 +274,7 @@ def trials_figure(study: optuna.Study, search: Search) -> dict[str, Any]:
 def write_best(trial: FrozenTrial, number: int, search: Search, named: str, out: Path) -> Path:
     """Write the best trial's recipe, and above it how to use it and how to see its objective again."""
     path = out / "best.yaml"
-    configs = shlex.join([*config_words([*search.configs, path]), *search.words])
+    configs = shlex.join([*config_words([*search.recipes, path]), *search.words])
     first, last = search.first_seed, search.first_seed + search.seeds - 1
     seeds = f"seed {first}" if search.seeds == 1 else f"mean of the seeds {first} to {last}"
     again = f" --recipe.measure_on {search.measure_on} --seed_everything {first}"

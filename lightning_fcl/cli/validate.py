@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 
 
-def command(parser: ArgumentParser, words: Sequence[str]) -> None:
+def arguments(parser: ArgumentParser) -> None:
     parser.description = "Check a recipe, its data and its shapes, without training."
     parser.epilog = "Every argument that `fit` takes can follow."
     parser.add_argument(
         "recipes", nargs="+", metavar="RECIPE", help="names of `lightning-fcl ls recipes`, or YAML files"
     )
-    options, others = parser.parse_known_args(words[1:])
-    from lightning_fcl.running.checking import check
-    from lightning_fcl.running.named import together
 
-    configs, told = together(options.recipes)
-    print(check(configs, [*told, *others]))
+
+def run(options: Namespace) -> None:
+    from lightning_fcl.running.checking import check
+    from lightning_fcl.running.named import find_recipes
+
+    recipe = find_recipes(options.recipes)
+    print(check(recipe.configs, [*recipe.words, *options.more]))

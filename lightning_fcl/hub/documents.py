@@ -1,10 +1,17 @@
 """YAML comes in: bounded in size, depth and aliases, so that a small file cannot grow into one that never ends."""
 
 import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+
+from lightning_fcl.errors import did_you_mean, require
+
+Document = TypeVar("Document")
 
 SIZE = 1_000_000
 """Characters that a document may have."""
@@ -31,7 +38,32 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text)
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split())}") from error
+        raise ValueError(f"Expected {path} to be YAML but got: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+def parse(kind: type[Document], content: object, where: object, **made: object) -> Document:
+    """A dataclass of plain fields from a document; jsonargparse refuses what is missing and what is of another type.
+
+    Args:
+        where: What messages call the document.
+        made: Fields that are not read from it: what may name a class is never handed to jsonargparse, which would
+            import it.
+    """
+    jsonargparse = require("jsonargparse", "reads documents")
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if not isinstance(content, Mapping):
+        raise ValueError(f"Expected {where} to hold values by name but got {str(content)[:100]!r}.")
+    for name in content:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"Expected {', '.join(known)} in {where} but got {str(name)[:100]}.{hint}")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, skip={*made})
+    try:
+        told = parser.parse_object({name: deepcopy(content[name]) for name in content if name not in made})
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(f"Expected {where} to be understood but got: {' '.join(str(error).split())[:500]}.") from error
+    return kind(**vars(told), **made)
 
 
 def check_file(path: Path) -> None:

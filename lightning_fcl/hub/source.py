@@ -3,13 +3,11 @@
 import os
 import re
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_fcl.errors import require
-from lightning_fcl.evaluation.files import writing
+from lightning_fcl.hub.download import download
 
 
 def data_root(root: str | Path | None = None) -> Path:
@@ -97,23 +95,9 @@ class Source:
             return self.find(root)[1]
         if self.folder and (there := self.layouts[0].find(root)):
             return there
-        archive = root / self.archive
-        self._retrieve(archive)
+        then = f" and run {self.command} to unpack it" if self.folder else ""
+        archive = download(self.url, root / self.archive, self.digest, then)
         return self._unpack(archive) if self.folder else archive
-
-    def _retrieve(self, path: Path) -> None:
-        pooch = require("pooch", "downloads files and verifies them")
-        requests = require("requests", "downloads files")
-        show = sys.stderr.isatty()
-        try:
-            with writing(path, then="try again"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pooch.retrieve(self.url, known_hash=self.digest, path=path.parent, fname=path.name, progressbar=show)
-        except requests.RequestException as error:
-            then = f" and run {self.command} to unpack it" if self.folder else ""
-            raise ConnectionError(
-                f"Expected to download {self.url} but got: {error}. Try again, or download it by hand to {path}{then}."
-            ) from error
 
     def _unpack(self, archive: Path) -> Path:
         """Unpack the wanted folder beside its archive, whole or not at all, and delete the archive."""

@@ -24,8 +24,9 @@ from lightning_fcl.tasks.classification import Classifier
 
 def check(recipes: Sequence[Path], words: Sequence[str] = ()) -> str:
     """Set up what recipes stand for, train nothing, and tell what it is."""
-    parts = read_parts(recipes, words, with_trainer=True)
-    trainer, task, stream, callbacks = parts.trainer, parts.model, parts.datamodule, callbacks_of(parts.trainer)
+    parts = read_parts(recipes, words)
+    trainer, task, stream = parts.make_trainer(), parts.model, parts.datamodule
+    callbacks = callbacks_of(trainer)
     methods = [type(one).__name__ for one in callbacks if isinstance(one, Method)]
     _train_nothing(callbacks)
     add_metrics(callbacks, parts.config["recipe"]["measure_on"])

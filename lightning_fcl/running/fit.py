@@ -74,17 +74,23 @@ class FederatedCLI(LightningCLI):
     Args:
         model_class: The LightningModule to train; default: any, by its ``class_path``.
         datamodule_class: A class of streams, such as a `FederatedStream` of your own.
+        program: What stands before ``fit`` on a command line; default: the script that runs.
         kwargs: Arguments of LightningCLI, over those that serve a federation.
     """
 
-    program = ""  # what stands before `fit`; empty: the script that runs
+    program = ""
 
     def __init__(
         self,
         model_class: type[L.LightningModule] = L.LightningModule,
         datamodule_class: type[L.LightningDataModule] = FederatedStream,
+        program: str = "",
         **kwargs: Any,
     ) -> None:
+        self.program = program or self.program
+        words = sys.argv[1:] if kwargs.get("args") is None else kwargs["args"]
+        if asked := {name: skip for name, skip in self.subcommands().items() if name in words[:1]}:
+            self.subcommands = lambda: asked  # type: ignore[method-assign] # parsers of the others take as long again
         chosen = {
             "subclass_mode_model": model_class is L.LightningModule,
             "seed_everything_default": 0,
@@ -211,26 +217,8 @@ class FederatedCLI(LightningCLI):
         write_files(self.out)
 
 
-class _Fit(FederatedCLI):
-    """The command `lightning-fcl fit`: making a parser of what is not asked for would take as long again."""
-
-    program = "lightning-fcl"
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {"fit": LightningCLI.subcommands()["fit"]}
-
-
-class _Test(_Fit):
-    """The command `lightning-fcl test`."""
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {"test": LightningCLI.subcommands()["test"]}
-
-
 class Parts(FederatedCLI):
-    """What recipes stand for, without a Trainer: ``model``, ``datamodule``, ``strategy`` and ``callbacks``."""
+    """What recipes stand for: ``model``, ``datamodule``, ``strategy``, ``callbacks``; `make_trainer`."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -242,35 +230,28 @@ class Parts(FederatedCLI):
         self.strategy = strategy if isinstance(strategy, FederatedStrategy) else FederatedStrategy()
         self.callbacks: list[Callback] = as_list(callbacks)
 
-
-class PartsWithTrainer(Parts):
-    """What recipes stand for, with a Trainer that writes nothing: no logger, and no checkpoint of its own."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:  # type: ignore[override]
-        super().instantiate_trainer()
+    def make_trainer(self) -> L.Trainer:
+        """A Trainer that writes nothing: no logger, and no checkpoint of its own."""
         given = self.config_init["trainer"]
-        self.datamodule.setup("fit")
         saves = any(isinstance(callback, ModelCheckpoint) for callback in self.callbacks)
         quiet = {"logger": False, "enable_model_summary": False}
         if given["enable_checkpointing"] is not False:
             quiet["enable_checkpointing"] = saves
         named = given["strategy"] if isinstance(given["strategy"], str) else "federated"
         parts = {"strategy": self.strategy if named == "federated" else named, "callbacks": self.callbacks}
-        if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
-            parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
-        return L.Trainer(**{**vars(given), **parts, **quiet})
+        with refusals():
+            self.datamodule.setup("fit")
+            if (tasks := self.config["recipe"]["tasks"]) or given["max_epochs"] is None:
+                parts["max_epochs"] = self.datamodule.plan.rounds_of(tasks)
+            return L.Trainer(**{**vars(given), **parts, **quiet})
 
 
-def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = (), with_trainer: bool = False) -> Parts:
+def read_parts(recipes: Sequence[str | Path], words: Sequence[str] = ()) -> Parts:
     """What recipes stand for, later ones over earlier ones."""
     if not recipes:
         raise ValueError("Expected at least one recipe but got none. Name it, as in: device-report RECIPE.yaml")
     try:
-        return _cli(
-            PartsWithTrainer if with_trainer else Parts,
-            [*config_words(recipes), *words, "--seed_everything", "false"],
-            run=False,
-        )
+        return _cli(Parts, [*config_words(recipes), *words, "--seed_everything", "false"], run=False)
     except ValueError as error:
         if "a `model` but got none" in str(error):
             raise ValueError(f"Expected a `model` in {', '.join(map(str, recipes))} but there is none.") from error
@@ -290,9 +271,9 @@ def as_list(callbacks: Entry | list[Entry] | None) -> list[Entry]:
     return list(callbacks) if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-def run(arguments: Sequence[str], kind: type[FederatedCLI] | None = None) -> FederatedCLI:
+def run(arguments: Sequence[str], kind: type[FederatedCLI] = FederatedCLI) -> FederatedCLI:
     """Run ``fit`` or ``test`` with the words of a command line, or a command of a ``kind`` of your own."""
-    return _cli(kind or {"fit": _Fit, "test": _Test}[arguments[0]], arguments)
+    return _cli(kind, arguments)
 
 
 def _bounded(text: str) -> Any:
@@ -314,7 +295,7 @@ def _cli(kind: type[CLI], arguments: Sequence[str], run: bool = True) -> CLI:
         "Be aware that when using `ckpt_path`, callbacks used",  # a test needs none of them
     ):
         warnings.filterwarnings("ignore", nothing_to_mend)
-    return kind(args=list(arguments), run=run, trainer_defaults=None)
+    return kind(program="lightning-fcl", args=list(arguments), run=run, trainer_defaults=None)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from lightning_fcl.hub.documents import read_yaml
-from lightning_fcl.running.named import Named
+from lightning_fcl.running.named import NamedRecipe
 
 
-def flat(recipe: Named) -> str:
+def flat(recipe: NamedRecipe) -> str:
     """A recipe as one file that stands for the same but for its folder, with the comments of all its files."""
     yaml = YAML()
     yaml.width = 120

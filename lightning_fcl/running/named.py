@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_fcl.errors import did_you_mean
 from lightning_fcl.hub.documents import read_yaml
@@ -15,13 +16,18 @@ _ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Named:
-    """A recipe of the package."""
+class NamedRecipe:
+    """A recipe: its files, later ones over earlier ones, and what else its command line says."""
 
     name: str
     title: str
     configs: tuple[Path, ...]
     words: tuple[str, ...] = ()
+
+    @property
+    def command_words(self) -> list[str]:
+        """What names it on a command line."""
+        return [*config_words(self.configs), *self.words]
 
     @property
     def about(self) -> str:
@@ -30,9 +36,9 @@ class Named:
         return first.removeprefix("#").strip().partition(". ")[0].rstrip(".") if first.startswith("#") else self.title
 
 
-def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Named]:
+def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, NamedRecipe]:
     """All recipes of the package at a scale, by name; or those of a paper, and the quickstart."""
-    quickstart = Named("quickstart", "quickstart", (recipes_folder() / "quickstart.yaml",))
+    quickstart = NamedRecipe("quickstart", "quickstart", (recipes_folder() / "quickstart.yaml",))
     found = {"quickstart": quickstart} if scale == "paper" else {}
     for folder in sorted(path.parent for path in recipes_folder().glob("*/rows.yaml")):
         if paper not in ("", folder.name):
@@ -40,21 +46,26 @@ def named_recipes(scale: str = "paper", paper: str = "") -> dict[str, Named]:
         for title, row in paper_rows(folder, None, scale).items():
             name = f"{folder.name}/{row_slug(title, row)}"
             with suppress(ValueError):  # the paper has no such scale
-                found[name] = Named(name, title, at_scale(row.configs, scale), row_words(title, row))
+                found[name] = NamedRecipe(name, title, at_scale(row.configs, scale), row_words(title, row))
     return found
 
 
-def find_recipe(name: str) -> Named:
+def read_recipe(path: Path) -> Any:
+    """What a recipe's file says, which is refused if it is none."""
+    if not path.exists():
+        raise FileNotFoundError(f"Expected a recipe at {path} but there is no such file.")
+    return read_yaml(path)
+
+
+def find_recipe(name: str) -> NamedRecipe:
     """A recipe of the package, or a file, by its name.
 
     Args:
         name: Such as ``"flwf/flwf-2t-ft"``, at another scale ``"fedvit/fedvit@small"``, or the path of a YAML file.
     """
     if Path(name).suffix in _ENDINGS or Path(name).is_file():
-        if not Path(name).exists():
-            raise FileNotFoundError(f"Expected a recipe at {name} but there is no such file.")
-        read_yaml(Path(name))  # refuses what is none
-        return Named(name, Path(name).stem, (Path(name),))
+        read_recipe(Path(name))
+        return NamedRecipe(name, Path(name).stem, (Path(name),))
     plain, _, scale = name.partition("@")
     known = named_recipes(scale or "paper", plain.partition("/")[0])
     if plain not in known:
@@ -66,14 +77,12 @@ def find_recipe(name: str) -> Named:
     return known[plain]
 
 
-def together(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The files of some recipes, later ones over earlier ones, and what else their command lines say."""
+def find_recipes(names: Sequence[str]) -> NamedRecipe:
+    """Some recipes as one, later ones over earlier ones."""
     recipes = [find_recipe(name) for name in names]
-    configs = [config for recipe in recipes for config in recipe.configs]
-    return configs, [word for recipe in recipes for word in recipe.words]
-
-
-def recipe_words(names: Sequence[str]) -> list[str]:
-    """The same as the words of a command line."""
-    configs, words = together(names)
-    return [*config_words(configs), *words]
+    return NamedRecipe(
+        " ".join(names),
+        recipes[-1].title if recipes else "",
+        tuple(config for recipe in recipes for config in recipe.configs),
+        tuple(word for recipe in recipes for word in recipe.words),
+    )

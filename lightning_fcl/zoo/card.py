@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
+from lightning_fcl.errors import require
 from lightning_fcl.evaluation.table import metric_number, metric_title
 from lightning_fcl.zoo.entry import Entry
 
@@ -13,90 +17,64 @@ ENERGY = "energy_mj/learnt sample"
 """What learning a sample costs the device of `lightning-fcl device-report`, in mJ."""
 
 
-def card(entry: Entry, spread: dict[str, tuple[float, float, int]], numbers: int) -> str:
+def card(entry: Entry, spread: Mapping[str, tuple[float, float, int]], state: Mapping[str, Tensor]) -> str:
     """The text of an entry's ``README.md``, with the metadata that the hub reads.
 
     Args:
         spread: Mean, standard deviation and number of seeds of the recipe's committed table, by metric.
     """
-    lines = ["---", yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(), "---", ""]
-    lines += [f"# {entry.name}", "", entry.about or "A network trained by lightning-fcl.", ""]
-    lines += ["```python", "from lightning_fcl import zoo", "", f'model = zoo.load("{entry.full_name}")']
-    lines += ["model.predict(x)  # class names and probabilities" if entry.classes else "model.embed(x)  # features"]
-    lines += ["```", "", "## What it takes and gives", ""]
-    sample = entry.measurement.describe() if entry.measurement else f"samples of shape {tuple(entry.shape)}, prepared"
-    lines += [f"- **Takes** {sample}.", f"- **Gives** {_gives(entry)}."]
-    lines += [f"- **Network** `{entry.network['class_path'].rpartition('.')[2]}`, {numbers:,} numbers in its state."]
-    lines += [f"- **Stored** as {entry.stored}.", ""]
-    if entry.metrics:
-        lines += ["## Its numbers", "", *_table(entry, spread), ""]
-    if ENERGY in entry.metrics:
-        lines += [
-            "The energy is estimated by the rules of `lightning-fcl device-report`, with what is frozen in int8.",
-            "",
-        ]
-    lines += ["## How it came about", "", *_origin(entry), ""]
-    ends = [f"It cannot go on learning: {why}."] if (why := entry.recipe.get("ends")) else []
-    nothing = "Nothing of a single client is in its files: no memory, no head of its own, no sample."
-    limits = [*entry.limits, *ends, nothing]
-    lines += ["## Limits", "", *[f"- {limit}" for limit in limits], ""]
-    lines += ["## Licence", "", *[f"- {of}: {terms}" for of, terms in entry.licence.items()], ""]
-    return "\n".join(lines)
+    jinja2 = require("jinja2", "writes cards")
+    template = jinja2.Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"))
+    text: str = template.render(
+        entry=entry,
+        metadata=yaml.safe_dump(_metadata(entry), sort_keys=False, allow_unicode=True).strip(),
+        shape=tuple(entry.shape),
+        numbers=sum(value.numel() for value in state.values()),
+        rows=_rows(entry, spread),
+        energy=ENERGY,
+        command=_command(entry.recipe),
+        packages=[f"{name} {version}" for name, version in entry.made_with.items() if name != "machine"],
+    )
+    return text.rstrip("\n") + "\n"
 
 
 def _metadata(entry: Entry) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "library_name": "lightning-fcl",
         "tags": ["federated-learning", "continual-learning", "pytorch"],
     }
     if "weights" in entry.licence:
-        found |= {"license": "other", "license_name": entry.licence["weights"]}
+        metadata |= {"license": "other", "license_name": entry.licence["weights"]}
     if "test_accuracy" in entry.metrics:
-        metric: dict[str, Any] = {"type": "accuracy", "value": round(entry.metrics["test_accuracy"], 4)}
         data = entry.name.split(".")[1] if "." in entry.name else "own"
-        result: dict[str, Any] = {
+        result = {
             "task": {"type": "other"},
             "dataset": {"name": data, "type": data},
-            "metrics": [metric],
+            "metrics": [{"type": "accuracy", "value": round(entry.metrics["test_accuracy"], 4)}],
         }
-        found["model-index"] = [{"name": entry.name, "results": [result]}]
-    return found
+        metadata["model-index"] = [{"name": entry.name, "results": [result]}]
+    return metadata
 
 
-def _gives(entry: Entry) -> str:
-    if not entry.classes:
-        return "features (`embed`), without a head: heads stay with the clients that trained them"
-    shown = ", ".join(entry.classes[:12]) + (", ..." if len(entry.classes) > 12 else "")
-    how = "" if entry.outputs == "logits" else ", by least squares: probabilities are its outputs, cut at 0 and scaled"
-    return f"{len(entry.classes)} classes: {shown}{how}"
-
-
-def _table(entry: Entry, spread: dict[str, tuple[float, float, int]]) -> list[str]:
-    lines = ["| | this network | over seeds | paper |", "| --- | ---: | ---: | ---: |"]
+def _rows(entry: Entry, spread: Mapping[str, tuple[float, float, int]]) -> list[list[str]]:
+    """For each metric its title, the network's own number, that over seeds, and the paper's."""
+    rows = []
     for name in dict.fromkeys([*entry.metrics, *spread]):
         if name.startswith("paper/"):
             continue
-        own = metric_number(name, entry.metrics[name]) if name in entry.metrics else ""
-        if name in spread:
-            mean, std, number = spread[name]
-            over = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})"
-        else:
-            over = ""
-        paper = entry.metrics.get(f"paper/{name}")
-        told = metric_number(name, paper) if paper is not None else ""
-        lines.append(f"| {metric_title(name)} | {own} | {over} | {told} |")
-    return lines
+        own, paper = (
+            "" if value is None else metric_number(name, value)
+            for value in (entry.metrics.get(name), entry.metrics.get(f"paper/{name}"))
+        )
+        mean, std, number = spread.get(name, (0.0, 0.0, 0))
+        over = f"{metric_number(name, mean)} ± {metric_number(name, std)} ({number})" if number else ""
+        rows.append([metric_title(name), own, over, paper])
+    return rows
 
 
-def _origin(entry: Entry) -> list[str]:
-    recipe = entry.recipe
-    lines = []
-    if configs := recipe.get("configs"):
-        words = [f"--config recipes/{config}" for config in configs]
-        words += [word if word.startswith("--") else f"'{word}'" for word in recipe["words"]]
-        lines += ["```bash", f"lightning-fcl fit {' '.join(words)} --seed_everything {recipe['seed']}", "```", ""]
-    elif command := recipe.get("command"):
-        lines += ["```bash", command, "```", ""]
-    made = ", ".join(f"{name} {version}" for name, version in entry.made_with.items() if name != "machine")
-    lines.append(f"Trained with {made}, on {entry.made_with.get('machine', 'a machine that it does not tell')}.")
-    return lines
+def _command(recipe: Mapping[str, Any]) -> str:
+    if not recipe.get("configs"):
+        return str(recipe.get("command", ""))
+    words = [f"--config recipes/{config}" for config in recipe["configs"]]
+    words += [word if word.startswith("--") else f"'{word}'" for word in recipe["words"]]
+    return f"lightning-fcl fit {' '.join(words)} --seed_everything {recipe['seed']}"

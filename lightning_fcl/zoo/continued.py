@@ -20,10 +20,11 @@ from lightning_fcl.evaluation.files import TemporaryFolder
 from lightning_fcl.federation.aggregation import reductions_of, resolve
 from lightning_fcl.federation.reductions import Sum
 from lightning_fcl.hub.checkpoint import read_checkpoint
+from lightning_fcl.hub.sums import check_file
 from lightning_fcl.methods.method import Method
 from lightning_fcl.running.fit import Parts
 from lightning_fcl.running.trained import with_checkpoint
-from lightning_fcl.zoo.entry import CONTINUE, Entry, read_folder
+from lightning_fcl.zoo.entry import CONTINUE, Entry, read_files, read_folder
 from lightning_fcl.zoo.recipe import parts_of
 from lightning_fcl.zoo.registry import folder_of
 
@@ -82,22 +83,24 @@ def continue_from(name: str | Path, clients: str | Path | None = None) -> Contin
         FileNotFoundError: If a file is missing, or the data are not there.
     """
     folder = folder_of(name, to_continue=True)
-    entry = read_folder(folder)
-    if CONTINUE not in entry.files:
+    entry, files = read_folder(folder), read_files(folder)
+    if CONTINUE not in files:
         raise ValueError(
             f"Expected a network that can go on learning but {entry.full_name} cannot: "
             f"{entry.recipe.get('ends', 'nothing to go on from was published')}."
         )
+    check_file(folder / CONTINUE, files[CONTINUE])
     checkpoint = read_continuation(folder / CONTINUE)
     kept = _federation(checkpoint)
     if clients is not None:
         kept["clients"] = _clients(clients, kept)
-    parts = parts_of(entry.recipe, entry.full_name, with_trainer=True)
+    parts = parts_of(entry.recipe, entry.full_name)
+    trainer = parts.make_trainer()
     module = with_checkpoint(parts, checkpoint).model
     temporary = TemporaryFolder("continue")
     path = temporary.path / "continue.ckpt"
     torch.save(checkpoint, path)
-    return Continuation(parts.trainer, module, parts.datamodule, path, entry, temporary)
+    return Continuation(trainer, module, parts.datamodule, path, entry, temporary)
 
 
 def continuation(checkpoint: Mapping[str, Any], parts: Parts, first: bool) -> dict[str, Any] | str:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_fcl.data.datasets.measurement import Measurement
-from lightning_fcl.errors import did_you_mean
 from lightning_fcl.evaluation.files import sha256
-from lightning_fcl.hub.sealed import seal, unseal
-from lightning_fcl.models.described import cast_arguments
+from lightning_fcl.hub.documents import parse, read_yaml
+from lightning_fcl.hub.sums import check_file, read_sums, write_sums
 
-FORMAT = 1
-"""The version of what describes an entry."""
+SUMS = "files.txt"
+"""The list of an entry's files, with the SHA-256 of each."""
 
 CONFIG, WEIGHTS, CHECK, CARD = "config.json", "model.safetensors", "check.safetensors", "README.md"
 CONTINUE = "continue.safetensors"
-FILES = (CARD, WEIGHTS, CHECK, CONTINUE)
-"""The files that an entry may have beside its configuration."""
+FILES = (CONFIG, CARD, WEIGHTS, CHECK, CONTINUE)
 
 Outputs = Literal["logits", "0/1", "-1/1", "features"]
 Stored = Literal["float32", "float16"]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Entry:
         metrics: Its own numbers, and those of the paper by ``paper/`` before the name.
         limits: What it does not do, a sentence each.
         made_with: Versions of packages, and the machine.
-        files: Size and SHA-256 of each file beside the configuration.
 
     Raises:
         ValueError: If these do not fit together.
@@ -58,18 +55,17 @@ class Entry:
     name: str
     version: int
     about: str
-    network: dict[str, Any]
+    network: Mapping[str, Any]
     outputs: Outputs
     classes: list[str]
     shape: list[int]
     measurement: Measurement | None = None
     stored: Stored = "float32"
     licence: dict[str, str] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     limits: list[str] = field(default_factory=list)
     made_with: dict[str, str] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -82,14 +78,6 @@ class Entry:
             raise ValueError(
                 f"Expected the measurement of {self.name} to be of shape {self.shape} but got {self.measurement.shape}."
             )
-        for name, told in self.files.items():
-            size, digest = told.get("size"), told.get("sha256")
-            whole = type(size) is int and size >= 0 and isinstance(digest, str) and _DIGEST.fullmatch(digest)
-            if name not in FILES or not whole or len(told) != 2:
-                raise ValueError(
-                    f"Expected the files of {self.name} to be among {', '.join(FILES)}, each with its `size` and "
-                    f"`sha256`, 64 digits, but got {name[:100]!r} with {str(told)[:200]}. Ask its publisher."
-                )
 
     @property
     def folder(self) -> str:
@@ -101,82 +89,53 @@ class Entry:
         """Name and version."""
         return f"{self.name}@{self.version}"
 
-    def with_files(self, folder: Path) -> Entry:
-        """The same, with size and SHA-256 of what lies in a folder."""
-        paths = [folder / name for name in FILES if (folder / name).is_file()]
-        return replace(self, files={path.name: file_told(path) for path in paths})
-
-    def plain(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"format": FORMAT, **asdict(self)}
-
     def text(self) -> str:
         """What its configuration file holds."""
-        return seal(self.plain())
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def check_name(name: object) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 100:
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or len(name) > 100:
         raise ValueError(
             "Expected a name such as har_cnn.ucihar.flwf2t_ft, of lower case letters, digits, _, - and dots, but got "
-            f"{str(name)[:100]!r}."
+            f"{name[:100]!r}."
         )
 
 
-def read_entry(content: object, where: object) -> Entry:
-    told = dict(content) if isinstance(content, Mapping) else {}
-    if (form := told.pop("format", None)) != FORMAT:
-        raise ValueError(
-            f"Expected {where} to be of format {FORMAT} but it is of {form}: another version of lightning-fcl wrote it."
-            " Load it with that version."
-        )
-    if told.get("measurement") is not None:
-        told["measurement"] = Measurement(**cast_fields(Measurement, told["measurement"], f"{where}: measurement"))
-    entry = Entry(**cast_fields(Entry, told, str(where)))
-    if WEIGHTS not in entry.files:
-        raise ValueError(f"Expected {where} to tell of {WEIGHTS} but it does not. Get it again.")
-    return entry
-
-
-def cast_fields(kind: type, content: object, name: str) -> dict[str, Any]:
-    """The fields of a dataclass from plain data, by their names and types."""
-    if not isinstance(content, Mapping):
-        raise ValueError(f"Expected {name} to be a mapping but got {content!r}.")
-    known = [one.name for one in fields(kind)]
-    for key in content:
-        if key not in known:
-            hint = did_you_mean(key, known)
-            raise ValueError(f"Expected {name} to tell of {', '.join(known)} but got `{key}`.{hint}")
-    return cast_arguments(kind, content, name)
+def read_entry(config: Path) -> Entry:
+    """What a configuration file says; nothing that it names is imported."""
+    content = read_yaml(config)
+    told = content if isinstance(content, dict) else {}
+    made = {name: told.get(name, {}) for name in ("network", "recipe")}
+    if not all(isinstance(value, Mapping) for value in made.values()):
+        raise ValueError(f"Expected {config} to describe a network and a recipe by name but it does not. Get it again.")
+    measured = told.get("measurement")
+    measurement = None if measured is None else parse(Measurement, measured, f"the measurement of {config}")
+    return parse(Entry, content, config, measurement=measurement, **made)
 
 
 def read_folder(folder: Path) -> Entry:
     """The entry of a folder, all of whose files are there and as they were published."""
-    entry = read_config(folder)
-    for name in entry.files:
+    for name, digest in read_files(folder).items():
         if name != CONTINUE or (folder / name).exists():  # it is large, and only wanted to go on learning
-            check_file(folder / name, entry.files[name])
-    return entry
+            check_file(folder / name, digest)
+    return read_entry(folder / CONFIG)
 
 
-def read_config(folder: Path) -> Entry:
-    """The entry of a folder, whatever its files are."""
-    config = folder / CONFIG
-    if not config.is_file():
-        raise FileNotFoundError(f"Expected {CONFIG} in {folder} but found none. Name the folder of a published model.")
-    return read_entry(unseal(config.read_bytes(), config), config)
-
-
-def file_told(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": sha256(path)}
-
-
-def check_file(path: Path, told: Mapping[str, Any]) -> None:
+def read_files(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of an entry."""
+    path = folder / SUMS
     if not path.is_file():
-        raise FileNotFoundError(f"Expected {path} but found no such file. Get it again.")
-    size, digest = told.get("size"), told.get("sha256")
-    if path.stat().st_size != size or sha256(path) != digest:
+        raise FileNotFoundError(f"Expected {SUMS} in {folder} but found none. Name the folder of a published model.")
+    digests = read_sums(path)
+    if not {CONFIG, WEIGHTS} <= digests.keys() <= {*FILES}:
         raise ValueError(
-            f"Expected {path} to be the published file of {size} bytes but its checksum is another: it is damaged. Get "
-            "it again."
+            f"Expected {path} to name {CONFIG}, {WEIGHTS} and none but {', '.join(FILES)} but got "
+            f"{', '.join(digests)[:300]}. Get it again, or ask its publisher."
         )
+    return digests
+
+
+def write_files(folder: Path) -> None:
+    """Write the list of the files that an entry's folder has."""
+    write_sums(folder / SUMS, {name: sha256(folder / name) for name in FILES if (folder / name).is_file()})

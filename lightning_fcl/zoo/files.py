@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,31 @@ def read_samples(path: Path, entry: Entry) -> NDArray[Any]:
     if not path.is_file():
         raise FileNotFoundError(f"Expected a CSV file at {path} but found none.")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [line for line in csv.reader(file) if line]
-        heading = bool(lines) and not any(_is_number(field) for field in lines[0])
-        table = np.array([[float(field) for field in line] for line in lines[heading:]])
-    except (ValueError, csv.Error) as error:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        heading = bool(lines) and not any(map(_is_number, lines[0].split(",")))
+        table = np.empty((0, 0))
+        if numbers := lines[heading:]:
+            table = np.loadtxt(numbers, delimiter=",", quotechar='"', comments=None, ndmin=2)
+    except ValueError as error:
         raise ValueError(
             f"Expected {path} to hold numbers, as many in each line, but got: {str(error)[:200]}. Mend that line."
         ) from error
-    measurement, shape = entry.measurement, tuple(entry.shape)
-    if measurement is not None and "time" in measurement.axes and table.ndim == 2:
-        steps = shape[measurement.axes.index("time")]
-        channels = len(measurement.channels)
-        if table.shape[1] == channels:
-            if len(table) % steps:
-                raise ValueError(
-                    f"Expected {path} to have {steps} lines for each sample but got {len(table)}, which leaves "
-                    f"{len(table) % steps} over. Cut them."
-                )
-            series = table.reshape(-1, steps, channels)
-            return series if measurement.axes.index("time") == 0 else series.transpose(0, 2, 1)
-    if table.ndim != 2 or table.shape[1] != prod(shape):
-        columns = table.shape[1] if table.ndim == 2 else 0
-        timed = measurement is not None and "time" in measurement.axes
-        names = ", ".join(measurement.channels) if measurement is not None and timed else ""
-        or_so = f"{names.count(',') + 1} columns ({names}), a line each time step, or " if names else ""
+    shape, axes, channels = tuple(entry.shape), tuple[str, ...](), tuple[str, ...]()
+    if entry.measurement is not None and "time" in entry.measurement.axes:
+        axes, channels = entry.measurement.axes, entry.measurement.channels
+    if axes and table.shape[1] == len(channels):
+        steps = shape[axes.index("time")]
+        if len(table) % steps:
+            raise ValueError(
+                f"Expected {path} to have {steps} lines for each sample but got {len(table)}, which leaves "
+                f"{len(table) % steps} over. Cut them."
+            )
+        series = table.reshape(-1, steps, len(channels))
+        return series if axes.index("time") == 0 else series.transpose(0, 2, 1)
+    if table.shape[1] != prod(shape):
+        or_so = f"{len(channels)} columns ({', '.join(channels)}), a line each time step, or " if channels else ""
         raise ValueError(
-            f"Expected {path} to have {or_so}{prod(shape)} columns, a line each sample, but got {columns}."
+            f"Expected {path} to have {or_so}{prod(shape)} columns, a line each sample, but got {table.shape[1]}."
         )
     return table.reshape(-1, *shape)
 

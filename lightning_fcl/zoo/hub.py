@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_fcl.errors import require
 from lightning_fcl.evaluation.files import writing
-from lightning_fcl.hub.sealed import unseal
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, Entry, read_entry
+from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files
 
 _REPOSITORY = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<commit>[0-9a-f]{40}))?")
 
@@ -32,12 +32,13 @@ def from_hub(name: str, to_continue: bool) -> Path:
             f"Expected hf:organisation/repository@ and the 40 digits of a commit but got {name!r}: what a branch holds "
             "changes."
         )
-    with _telling(f"get {name}", "Check the name, or try again.") as hub:
-        paths = [
-            Path(hub.hf_hub_download(told["repository"], file, revision=told["commit"]))
-            for file in (CONFIG, WEIGHTS, CHECK, CARD, *([CONTINUE] if to_continue else []))
-        ]
-    return paths[0].parent
+    with _speaking(f"get {name}", "Check the name, or try again.") as hub:
+        bring = partial(hub.hf_hub_download, told["repository"], revision=told["commit"])
+        folder = Path(bring(SUMS)).parent
+        for file in read_files(folder):
+            if to_continue or file != CONTINUE:
+                bring(file)
+    return folder
 
 
 def head_of(name: str) -> Head:
@@ -46,19 +47,19 @@ def head_of(name: str) -> Head:
     if told is None or told["commit"] is not None:
         raise ValueError(f"Expected hf:organisation/repository to publish to but got {name!r}.")
     repository = told["repository"]
-    with _telling(f"make or read {name}", _LOG_IN) as hub:
+    with _speaking(f"make or read {name}", _LOG_IN) as hub:
         api = hub.HfApi()
         api.create_repo(repository, exist_ok=True)
         info = api.model_info(repository)
         held = CONFIG in [file.rfilename for file in info.siblings or []]
         path = Path(hub.hf_hub_download(repository, CONFIG, revision=info.sha)) if held else None
-    return Head(repository, info.sha, read_entry(unseal(path.read_bytes(), path), name) if path else None)
+    return Head(repository, info.sha, read_entry(path) if path else None)
 
 
 def upload(folder: Path, head: Head, message: str) -> str:
     """Put a folder's files in place of a repository's, in one commit after the one that was seen."""
-    files = [CONFIG, WEIGHTS, CHECK, CARD, CONTINUE]
-    with _telling(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
+    files = [SUMS, *FILES]
+    with _speaking(f"bring {folder.name} to {head.repository}", _LOG_IN) as hub:
         commit = hub.HfApi().upload_folder(
             repo_id=head.repository,
             folder_path=folder,
@@ -74,7 +75,7 @@ _LOG_IN = "Log in by `hf auth login` with a token that may write, and try again.
 
 
 @contextmanager
-def _telling(what: str, remedy: str) -> Iterator[Any]:
+def _speaking(what: str, remedy: str) -> Iterator[Any]:
     """The hub's library, whose many errors, those of its HTTP library among them, become one."""
     for_what = "speaks to the Hugging Face hub"
     hub, cache = require("huggingface_hub", for_what), require("huggingface_hub.constants", for_what).HF_HUB_CACHE

@@ -40,8 +40,7 @@ def load(name: str | Path, model: nn.Module | None = None, check: bool = True) -
         >>> model.predict(load_digits().images[:1, None])[0].label
         '0'
     """
-    folder = folder_of(name)
-    return load_folder(folder, model, check)
+    return load_folder(folder_of(name), model, check)
 
 
 def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True) -> Pretrained:
@@ -49,7 +48,7 @@ def load_folder(folder: Path, model: nn.Module | None = None, check: bool = True
     network = build(entry, model)
     fill(network, read_tensors(folder / WEIGHTS), entry)
     pretrained = Pretrained(network, entry)
-    if check and CHECK in entry.files:
+    if check and (folder / CHECK).is_file():
         difference = compare(pretrained, read_tensors(folder / CHECK))
         if not difference <= TOLERANCE:
             raise ValueError(

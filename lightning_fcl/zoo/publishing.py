@@ -38,12 +38,13 @@ from lightning_fcl.zoo.entry import (
     Outputs,
     check_name,
     read_folder,
+    write_files,
 )
-from lightning_fcl.zoo.hub import Head, head_of, upload
+from lightning_fcl.zoo.hub import head_of, upload
 from lightning_fcl.zoo.loading import build, features_or_outputs, fill, load_folder
 from lightning_fcl.zoo.pretrained import Pretrained
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import LOCK, Published, published_in, register, registered
+from lightning_fcl.zoo.registry import LOCK, newest_version, register
 from lightning_fcl.zoo.verifying import test_accuracy
 
 _TOLD = ("final_accuracy/server", "average_accuracy/server", "forgetting/server", "upload_bytes/total")
@@ -104,12 +105,13 @@ def publish(
     check_name(name)
     if "://" in str(to):
         raise ValueError(f"Expected `to` to be a folder but got {to}. Publish to a folder, then bring that there.")
-    if str(to).startswith("hf:"):
-        head, folder = head_of(str(to)), TemporaryFolder("push")
-        _go_on_from(head, name, folder.path)
-        made = publish(run, name, folder.path, about, licence, limits, numbers, features, half)
-        return upload(Path(made), head, about or name)
-    run, to = Path(run), Path(to)
+    head = head_of(str(to)) if str(to).startswith("hf:") else None
+    if head is not None and head.entry is not None and head.entry.name != name:
+        raise ValueError(
+            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
+            "its own."
+        )
+    run = Path(run)
     results = read_results(run)
     checkpoint = trained_checkpoint(run)
     parts = with_checkpoint(read_parts([run / "config.yaml"], ["--data.seed", str(results["seed"])]), checkpoint)
@@ -122,65 +124,44 @@ def publish(
     stream.setup("test")
     network = task.network().eval()
     classes = [] if features or _private(parts) else list(stream.classes)
-    classes = [f"person {place + 1}" for place in range(len(classes))] if numbers else classes
     recipe = {**(results["recipe"] or {}), "seed": results["seed"], "command": results["command"]}
     recipe |= packaged_recipe(run, results)
-    entry = _entry(name, classes, network, parts, stream, results, recipe)
-    entry = replace(entry, about=about, licence=dict(licence or {}), limits=list(limits))
+    shape = list(stream.take(stream.plan.test[:1])[0].shape[1:])
+    wanted = {*results["expected"], *_TOLD, *_table_row(recipe)}
+    metrics = {key: value for key, value in results["metrics"].items() if key in wanted}
+    entry = Entry(
+        name=name,
+        version=1,
+        about=about,
+        network=describe(network),
+        outputs=task.gives if classes else "features",
+        classes=[f"person {place + 1}" for place in range(len(classes))] if numbers else classes,
+        shape=shape,
+        measurement=stream.samples.measurement,
+        licence=dict(licence or {}),
+        recipe=recipe | {"rounds_done": int(checkpoint["epoch"]) + 1},
+        metrics=metrics | _energy(parts, shape) | {f"paper/{key}": value for key, value in results["expected"].items()},
+        limits=list(limits),
+        made_with={**results["versions"], "machine": results["machine"]},
+    )
     model = Pretrained(network, entry)
-    asked = [False, True] if half is None and classes else [bool(half)]
-    models = {halved: model for halved in asked}
+    models = {halved: model for halved in ([False, True] if half is None and classes else [bool(half)])}
     if True in models:  # as it is loaded from a file that holds it in half precision
         models[True] = Pretrained(build(entry), entry)
         fill(models[True].network, _tensors(network, half=True), entry)
-    told = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
-    half = len(told) == 2 and abs(told[True] - told[False]) <= LOST if half is None else half
-    metrics = {"test_accuracy": told[half], **entry.metrics} if told else entry.metrics
-    model, entry = models[half], replace(entry, metrics=metrics, stored="float16" if half else "float32")
-    with writing(to):
-        to.mkdir(parents=True, exist_ok=True)
-        with locked(to / LOCK):
-            return _write(model.network, entry, to, checkpoint, parts)
-
-
-def _go_on_from(head: Head, name: str, to: Path) -> None:
-    """Note in a registry what a repository holds already: what is published there now is the version after it."""
-    if head.entry is None:
-        return
-    if head.entry.name != name:
-        raise ValueError(
-            f"Expected hf:{head.repository} to hold {name} but it holds {head.entry.name}. Publish to a repository of "
-            "its own."
-        )
-    register(to, Published(head.entry, name))
-
-
-def _entry(
-    name: str,
-    classes: list[str],
-    network: nn.Module,
-    parts: Parts,
-    stream: FederatedStream,
-    results: Mapping[str, Any],
-    recipe: dict[str, Any],
-) -> Entry:
-    expected = results["expected"]
-    told = {*expected, *_TOLD, *_table_row(recipe)}
-    metrics = {key: value for key, value in results["metrics"].items() if key in told}
-    shape = list(stream.take(stream.plan.test[:1])[0].shape[1:])
-    return Entry(
-        name=name,
-        version=1,
-        about="",
-        network=describe(network),
-        outputs=parts.model.gives if classes else "features",
-        classes=classes,
-        shape=shape,
-        measurement=stream.samples.measurement,
-        recipe=recipe,
-        metrics=metrics | _energy(parts, shape) | {f"paper/{key}": value for key, value in expected.items()},
-        made_with={**results["versions"], "machine": results["machine"]},
-    )
+    accuracy = {halved: test_accuracy(one, stream) for halved, one in models.items()} if classes else {}
+    half = len(accuracy) == 2 and abs(accuracy[True] - accuracy[False]) <= LOST if half is None else half
+    metrics = {"test_accuracy": accuracy[half], **entry.metrics} if accuracy else entry.metrics
+    entry = replace(entry, metrics=metrics, stored="float16" if half else "float32")
+    temporary = None if head is None else TemporaryFolder("push")
+    place = Path(to) if temporary is None else temporary.path
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
+        with locked(place / LOCK):
+            newest = head.entry.version if head is not None and head.entry is not None else newest_version(place, name)
+            later = continuation(checkpoint, parts, first=newest == 0)
+            folder = _write(models[half].network, replace(entry, version=newest + 1), later, place)
+    return folder if head is None else upload(folder, head, about or name)
 
 
 def _energy(parts: Parts, shape: Sequence[int]) -> dict[str, float]:
@@ -208,33 +189,29 @@ def _tensors(network: nn.Module, half: bool) -> dict[str, Tensor]:
     }
 
 
-def _write(network: nn.Module, entry: Entry, to: Path, checkpoint: Mapping[str, Any], parts: Parts) -> Path:
+def _write(network: nn.Module, entry: Entry, later: dict[str, Any] | str, to: Path) -> Path:
     """Put an entry beside a registry, then name it there: whole or not at all."""
-    version = max((one.entry.version for one in registered(to) if one.entry.name == entry.name), default=0) + 1
-    later = continuation(checkpoint, parts, first=version == 1)
-    recipe = entry.recipe | {"rounds_done": int(checkpoint["epoch"]) + 1}
-    entry = replace(entry, version=version, recipe=recipe if isinstance(later, dict) else recipe | {"ends": later})
+    if isinstance(later, str):
+        entry = replace(entry, recipe={**entry.recipe, "ends": later})
     folder, partial = inside(to, entry.folder), inside(to, f".{entry.folder}.part")
     if folder.exists():  # an entry of an attempt that was cut off: no registry names it, and nothing else is removed
         read_folder(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     write_whole(partial / WEIGHTS, save(_tensors(network, entry.stored == "float16")))
-    model = Pretrained(network, entry)
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(2, *entry.shape, generator=generator)
+    sample = torch.randn(2, *entry.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        pair = {"input": sample, "output": features_or_outputs(model, sample).contiguous()}
+        pair = {"input": sample, "output": features_or_outputs(Pretrained(network, entry), sample).contiguous()}
     write_whole(partial / CHECK, save(pair))
-    if isinstance(later, dict):
+    if not isinstance(later, str):
         write_whole(partial / CONTINUE, continuation_bytes(later))
-    numbers = sum(value.numel() for value in network.state_dict().values())
-    write_whole(partial / CARD, card(entry, spread_of(entry), numbers))
-    write_whole(partial / CONFIG, entry.with_files(partial).text())
+    write_whole(partial / CARD, card(entry, spread_of(entry), network.state_dict()))
+    write_whole(partial / CONFIG, entry.text())
+    write_files(partial)
     load_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    register(to, published_in(folder))
+    register(folder)
     return folder
 
 

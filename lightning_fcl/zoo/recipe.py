@@ -47,12 +47,12 @@ def _candidates(told: Mapping[str, str]) -> Iterator[tuple[Sequence[Path], Seque
         return
 
 
-def parts_of(recipe: Mapping[str, Any], name: str, with_trainer: bool = False) -> Parts:
+def parts_of(recipe: Mapping[str, Any], name: str) -> Parts:
     """What the recipe of a published network stands for, if it is one of the package as it is now."""
     for configs, words in _candidates({key: str(recipe.get(key) or "") for key in ("paper", "row")}):
         # A recipe is a program: of what the entry tells nothing is run, it is only compared.
         if _told(configs, words).items() <= recipe.items() and type(seed := recipe.get("seed")) is int:
-            return read_parts(configs, [*words, "--data.seed", str(seed)], with_trainer)
+            return read_parts(configs, [*words, "--data.seed", str(seed)])
     raise UnknownRecipeError(
         f"Expected {name} to be of a recipe of this package but its own is another. Install the version that it "
         "tells of, or hand in the recipe."

@@ -2,88 +2,93 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from lightning_fcl.errors import did_you_mean
-from lightning_fcl.evaluation.files import cache_folder, locked, replacing, write_whole, writing
+from lightning_fcl.evaluation.files import cache_folder, locked, replacing, sha256, writing
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.hub.download import download
-from lightning_fcl.hub.sealed import seal, unseal
-from lightning_fcl.zoo.entry import (
-    CONFIG,
-    CONTINUE,
-    FILES,
-    Entry,
-    cast_fields,
-    check_file,
-    read_config,
-    read_entry,
-    read_folder,
-)
+from lightning_fcl.hub.sums import check_file, read_sums, write_sums
+from lightning_fcl.zoo.entry import CONFIG, CONTINUE, FILES, SUMS, Entry, read_entry, read_files, read_folder
 from lightning_fcl.zoo.hub import from_hub
 
-FORMAT = 1
-"""The version of registries."""
-
-REGISTRY, LOCK = "registry.json", ".registry.lock"
+REGISTRY, LOCK = "registry.txt", ".registry.lock"
 
 _URL = re.compile(r"(?P<url>https?://[^#]+?)/?(#sha256=(?P<digest>[0-9a-f]{64}))?", re.IGNORECASE)
+_FOLDER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,99}(@[1-9][0-9]{0,8})?")
 
 
 @dataclass(frozen=True)
 class Published:
-    """An entry of a registry."""
-
-    entry: Entry
-    folder: str
-
-    def __post_init__(self) -> None:
-        if self.folder not in (self.entry.name, self.entry.full_name):
-            raise ValueError(
-                f"Expected the folder of {self.entry.full_name} to have its name but got {self.folder[:100]!r}. Ask "
-                "its publisher."
-            )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        data = self.entry.text().encode()
-        return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    def files(self, to_continue: bool = False) -> dict[str, dict[str, Any]]:
-        """Size and SHA-256 of the entry's files, by name; what it goes on learning from if that is wanted."""
-        own = {name: told for name, told in self.entry.files.items() if to_continue or name != CONTINUE}
-        return {CONFIG: self.config, **own}
-
-    def plain(self) -> dict[str, Any]:
-        return {"entry": self.entry.plain(), "folder": self.folder, "config": self.config}
-
-
-@dataclass(frozen=True)
-class Registry:
-    """A registry, and where its folders may be.
+    """A network that a registry lists.
 
     Args:
-        places: Folders and URLs, the first that has an entry counts.
+        folder: The name of its folder.
+        digest: SHA-256 of the list of its files.
+        beside: The folder of the registry, where its own may be.
+        url: Where files come from that are not there; empty: they do not come.
     """
 
-    entries: tuple[Published, ...]
-    places: tuple[str, ...]
+    folder: str
+    digest: str
+    beside: Path
+    url: str = ""
 
-    def find(self, name: str) -> Published | None:
-        """The newest version of a name, or that which the name tells; None: there is none."""
-        base, _, version = name.partition("@")
-        own = [one for one in self.entries if one.entry.name == base and version in ("", str(one.entry.version))]
-        return max(own, key=lambda one: one.entry.version, default=None)
+    @property
+    def name(self) -> str:
+        return self.folder.partition("@")[0]
+
+    @property
+    def version(self) -> int:
+        return int(self.folder.partition("@")[2] or 1)
+
+    @property
+    def entry(self) -> Entry:
+        return self._entry(self._bring((CONFIG,)))
+
+    def bring(self, to_continue: bool = False) -> Path:
+        """Its folder, with all of its files verified: beside the registry, in the cache, or brought there."""
+        folder = self._bring(FILES if to_continue else [name for name in FILES if name != CONTINUE])
+        self._entry(folder)
+        return folder
+
+    def _bring(self, wanted: Collection[str]) -> Path:
+        own, cached = inside(self.beside, self.folder), inside(cache_folder() / "zoo", self.digest)
+        for place in [own] if self.url else [own, cached]:
+            if (place / SUMS).is_file():
+                check_file(place / SUMS, self.digest)
+                files = {name: digest for name, digest in read_files(place).items() if name in wanted}
+                if all((place / name).is_file() for name in files):
+                    for name, digest in files.items():
+                        check_file(place / name, digest)
+                    return place
+        if not self.url:
+            raise FileNotFoundError(
+                f"Expected the files of {self.folder} in {own} but this installation does not have them: they are too "
+                "large to travel with the package, or their data's licence does not let them. Point LIGHTNING_FCL_ZOO "
+                "at the folder `zoo` of a checkout, or at a URL that serves it."
+            )
+        download(f"{self.url}/{self.folder}/{SUMS}", cached / SUMS, self.digest)
+        for name, digest in read_files(cached).items():
+            if name in wanted:
+                download(f"{self.url}/{self.folder}/{name}", inside(cached, name), digest)
+        return cached
+
+    def _entry(self, folder: Path) -> Entry:
+        entry = read_entry(folder / CONFIG)
+        if entry.folder != self.folder:
+            raise ValueError(
+                f"Expected the folder of {entry.full_name} to have its name but got {self.folder}. Ask its publisher."
+            )
+        return entry
 
 
 def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
@@ -105,151 +110,100 @@ def list_models(pattern: str = "*", pretrained: bool = True) -> list[str]:
 
 
 def list_published(pattern: str = "*") -> dict[str, Published]:
-    """What the registries say of the newest version of each name, in alphabetical order; the first registry counts."""
+    """The newest version of each name, in alphabetical order; the first registry that has it counts."""
     newest: dict[str, Published] = {}
     for registry in registries():
-        names = {one.entry.name for one in registry.entries} - {*newest}
-        newest |= {name: found for name in names if (found := registry.find(name)) is not None}
+        names = {one.name for one in registry} - {*newest}
+        newest |= {one.name: one for one in sorted(registry, key=lambda one: one.version) if one.name in names}
     return {name: newest[name] for name in sorted(newest) if fnmatch(name, pattern)}
 
 
 def folder_of(name: str | Path, to_continue: bool = False) -> Path:
     """The folder of an entry on this machine, its files verified against the registry that names it."""
     text = str(name)
-    if isinstance(name, Path) or (os.sep in text.removeprefix("hf:") and not text.startswith("hf:")):
+    if isinstance(name, Path) or (os.sep in text and not text.startswith("hf:")):
         return Path(name).expanduser()
-    if text.startswith("hf:"):
-        return from_hub(text, to_continue)
-    return _verified(*_found(text), to_continue)
+    return from_hub(text, to_continue) if text.startswith("hf:") else find(text).bring(to_continue)
 
 
 def find(name: str) -> Published:
-    return _found(name)[1]
-
-
-def _found(name: str) -> tuple[Registry, Published]:
+    """The newest version of a name, or that which the name tells."""
+    base, _, version = name.partition("@")
     for registry in registries():
-        if (published := registry.find(name)) is not None:
-            return registry, published
-    hint = did_you_mean(name.partition("@")[0], list_models())
+        if own := [one for one in registry if one.name == base and version in ("", str(one.version))]:
+            return max(own, key=lambda one: one.version)
+    hint = did_you_mean(base, list_models())
     raise ValueError(
         f"Expected the name of a published model but got {name!r}.{hint} `lightning-fcl zoo ls` lists them."
     )
 
 
-def registries() -> Iterator[Registry]:
+def registries() -> Iterator[list[Published]]:
     """That which ``LIGHTNING_FCL_ZOO`` names, a folder or a URL with its SHA-256; then the package's.
 
-    Files of the package's that do not travel with it are looked for at the setting's URL, if that tells no SHA-256.
+    Files of the package's that do not travel with it are looked for at the setting's URL.
     """
     place = os.environ.get("LIGHTNING_FCL_ZOO", "")
     remote = _URL.fullmatch(place)
-    if place and (remote is None or remote["digest"]):
-        yield _told(place)
-    own = package_folder()
-    if (own / REGISTRY).is_file():
-        more = (remote["url"],) if remote is not None else ()
-        yield read_registry((own / REGISTRY).read_bytes(), str(own), *more)
+    url = remote["url"] if remote else ""
+    if remote and remote["digest"]:
+        digest = remote["digest"].lower()
+        file = download(f"{url}/{REGISTRY}", inside(cache_folder() / "zoo", digest, REGISTRY), digest)
+        yield read_registry(file, url)
+    elif place and not remote:
+        file = Path(place).expanduser() / REGISTRY
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
+            )
+        yield read_registry(file)
+    if (own := package_folder() / REGISTRY).is_file():
+        yield read_registry(own, url)
 
 
 @cache
 def package_folder() -> Path:
     """The package's own zoo: of the wheel, or of the checkout."""
-    inside = Path(__file__).parent / "models"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "zoo"
+    shipped = Path(__file__).parent / "models"
+    return shipped if shipped.is_dir() else Path(__file__).parents[2] / "zoo"
 
 
-def read_registry(data: bytes, *places: str) -> Registry:
-    where = f"{places[0]}/{REGISTRY}"
-    content = unseal(data, where)
-    if content.get("format") != FORMAT:
-        raise ValueError(
-            f"Expected {where} to be of format {FORMAT} but it is of {content.get('format')}: another version of "
-            "lightning-fcl wrote it. Load it with that version."
-        )
-    models = content.get("models")
-    if not isinstance(models, list):
-        raise ValueError(f"Expected {where} to list models but it does not. Get it again.")
-    return Registry(tuple(_read_published(one, where) for one in models), places)
+def read_registry(file: Path, url: str = "") -> list[Published]:
+    digests = {name.removesuffix(f"/{SUMS}"): digest for name, digest in read_sums(file).items()}
+    for folder in digests:
+        if not _FOLDER.fullmatch(folder):
+            raise ValueError(f"Expected NAME/{SUMS} in each line of {file} but got {folder[:100]!r}. Get it again.")
+    return [Published(folder, digest, file.parent, url) for folder, digest in digests.items()]
 
 
-def _read_published(content: object, where: str) -> Published:
-    told = dict(content) if isinstance(content, dict) else {}
-    config, entry = told.pop("config", None), read_entry(told.get("entry"), where)
-    published = Published(**cast_fields(Published, {**told, "entry": entry}, where))
-    if config != published.config:
-        raise ValueError(
-            f"Expected {where} to tell the SHA-256 of the configuration of {entry.full_name} but got "
-            f"{str(config)[:200]}. Get it again, or ask its publisher."
-        )
-    return published
+def newest_version(folder: Path, name: str) -> int:
+    """That of a name in the registry of a folder; 0: there is none."""
+    listed = read_registry(folder / REGISTRY) if (folder / REGISTRY).is_file() else []
+    return max((one.version for one in listed if one.name == name), default=0)
 
 
-def register(to: Path, published: Published) -> None:
-    others = [one for one in registered(to) if one.entry.full_name != published.entry.full_name]
-    ordered = sorted([*others, published], key=lambda one: (one.entry.name, one.entry.version))
-    write_whole(to / REGISTRY, seal({"format": FORMAT, "models": [one.plain() for one in ordered]}))
-
-
-def registered(folder: Path) -> tuple[Published, ...]:
-    """What the registry of a folder lists; nothing, if it has none yet."""
-    file = folder / REGISTRY
-    return read_registry(file.read_bytes(), str(folder)).entries if file.is_file() else ()
-
-
-def published_in(folder: Path) -> Published:
-    return Published(read_folder(folder), folder.name)
+def register(folder: Path) -> None:
+    """Name an entry's folder in the registry beside it."""
+    file = folder.parent / REGISTRY
+    digests = read_sums(file) if file.is_file() else {}
+    write_sums(file, {**digests, f"{folder.name}/{SUMS}": sha256(folder / SUMS)})
 
 
 def collect(folder: Path, to: Path) -> Path:
     """Copy an entry's folder beside a registry, and name it there."""
-    entry = read_folder(folder)
+    entry, files = read_folder(folder), read_files(folder)
     target = inside(to, entry.folder)
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         with locked(to / LOCK):
-            if any((target / file).exists() for file in (CONFIG, *FILES)) and read_config(target).name != entry.name:
+            if (
+                any((target / name).exists() for name in (SUMS, *FILES))
+                and read_entry(target / CONFIG).name != entry.name
+            ):
                 raise FileExistsError(f"Expected {target} to hold {entry.name} but it holds another. Move it.")
-            for file in (CONFIG, *entry.files):
-                if (folder / file).exists():
-                    with replacing(target / file) as copy:
-                        shutil.copy2(folder / file, copy)
-            register(to, published_in(target))
+            for name in (*files, SUMS):
+                if (folder / name).exists():
+                    with replacing(target / name) as copy:
+                        shutil.copy2(folder / name, copy)
+            register(target)
     return target
-
-
-def _told(place: str) -> Registry:
-    """The registry of ``LIGHTNING_FCL_ZOO``."""
-    remote = _URL.fullmatch(place)
-    if remote is not None:
-        digest = remote["digest"].lower()
-        file = download(f"{remote['url']}/{REGISTRY}", inside(cache_folder() / "zoo", digest, REGISTRY), digest)
-        return read_registry(file.read_bytes(), remote["url"])
-    file = Path(place).expanduser() / REGISTRY
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"Expected LIGHTNING_FCL_ZOO to name a URL, or a folder with {REGISTRY}, but got {place}."
-        )
-    return read_registry(file.read_bytes(), str(file.parent))
-
-
-def _verified(registry: Registry, published: Published, to_continue: bool) -> Path:
-    """The folder of an entry: beside its registry, else in the cache, else downloaded to it."""
-    files = published.files(to_continue)
-    cached = inside(cache_folder() / "zoo", published.config["sha256"])
-    remote = [place for place in registry.places if _URL.fullmatch(place)]
-    folders = [inside(Path(place), published.folder) for place in registry.places if place not in remote]
-    for folder in folders if remote else (*folders, cached):
-        if all((folder / file).is_file() for file in files):
-            for file, told in files.items():
-                check_file(folder / file, told)
-            return folder
-    if not remote:
-        raise FileNotFoundError(
-            f"Expected the files of {published.entry.full_name} in {folders[0]} but this installation does not have "
-            "them: they are too large to travel with the package, or their data's licence does not let them. Point "
-            "LIGHTNING_FCL_ZOO at the folder `zoo` of a checkout, or at a URL that serves it."
-        )
-    for file, told in files.items():  # one that is in the cache already, and whole, is not asked for
-        download(f"{remote[0]}/{published.folder}/{file}", inside(cached, file), told["sha256"], told["size"])
-    return cached

@@ -191,6 +191,7 @@ def test_validate_trains_nothing(tmp_path, monkeypatch, capsys, change, error_of
 
 
 def test_help_of_a_class(capsys):
-    main(["fit", "--help=FLwF2T"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help=FLwF2T"])
     out = capsys.readouterr().out
     assert "lightning_fcl.callbacks.FLwF2T(" in out and "temperature" in out and "SUPPRESS" not in out

@@ -419,7 +419,7 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"objectiv": "x"}, "but got objectiv. Did you mean objective?"),
         (
             {"objective": None},
-            "search.yaml to be a search file but got: the following arguments are required: objective",
+            "search.yaml to be understood but got: the following arguments are required: objective",
         ),
         ({"configs": ["nowhere.yaml"]}, "nowhere.yaml"),
         ({"trials": 0}, "`trials` to be at least 1 but got 0"),
@@ -429,7 +429,8 @@ def test_what_the_system_refuses_is_no_trials_fault(search, tmp_path, error_of, 
         ({"direction": "up"}, '"direction": Expected a typing.Literal'),
         ({"measure_on": "train"}, '"measure_on": Expected a typing.Literal'),
         ({"space": {}}, "`space` to have a line for each setting"),
-        ({"cases": [1]}, '"cases": Expected a'),
+        ({"cases": [1]}, "Expected `space`, and each of `cases`, in"),
+        ({"space": [1]}, "Expected `space`, and each of `cases`, in"),
         ({"cases": {"a": {LR: 0.1}}}, "`case` to be one of a but got None. Choose with --case."),
         ({"space": {LR: 0.1}}, f"the space of `{LR}` to be a list of choices, or {{low: ..., high: ...}}"),
         ({"space": {LR: []}}, "to be a list of choices"),
@@ -470,7 +471,7 @@ def test_bad_words(search, tmp_path, error_of):
     (tmp_path / "search.yaml").write_text("a: [")
     assert "to be YAML" in error_of(["tune", str(tmp_path / "search.yaml")])
     (tmp_path / "search.yaml").write_text("- a")
-    assert "to have configs, objective and space" in error_of(["tune", str(tmp_path / "search.yaml")])
+    assert "search.yaml to hold values by name" in error_of(["tune", str(tmp_path / "search.yaml")])
 
 
 def test_numbers_in_search_files_are_those_of_recipes(tmp_path, search):

@@ -1,11 +1,14 @@
 """YAML is bounded before anything walks through it."""
 
 import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import yaml
 
-from lightning_fcl.hub.documents import NODES, SIZE, check_file, check_yaml, read_yaml
+from lightning_fcl.hub.documents import NODES, SIZE, check_file, check_yaml, parse, read_yaml
 
 LAUGHS = "\n".join(["a0: &a0 [0, 0]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))])
 EVIL = {
@@ -52,3 +55,44 @@ def test_what_is_no_text_or_never_ends_is_refused(tmp_path):
         read_yaml(tmp_path.__class__(os.devnull))
     with pytest.raises(FileNotFoundError):
         check_file(tmp_path / "none.yaml")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Fields of a document, one of which a caller makes."""
+
+    number: int
+    word: Literal["a", "b"] = "a"
+    many: dict[str, float] | None = None
+    thing: object = None
+
+
+def test_a_document_is_read_by_its_fields():
+    made = parse(Toy, {"number": 3, "many": {"x": 1}, "thing": {"class_path": "no.such"}}, "here", thing="made")
+    assert made == Toy(3, "a", {"x": 1.0}, "made")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"number": 3, "wrod": "b"}, r"Expected number, word, many, thing in here but got wrod\. Did you mean word\?"),
+        ({}, "Expected here to be understood but got: the following arguments are required: number"),
+        ({"number": "many"}, "key \"number\": Expected a <class 'int'>. Got value: many"),
+        ({"number": 3, "word": "c"}, "Got value: c"),
+        ({"number": 3, "many": {"x": "y"}}, "here to be understood"),
+        ([3], r"Expected here to hold values by name but got '\[3\]'"),
+        (None, "Expected here to hold values by name but got 'None'"),
+    ],
+)
+def test_what_a_document_may_not_say_is_refused(content, message):
+    with pytest.raises(ValueError, match=message):
+        parse(Toy, content, "here", thing=None)
+
+
+@pytest.mark.parametrize("value", ["evil.Thing", {"class_path": "evil.Thing"}])
+@pytest.mark.parametrize("name", ["number", "word", "many", "thing"])
+def test_nothing_that_a_document_names_is_imported(tmp_path, monkeypatch, name, value):
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    with suppress(ValueError):
+        parse(Toy, {"number": 3, name: value}, "here", thing=None)

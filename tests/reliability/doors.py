@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from campaign import Campaign, Outcome, call
-from names import DOORS, EVIL, NAME, evil_registry, hashed, mixed
+from names import DOORS, EVIL, NAME, evil_zoo, hashed, mixed
 
 from lightning_fcl.deployment.node import memories, own_folder
 from lightning_fcl.deployment.own_data import split_file
@@ -21,7 +21,6 @@ from lightning_fcl.deployment.parcel import RefusedError
 from lightning_fcl.evaluation.files import write_whole
 from lightning_fcl.evaluation.inside import inside
 from lightning_fcl.federation.client_store import ClientStore
-from lightning_fcl.hub.sealed import unseal
 from lightning_fcl.zoo.registry import REGISTRY, collect, package_folder
 
 
@@ -60,9 +59,9 @@ def evil_registry_of(campaign: Campaign, rng: random.Random, folder: Path) -> Ou
     """A command that is handed an evil registry, in a folder or at a URL, ends with one message and touches nothing."""
     zoo, door = folder / "zoo", rng.choice(sorted(DOORS))
     collect(package_folder() / NAME, zoo)
-    value = rng.choice([*DOORS[door][1], str(folder / "victim")])
-    data = evil_registry(unseal((zoo / REGISTRY).read_bytes(), REGISTRY), door, value)
-    (zoo / REGISTRY).write_bytes(data)
+    value = rng.choice([*DOORS[door][2], str(folder / "victim")])
+    evil_zoo(zoo, door, value)
+    data = (zoo / REGISTRY).read_bytes()
     before, words = (
         _victims(folder, zoo, zoo / NAME),
         rng.choice([["fetch"], ["verify"], ["info"], ["fetch", "--to", "copy"]]),
@@ -78,7 +77,8 @@ def evil_registry_of(campaign: Campaign, rng: random.Random, folder: Path) -> Ou
             del os.environ["LIGHTNING_FCL_ZOO"], os.environ["LIGHTNING_FCL_CACHE"]
     if said.code != 2 or len(said.text) > 2000:
         return said.wrong(what) or Outcome("wrong ending", what, f"exit {said.code}\n{said.text[:2000]}")
-    kept = {folder / "cache" / "zoo" / hashed(data) / REGISTRY: data} if afar else {}
+    # Of a registry from afar only what its digest is known of is kept: it, and what it lists itself.
+    kept = {path: data for path, data in _all(folder).items() if afar and path.is_relative_to(folder / "cache" / "zoo")}
     return _compared(what, folder, {**before, **kept})
 
 

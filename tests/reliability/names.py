@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
+import json
 import random
 import unicodedata
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
-from lightning_fcl.hub.sealed import seal
 from lightning_fcl.zoo.entry import WEIGHTS
 
 UP = ("..", "../x", "../../x", "x/../../y", "./x", "x/./y", ".", "", "/", "x/", "x//y", "~/../../x", ".../x")
@@ -47,47 +46,47 @@ STRANGE = (None, True, 0, -1, 1.5, float("nan"), b"x", [], ["x"], {}, {"x": "y"}
 TEXTS = tuple(dict.fromkeys((*UP, *ABSOLUTE, *UNPRINTED, *FORBIDDEN, *ENDS, *DEVICES, *TWINS, *LONG, *BROKEN)))
 EVIL = (*TEXTS, *STRANGE)
 
-JSON = [value for value in STRANGE if not isinstance(value, bytes)]
 WRITTEN = [name for name in TEXTS if not any("\ud800" <= sign <= "\udfff" for sign in name)]
-FILES = [*WRITTEN, "model.safetensors ", "Model.safetensors", "config.json", "registry.json", "weights.pkl", ".lock"]
-NO_DIGESTS = ["0" * 63, "0" * 65, "A" * 64, "g" * 64, "\uff10" * 64, "0" * 64 + "\n", "../" + "0" * 61]
+FILES = [*WRITTEN, "model.safetensors ", "Model.safetensors", "files.txt", "registry.txt", "weights.pkl", ".lock"]
+NO_DIGESTS = ["", "0" * 63, "0" * 65, "A" * 64, "g" * 64, "\uff10" * 64, "0" * 64 + "\n", "../" + "0" * 61, "0" * 64]
 NAME = "mlp.digits.flwf2t_replay"  # the entry that is changed
 
 
-def _change(*place: str) -> Callable[[Any, object], None]:
-    """Changes what lies deep in a registry."""
-
-    def to(model: Any, value: object) -> None:
-        for key in place[:-1]:
-            model = model[key]
-        model[place[-1]] = value
-
-    return to
+def _digest_of(name: str) -> Callable[[str, str], str]:
+    return lambda text, value: text.replace(_digest(text, name), value)
 
 
-def _rename(model: Any, name: object) -> None:
-    model["entry"]["files"][name] = model["entry"]["files"].pop(WEIGHTS)
-
-
-def _add(model: Any, name: object) -> None:
-    model["entry"]["files"][name] = {"size": 0, "sha256": "0" * 64}
-
-
-DOORS: dict[str, tuple[Callable[[Any, object], None], list[Any]]] = {
-    "another file": (_rename, FILES),
-    "one file more": (_add, FILES),
-    "a file's digest": (_change("entry", "files", WEIGHTS, "sha256"), [*WRITTEN, *JSON, *NO_DIGESTS]),
-    "a file's size": (_change("entry", "files", WEIGHTS, "size"), [*(v for v in JSON if v != 0), "1", -(10**40)]),
-    "what is told of a file": (_change("entry", "files", WEIGHTS), JSON),
-    "the files": (_change("entry", "files"), JSON),
-    "the configuration's digest": (_change("config", "sha256"), [*WRITTEN, *JSON, *NO_DIGESTS, "0" * 64]),
-    "the configuration": (_change("config"), JSON),
-    "the folder": (_change("folder"), [*WRITTEN, *JSON, "mlp.other", f"{NAME}@2", f"{NAME}@1/../.."]),
-    "the name": (_change("entry", "name"), [*WRITTEN, *JSON, f"{NAME}/..", "MLP.digits"]),
-    "the version": (_change("entry", "version"), [*JSON, "1", -(10**40)]),
-    "the entry": (_change("entry"), JSON),
+DOORS: dict[str, tuple[str, Callable[[str, str], str], list[str]]] = {
+    "another file": ("files.txt", lambda text, name: text.replace(WEIGHTS, name), FILES),
+    "one file more": ("files.txt", lambda text, name: f"{text}{name} {'0' * 64}\n", FILES),
+    "a file's digest": ("files.txt", _digest_of(WEIGHTS), [*WRITTEN, *NO_DIGESTS]),
+    "the list's digest": ("registry.txt", _digest_of(NAME), [*WRITTEN, *NO_DIGESTS]),
+    "the folder": (
+        "registry.txt",
+        lambda text, name: text.replace(NAME, name),
+        [*WRITTEN, "mlp.other", f"{NAME}@2", f"{NAME}@1/../..", f"{NAME}/.."],
+    ),
+    "the name": (
+        "config.json",
+        lambda text, name: text.replace(f'"{NAME}"', json.dumps(name)),
+        [*WRITTEN, "mlp.other"],
+    ),
+    "the version": (
+        "config.json",
+        lambda text, value: text.replace('"version": 1', f'"version": {value}'),
+        ["0", "-1", "2", "1.5", "null", "[]", "{}", "true", '"x"'],
+    ),
+    "the configuration": (
+        "config.json",
+        lambda text, value: value,
+        ["null", "[]", "3", '"x"', "{}", '{"x": "\\ud800"}', "[" * 100_000, "{"],
+    ),
 }
-"""What of a registry's first entry is changed, and what to; all of it is to be refused."""
+"""Of which file what is changed, and what to; all of it is to be refused."""
+
+
+def _digest(text: str, name: str) -> str:
+    return next(line.split(" ")[1] for line in text.splitlines() if line.startswith(name))
 
 
 def hashed(data: bytes) -> str:
@@ -95,15 +94,20 @@ def hashed(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def evil_registry(content: Mapping[str, Any], door: str, value: object) -> bytes:
-    """A registry that is changed, by one who makes all else in it agree."""
-    changed = copy.deepcopy(dict(content))
-    model = changed["models"][0]
-    DOORS[door][0](model, value)
-    if "configuration" not in door:
-        data = seal(model["entry"] if isinstance(model["entry"], dict) else {}).encode()
-        model["config"] = {"size": len(data), "sha256": hashed(data)}
-    return seal(changed).encode()
+def evil_zoo(zoo: Path, door: str, value: str) -> None:
+    """Change a zoo of one entry as one would who makes all else in it agree."""
+    name, change, _ = DOORS[door]
+    path = zoo / name if name == "registry.txt" else zoo / NAME / name
+    path.write_text(change(path.read_text(encoding="utf-8"), value), encoding="utf-8")
+    if name == "config.json":
+        _agree(zoo / NAME / "files.txt", "config.json", path)
+    if name != "registry.txt":
+        _agree(zoo / "registry.txt", f"{NAME}/files.txt", zoo / NAME / "files.txt")
+
+
+def _agree(listing: Path, name: str, file: Path) -> None:
+    text = listing.read_text(encoding="utf-8")
+    listing.write_text(text.replace(_digest(text, name), hashed(file.read_bytes())), encoding="utf-8")
 
 
 def mixed(rng: random.Random) -> str:

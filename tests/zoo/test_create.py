@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,7 +89,9 @@ def test_a_reservoir_of_others():
 )
 def test_a_recipe_of_another_task_begins_with_a_published_network(task, name, tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr("lightning_fcl.running.fit.run", lambda words: seen.update(words=words))
+    monkeypatch.setattr(
+        "lightning_fcl.running.fit.run", lambda words: seen.update(words=words) or SimpleNamespace(leaves_results=False)
+    )
     main(["fit", "--model", f"lightning_fcl.{task}", f"--model.pretrained={name}", "--print_config"])
     (tmp_path / "recipe.yaml").write_text("model: {}")
     words = ["--model.num_classes", "4"] if task == "ReservoirClassifier" else []

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from lightning_fcl import zoo
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS
 
 NAME = "mlp.digits.flwf2t_replay"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -130,8 +130,7 @@ def test_from_the_hub_at_a_commit(hub):
 
 @pytest.mark.seconds
 def test_a_changed_file_of_the_hub_is_refused(hub, commits):
-    content = json.loads(commits[COMMIT][CONFIG])
-    commits[COMMIT][CONFIG] = (json.dumps(content | {"version": 7}, indent=1, ensure_ascii=False) + "\n").encode()
+    commits[COMMIT][CONFIG] = commits[COMMIT][CONFIG].replace(b'"version": 1', b'"version": 7')
     assert "its checksum is another" in hub("-c", LABEL.format(name=f"hf:our/models@{COMMIT}")).stderr
 
 
@@ -167,7 +166,7 @@ def test_a_run_is_pushed_as_the_next_version(hub, commits, run):
     assert done.returncode == 0, done.stderr
     commit, files = [*commits.items()][-1]
     assert f"hf:our/models@{commit}" in done.stdout
-    assert sorted(files) == sorted([CARD, CHECK, CONFIG, CONTINUE, WEIGHTS, "notes.txt"])
+    assert sorted(files) == sorted([CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, "notes.txt"])
     assert json.loads(files[CONFIG])["version"] == 2 and files[CONTINUE] != b"of the version before"
     assert hub("-c", LABEL.format(name=f"hf:our/models@{commit}")).stdout.strip().isdigit()
 

@@ -1,6 +1,5 @@
 import importlib
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ from safetensors.torch import load_file
 from lightning_fcl import zoo
 from lightning_fcl.cli.main import main
 from lightning_fcl.running.trained import trained_parts
-from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, WEIGHTS
+from lightning_fcl.zoo.entry import CARD, CHECK, CONFIG, CONTINUE, SUMS, WEIGHTS, read_entry, read_files
 from lightning_fcl.zoo.publishing import publish
 from lightning_fcl.zoo.recipe import packaged_recipe
-from lightning_fcl.zoo.registry import REGISTRY, package_folder, published_in, registered
+from lightning_fcl.zoo.registry import REGISTRY, package_folder, read_registry
 
 LICENCE = {"weights": "Apache-2.0", "data": "CC BY 4.0"}
 
@@ -65,7 +64,7 @@ def test_what_is_published_predicts_as_the_run_does(plain, target):
     record = json.loads((plain / "results.json").read_text())["record"]
     told = sum(record["rounds"][-1]["correct"]["server"]) / sum(record["totals"])
     assert model.entry.metrics["test_accuracy"] == pytest.approx(told)
-    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, WEIGHTS}
+    assert {file.name for file in folder.iterdir()} == {CARD, CONFIG, CHECK, CONTINUE, SUMS, WEIGHTS}
     assert {file.name for file in target.iterdir()} == {"mlp.mine", REGISTRY}
 
 
@@ -167,17 +166,16 @@ def test_a_card_is_renewed_by_its_table_and_nothing_else(small_zoo, monkeypatch)
     renew_card = train.renew_card
     name = "mlp.digits.flwf2t_replay"
     folder, spread = small_zoo / name, {"final_accuracy/server": (0.77, 0.01, 5), "worst/server": (0.5, 0.1, 5)}
-    weights, before = (folder / WEIGHTS).read_bytes(), registered(small_zoo)[0]
+    weights, before = (folder / WEIGHTS).read_bytes(), read_entry(folder / CONFIG)
     assert not renew_card(folder)
     monkeypatch.setattr(train, "spread_of", lambda entry: spread)
     with monkeypatch.context() as cut:
         cut.setattr(train, "register", None)
         with pytest.raises(TypeError):
-            renew_card(folder)  # the card and its configuration are written, the registry is not
+            renew_card(folder)  # the card and the list are written, the registry is not
     assert not renew_card(folder)
-    (one,) = registered(small_zoo)
-    assert one == published_in(folder)
-    assert one.entry == replace(before.entry, files=one.entry.files)
+    (one,) = read_registry(small_zoo / REGISTRY)
+    assert one.entry == before and {*read_files(folder)} == {CARD, CHECK, CONFIG, CONTINUE, WEIGHTS}
     assert (folder / WEIGHTS).read_bytes() == weights
     text = (folder / CARD).read_text()
     assert "| 0.770 ± 0.010 (5) |" in text and "| worst server |  | 0.500 ± 0.100 (5) |  |" in text
@@ -202,6 +200,6 @@ def test_what_is_no_entry_is_not_removed(plain, target):
     mine = target / "mlp.mine"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("of mine")
-    with pytest.raises(FileNotFoundError, match=f"Expected {CONFIG} in {mine} but found none"):
+    with pytest.raises(FileNotFoundError, match=f"Expected {SUMS} in {mine} but found none"):
         publish(plain, "mlp.mine", target, licence=LICENCE)
     assert (mine / "thesis.txt").read_text() == "of mine" and {path.name for path in target.iterdir()} == {"mlp.mine"}

@@ -1,0 +1,41 @@
+"""Lists of files with their SHA-256."""
+
+import hashlib
+
+import pooch
+import pytest
+
+from lightning_fcl.hub.sums import check_file, read_sums, write_sums
+
+DIGEST = hashlib.sha256(b"whole").hexdigest()
+
+
+def test_a_list_is_read_as_it_was_written_and_pooch_reads_it_too(tmp_path):
+    path = write_sums(tmp_path / "files.txt", {"b/y": DIGEST, "a": "0" * 64})
+    assert read_sums(path) == {"a": "0" * 64, "b/y": DIGEST}
+    other = pooch.create(tmp_path, "")
+    other.load_registry(path)
+    assert other.registry == read_sums(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"a", b"a 0", f"a {DIGEST} x".encode(), f"a  {DIGEST}".encode(), f"a {DIGEST.upper()}".encode(), b"\xff 0\n"],
+)
+def test_what_is_no_list_is_refused(tmp_path, content):
+    (tmp_path / "files.txt").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"Expected a file's name and its SHA-256 in each line of .*files\.txt but got"
+    ):
+        read_sums(tmp_path / "files.txt")
+
+
+def test_a_file_that_is_missing_or_another_is_refused(tmp_path):
+    path = tmp_path / "x"
+    with pytest.raises(FileNotFoundError, match=rf"Expected {path} but found no such file\. Get it again"):
+        check_file(path, DIGEST)
+    path.write_bytes(b"whole")
+    check_file(path, DIGEST)
+    path.write_bytes(b"whole?")
+    with pytest.raises(ValueError, match=rf"Expected {path} to be as it was published but its checksum is another"):
+        check_file(path, DIGEST)
