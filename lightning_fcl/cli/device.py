@@ -34,8 +34,13 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    shape = None if options.input is None else _parse_shape(options.input)
-    recipes = [*options.recipes, *options.config]
+    recipes, shape = [*options.recipes, *options.config], None
+    if options.input is not None:
+        shape = [int(size) if size.isdecimal() else 0 for size in options.input.split(",")]
+        if min(shape) < 1:
+            raise ValueError(
+                f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {options.input}."
+            )
     report_recipe(recipes, options.profile, options.link, options.nodes, options.samples, shape, options.out)
 
 
@@ -48,12 +53,7 @@ def report_recipe(
     input_shape: Sequence[int] | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Print what a recipe needs; also write ``device.json`` and ``device.md`` into a folder.
-
-    Args:
-        nodes: Nodes of a round; default: the clients that take part in the recipe's fullest round, or 3 without data.
-        samples: Samples of a local epoch; default: the recipe's mean per client and round, or 28 without data.
-    """
+    """Print what a recipe needs, by its data where nothing else is said; write it into a folder, too."""
     from lightning_fcl.callbacks.base_session import BaseSession
     from lightning_fcl.device.report import device_report
     from lightning_fcl.device.table import render
@@ -67,9 +67,9 @@ def report_recipe(
     if any(isinstance(callback, BaseSession) for callback in parts.callbacks):
         fold_batchnorm(parts.model)  # as the callback does before the first round
     if input_shape is None or samples is None or nodes is None:
-        shape, seen, clients = _of_data(parts, required=input_shape is None)
+        shape, mean, clients = _of_data(parts, required=input_shape is None)
         input_shape = shape if input_shape is None else input_shape
-        samples = seen if samples is None else samples
+        samples = mean if samples is None else samples
         nodes = clients if nodes is None else nodes
     report = device_report(
         parts.model,
@@ -114,13 +114,3 @@ def _of_data(parts: Parts, required: bool) -> tuple[tuple[int, ...], int, int]:
     most = round_half_up(most * len(stream.plan.clients)) if isinstance(most, float) else most
     sample = stream.take(rounds[0][next(iter(rounds[0]))][:1])[0]
     return tuple(sample.shape[1:]), round_half_up(sum(sizes) / len(sizes)), max(1, min(most, clients))
-
-
-def _parse_shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = (0,)
-    if min(shape) < 1:
-        raise ValueError(f"Expected `--input` to be sizes with commas between them, as in 1,64,48, but got {text}.")
-    return shape

@@ -87,13 +87,14 @@ class Search(SearchFile):
         A row of the ``rows.yaml`` beside it comes before ``configs``, but for settings that are searched for.
         """
         content = read_yaml(path)
-        told = content if isinstance(content, dict) else {}
-        space, cases = (told.get(name, {}) for name in ("space", "cases"))
+        if not isinstance(content, dict):
+            raise ValueError(f"Expected {path} to hold values by name but got {content}.")
+        space, cases = (content.pop(name, {}) for name in ("space", "cases"))
         cases = {str(name): fixed for name, fixed in cases.items()} if isinstance(cases, dict) else {"": cases}
         if not all(isinstance(one, dict) for one in (space, *cases.values())):
             raise ValueError(f"Expected `space`, and each of `cases`, in {path} to hold settings by name.")
-        if isinstance(told.get("configs"), str):
-            content = {**told, "configs": [told["configs"]]}
+        if isinstance(content.get("configs"), str):
+            content["configs"] = [content["configs"]]
         file = parse(SearchFile, content, path, space=space, cases=cases)
         recipes = tuple(path.parent / name for name in file.configs)
         if missing := [str(recipe) for recipe in recipes if not recipe.is_file()]:

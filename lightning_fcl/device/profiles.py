@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lightning_fcl.errors import did_you_mean, require
-from lightning_fcl.hub.documents import read_yaml
+from lightning_fcl.errors import above, at_least, did_you_mean, one_of
+from lightning_fcl.hub.documents import parse, read_yaml
 
 SHIPPED = Path(__file__).with_name("profiles.yaml")
-MEMORIES = ("tcdm", "ram", "flash")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,15 @@ class Device:
     frequency_mhz: float = 0
     voltage_mv: float = 0
 
+    def __post_init__(self) -> None:
+        numbers = {
+            name: vars(self)[name] for name in ("power_mw", "samples", "latency_ms", "fp32_macs", "int8_per_fp32")
+        }
+        above(0, **numbers, **self.memory)
+        at_least(0, int8_macs=self.int8_macs)
+        for name in self.memory:
+            one_of(("tcdm", "ram", "flash"), memory=name)
+
     @property
     def fp32_rate(self) -> float:
         """Effective fp32 MACs per second."""
@@ -96,6 +103,9 @@ class Link:
     description: str = ""
     source: str = ""
 
+    def __post_init__(self) -> None:
+        above(0, bytes=self.bytes, seconds=self.seconds)
+
     def time(self, size: int) -> float:
         """Time of a transfer of so many bytes, in s, in proportion to the one that was measured."""
         return self.seconds * size / self.bytes
@@ -133,36 +143,11 @@ def read_link(name: str | Path) -> Link:
 def _read(kind: type[Profile], name: str, section: str, option: str) -> Profile:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise ValueError(f"Expected `{option}` to be a YAML file that exists but got {name}. Mend its path.")
-        return _check(kind, path.stem, read_yaml(path), str(path))
+        return parse(kind, read_yaml(path), path, name=path.stem)
     known = read_yaml(SHIPPED)[section]
     if name not in known:
         raise ValueError(
             f"Expected `{option}` to be one of {', '.join(known)}, or a YAML file of your own, but got "
             f"{name}.{did_you_mean(name, known)}"
         )
-    return _check(kind, name, known[name], f"{name} of {SHIPPED.name}")
-
-
-def _check(kind: type[Profile], name: str, content: Any, where: str) -> Profile:
-    jsonargparse = require("jsonargparse", "reads profiles of devices")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    known = parser.add_class_arguments(kind, skip={"name"})
-    if not isinstance(content, dict):
-        raise ValueError(f"Expected {where} to map names to values but got {content}. See {SHIPPED}.")
-    for key in content:
-        if key not in known:
-            raise ValueError(f"Expected entries {', '.join(known)} in {where} but got {key}.{did_you_mean(key, known)}")
-    try:
-        made = kind(name=name, **vars(parser.parse_object(content)))
-    except jsonargparse.ArgumentError as error:
-        raise ValueError(f"Expected {where} to have the entries of {SHIPPED} but got: {error}.") from error
-    memory = {f"memory.{one}": size for one, size in content.get("memory", {}).items()}
-    for one in memory:
-        if one.removeprefix("memory.") not in MEMORIES:
-            raise ValueError(f"Expected memories among {', '.join(MEMORIES)} in {where} but got {one}.")
-    for key, value in {**content, **memory}.items():
-        if isinstance(value, int | float) and (value < 0 or not isfinite(value) or (value == 0 and key != "int8_macs")):
-            raise ValueError(f"Expected `{key}` in {where} to be a number above 0 but got {value}.")
-    return made
+    return parse(kind, known[name], f"{name} of {SHIPPED.name}", name=name)

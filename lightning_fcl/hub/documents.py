@@ -46,11 +46,10 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
 
     Args:
         where: What messages call the document.
-        made: Fields that are not read from it: what may name a class is never handed to jsonargparse, which would
-            import it.
+        made: Other fields: what may name a class is not for jsonargparse, which would import it.
     """
     jsonargparse = require("jsonargparse", "reads documents")
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(kind) if field.name not in made]  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
         raise ValueError(f"Expected {where} to hold values by name but got {str(content)[:100]!r}.")
     for name in content:
@@ -60,10 +59,13 @@ def parse(kind: type[Document], content: object, where: object, **made: object) 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, skip={*made})
     try:
-        told = parser.parse_object({name: deepcopy(content[name]) for name in content if name not in made})
+        told = parser.parse_object(deepcopy(dict(content)))
     except jsonargparse.ArgumentError as error:
         raise ValueError(f"Expected {where} to be understood but got: {' '.join(str(error).split())[:500]}.") from error
-    return kind(**vars(told), **made)
+    try:
+        return kind(**vars(told), **made)
+    except ValueError as error:
+        raise ValueError(f"{error} It is said in {where}.") from error
 
 
 def check_file(path: Path) -> None:
